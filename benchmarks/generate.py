@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield from starter_language.bundled_files().items()
     table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
     if table.is_file():
-        from sft_play.trace.meta_shape import class_defaults
-
         yield table, defaults_text(class_defaults(CLASS_DEFAULTS))
     fits = Path("docs/what-fits.md")
     if fits.is_file():
@@ -41,6 +40,17 @@ def generated() -> Iterator[tuple[Path, str]]:
         if makefile.is_file():
             text = makefile.read_text(encoding="utf-8")
             yield makefile, with_variables(text, maintaining=makefile.parent.name != "")
+
+
+def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
+    """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
+    from transformers import CONFIG_MAPPING
+
+    renewed: dict[str, Defaults] = {}
+    for kind, fields in table.items():
+        own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+        renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}
+    return renewed
 
 
 def generate() -> list[str]:

@@ -149,7 +149,7 @@ def test_fields_left_to_the_class_are_those_of_the_class(kind):
 def test_the_table_of_class_defaults_is_transformers_own():
     from transformers import CONFIG_MAPPING
 
-    from sft_play.trace.meta_shape import class_defaults
+    from benchmarks.generate import class_defaults
 
     seen = 0
     for kind, defaults in CLASS_DEFAULTS.items():

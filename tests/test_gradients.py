@@ -379,7 +379,7 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    assert "rank 2 on here the least: the others wait for it" in lines_of(found)[1]
+    assert "rank 2 on here waits the least: the others wait for it" in lines_of(found)[1]
     assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80)["agrees"]
     assert communication_report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0)["difference"] is None
     assert TOLERANCE == 0.05

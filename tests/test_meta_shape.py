@@ -139,7 +139,7 @@ def test_experts_and_routers_are_no_linear_layers():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "no-such-type", **SMALL}, "transformers cannot read its config.json"),
+        ({"model_type": "no-such-type", **SMALL}, "transformers cannot build its class"),
         ({"model_type": "jamba", "hidden_size": "x"}, 'hidden_size: "x"'),
         ({"model_type": "jamba", **SMALL, "attn_layer_period": "x"}, "transformers cannot"),
         ({"model_type": "jamba", **SMALL, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs"),

@@ -46,7 +46,7 @@ def test_what_died_is_told_from_what_would_fail_again(seed):
     root = Ended(1, 11, code, 100.0, own, "4 (training)")
     followed = Ended(0, 10, 1, 101.0, Failure("peer", 1, "RuntimeError", "gloo: closed", "", 101.5, 0, "a", 10))
     others = [followed] if kind in ("user", "fault", None) and code != -15 and draw.random() < 0.5 else []
-    found = death([root, *others], 2, asked=asked, memory_ran_out=False)
+    found = death([root, *others], 2, asked=asked)
     if kind is None:
         helps = code != -15  # somebody ended it by a signal that asks
     else:

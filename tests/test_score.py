@@ -428,6 +428,7 @@ LOGITS = 2 * 2 * 64 * 512
 
 
 def traced(**changed: Any) -> TracedPeak:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import trace_step
 
     return trace_step(replace(TINY, **changed))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
 from sft_play.planner.memory.model_states import nf4_bytes

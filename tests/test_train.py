@@ -782,7 +782,7 @@ class TestProgress:
         progress.on_step_end(None, state, None)  # at 4 s: then 100 s of evaluation
         progress.on_step_begin(None, state, None)  # at 104 s
         line = progress.line(2, 10)  # at 108 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
-        assert line == "100 tokens/s  0:32 left"
+        assert line == "100 tokens/s  32 seconds left"
 
 
 def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monkeypatch):

@@ -125,7 +125,11 @@ def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def problem(config: Any, **asked: Any) -> str | None:
-    return backend.problem_of_unsloth(config, **{"layout": "single", "nodes": 1, "launched": False, **asked})
+    try:
+        backend.require_unsloth(config, **{"layout": "single", "nodes": 1, "launched": False, **asked})
+    except BackendError as error:
+        return str(error)
+    return None
 
 
 def test_without_a_gpu_and_an_environment_both_are_named_and_how_to_get_one(no_unsloth, monkeypatch):

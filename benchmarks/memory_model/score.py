@@ -416,6 +416,7 @@ def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Itera
 
 
 def _tracer() -> Trace:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.confirm import cached_trace
 
     return cached_trace

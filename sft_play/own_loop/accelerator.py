@@ -51,8 +51,6 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     elif torch.version.hip is None:
         without_bad_p2p(detect(), os.environ)
     wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
-    for note in wanted.notes:
-        logger.info("%s", note)
     if wanted.fallback is not None:
         lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""
         _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
@@ -77,8 +75,7 @@ def _without_accelerate(config: Any) -> Any:
         )
     _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
     accelerator = NoOpAccelerator(
-        mixed_precision=wanted.mixed_precision,
-        gradient_accumulation_steps=wanted.settings.gradient_accumulation_steps,
+        mixed_precision=wanted.mixed_precision, gradient_accumulation_steps=wanted.settings.gradient_accumulation_steps
     )
     accelerator.dist_config = wanted.settings
     return accelerator
@@ -105,10 +102,7 @@ def _drop_launcher_settings(wanted: CheckedSettings) -> None:
 
 
 def _forget_earlier() -> None:
-    """Reset accelerate if it was started before in this process; the process group stays.
-
-    Its state rejects another precision and a second DeepSpeed plugin, so a notebook cell could not run twice.
-    """
+    """Its state rejects another precision and a second DeepSpeed plugin: a notebook cell could not run twice."""
     from accelerate.state import AcceleratorState, GradientState
 
     if AcceleratorState._shared_state:
@@ -146,7 +140,6 @@ def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
 
 
 def _plugin(config: dict[str, Any]) -> Any:
-    """DeepSpeed's plugin, with torch's optimizer on the CPU where DeepSpeed's own cannot be built."""
     from accelerate.utils import DeepSpeedPlugin
 
     zero = config["zero_optimization"]
@@ -162,7 +155,6 @@ def _plugin(config: dict[str, Any]) -> Any:
 
 
 def _require_same_settings(wanted: CheckedSettings) -> None:
-    """Raises ConfigError on every rank if ranks were given different settings: they would wait for each other."""
     own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
     first, *others = of_all(own)
     for rank, other in enumerate(others, start=1):
@@ -180,8 +172,6 @@ def _warn(text: str) -> None:
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
-
-
 def wrap_model_optimizer(
     accelerator: Any,
     model: Any,
@@ -190,17 +180,10 @@ def wrap_model_optimizer(
     gradient_checkpointing: bool | None = None,
     micro_batch_size: int | None = None,
 ) -> tuple[Any, ...]:
-    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order in which they were given.
-
-    `None` stays `None`. Data loaders yield this rank's share.
-
-    Args:
-        gradient_checkpointing: None follows the settings of `get_accelerator`.
-        micro_batch_size: rows per rank and pass, for DeepSpeed where no data loader gives it.
-
-    Raises:
-        ConfigError: the model cannot recompute its activations; or the DeepSpeed file fixes another batch.
-    """
+    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order given; `None` stays `None`.
+    `gradient_checkpointing`: None follows the settings of `get_accelerator`; `micro_batch_size`: rows per rank and
+    pass, for DeepSpeed where no data loader gives it. Raises ConfigError: the model cannot recompute its activations;
+    or the DeepSpeed file fixes another batch."""
     settings = getattr(accelerator, "dist_config", None)
     if getattr(settings, "gradient_checkpointing", False) if gradient_checkpointing is None else gradient_checkpointing:
         _checkpoint_activations(model)

@@ -18,11 +18,9 @@ from sft_play.errors import BackendError
 
 
 class NoOpAccelerator:
-    """One process with the methods and attributes of `accelerate.Accelerator` that a training loop uses.
-
-    They do the same: autocast, accumulation (optimizer and scheduler steps in between do nothing), batches on the
-    device. The error for any other (hooks, `save_state`), and for fp16, says that accelerate is missing.
-    """
+    """One process with the methods and attributes of `accelerate.Accelerator` that a training loop uses. They do the
+    same: autocast, accumulation (optimizer and scheduler steps in between do nothing), batches on the device. The error
+    for any other (hooks, `save_state`), and for fp16, says that accelerate is missing."""
 
     distributed_type: str = "NO"  # equal to accelerate's DistributedType.NO
     num_processes = 1

@@ -67,11 +67,7 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
 
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
-
-
 def _run(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> Any:
-    """Do work in which ranks wait for each other; raises TrainingError, with what is `left` on disk, if one of them is
-    gone."""
     try:
         return work()
     except SftPlayError:
@@ -120,8 +116,6 @@ def _told_to_stop() -> Iterator[None]:
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
-
-
 def _begin(path: Path, aside: Path) -> None:
     atomic.bring_back(path)
     if path.exists() and not path.is_dir():
@@ -139,7 +133,6 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _swap(aside: Path, path: Path) -> None:
-    """Put the new folder, with the old one's files that are no weights, in place of the old one."""
     if path.is_dir():
         own = {item.name for item in path.iterdir() if item.name.endswith(_WEIGHTS)}
         left = own.union(_MARKS, (item.name for item in aside.iterdir()))
@@ -156,10 +149,7 @@ def _link(source: str, target: str) -> None:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """The full tensors to save, by their names in the model, in host memory where `keep`; all ranks call it."""
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if keep else {}

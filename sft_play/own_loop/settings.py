@@ -1,13 +1,11 @@
-"""The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, with all problems at once.
-
-A DeepSpeed file is read and checked here too, so that contradictions between the two are in the same message.
-"""
+"""The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, and their DeepSpeed file."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +19,8 @@ from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config, translate
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
 PROJECT = Path(__file__).resolve().parents[2]
@@ -55,92 +55,66 @@ class DistConfig(Section):
 
 
 _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
+_KEYS = ", ".join(DistConfig.model_fields)
 
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs.
-
-    `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` say what
-    was translated or is not used.
-    """
+    """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
 
     settings: DistConfig
     name: str
     mixed_precision: Precision
     deepspeed: dict[str, Any] | None = None
     fallback: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass
-class _Reading:
-    """A configuration while it is read: its source, the valid values, and the problems."""
-
-    document: YamlDocument
-    folder: Path | None
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, key: str, message: str) -> None:
-        """Add a problem with a key."""
-        self.problems.append(str(Problem(one_line(key), self.document.where((key,)), message)))
-
-    def get(self, key: str) -> Any:
-        """The value of a key, or its default; None where the given value is wrong."""
-        return self.values.get(key)
 
 
 def asked(
     config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
 ) -> CheckedSettings:
-    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name. `best`: the dtype
-    that suits this machine's device; "no" is a CPU.
+    """The settings of a file or a mapping, checked together with their DeepSpeed file; `best`: the dtype that suits
+    this device, "no" on a CPU. Raises ConfigError: there is no such file, keys or values are wrong, or contradict."""
+    document, folder = _read(config)
+    settings = _settings(document)
+    deepspeed, fallback, problems = None, None, list[str]()
+    if settings.backend == "deepspeed":
+        name, deepspeed, fallback = _deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
+        if deepspeed is not None:
+            problems = [f"{name}: {text}" for text in _contradictions(deepspeed, settings, document.name)]
+            _fill(deepspeed, settings, name)
+    elif settings.zero3_offload:
+        problems = ["zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed"]
+    precision = _precision(settings, _allowed(deepspeed or {}), best)
+    if precision == "fp16" and best == "no":
+        problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
+    _refuse(problems)
+    return CheckedSettings(settings, document.name, precision, deepspeed, fallback)
 
-    Raises:
-        ConfigError: the file is missing or not a YAML mapping; or keys are unknown, values wrong, or values contradict
-            each other, the device or the DeepSpeed file: all of them in one message.
-    """
-    reading = _read(config)
-    _check_keys(reading)
-    if reading.get("backend") == "accelerate" and reading.get("zero3_offload"):
-        reading.add("zero3_offload", "true is for DeepSpeed, but backend is accelerate; set backend: deepspeed")
-    deepspeed, fallback = None, None
-    if reading.get("backend") == "deepspeed":
-        deepspeed, fallback = _deepspeed(reading, has_deepspeed=has_deepspeed)
-    precision = _precision(reading, deepspeed, best)
-    if reading.problems:
-        lines = list(dict.fromkeys(reading.problems))
+
+def _refuse(problems: Sequence[str]) -> None:
+    lines = list(dict.fromkeys(problems))
+    if lines:
         raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
-    settings = DistConfig(**reading.values)
-    return CheckedSettings(settings, reading.document.name, precision, deepspeed, fallback, tuple(reading.notes))
 
 
-# --- where it comes from ----------------------------------------------------------------------------------------------
-
-
-def _read(config: Any) -> _Reading:
-    """The plain data of a file or a mapping, with the folder that its paths may be relative to."""
+def _read(config: Any) -> tuple[YamlDocument, Path | None]:
+    """What a file or a mapping says, and the folder that its paths may be relative to."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
-        plain = ((key, os.fspath(one) if isinstance(one, os.PathLike) else one) for key, one in config.items())
-        return _Reading(YamlDocument(name="config", data={str(key): value for key, value in plain}), None)
+        plain = {str(key): os.fspath(one) if isinstance(one, os.PathLike) else one for key, one in config.items()}
+        return YamlDocument(name="config", data=plain), None
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
     path = next(filter(Path.exists, _places(Path(config))), None)
     if path is None and os.fspath(config) == DEFAULT_CONFIG:
-        reading = _Reading(YamlDocument(name="the defaults"), None)
-        reading.notes.append(f"{DEFAULT_CONFIG} is neither in {Path.cwd()} nor in {PROJECT}: the defaults are used")
-        return reading
+        logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT)
+        return YamlDocument(name="the defaults"), None
     path = path or Path(config).expanduser()
-    name = one_line(str(path))
-    document = parse(read_text(path), name=name)
-    reading = _Reading(document, path.absolute().parent, problems=[str(problem) for problem in document.problems])
+    document = parse(read_text(path), name=one_line(str(path)))
     if len(_OF_A_RUN & set(document.data)) > 1:  # one alone may be a misspelt key
-        raise ConfigError(f"{name} is a run YAML, for make train CONFIG=; get_accelerator takes {_keys()}")
-    return reading
+        raise ConfigError(f"{document.name} is a run YAML, for make train CONFIG=; get_accelerator takes {_KEYS}")
+    return document, path.absolute().parent
 
 
 def _places(path: Path, *folders: Path) -> list[Path]:
@@ -151,26 +125,26 @@ def _places(path: Path, *folders: Path) -> list[Path]:
     return [path, *(folder / path for folder in (*folders, PROJECT))]
 
 
-def _keys() -> str:
-    return ", ".join(DistConfig.model_fields)
+def _settings(document: YamlDocument) -> DistConfig:
+    data, fields = document.data, DistConfig.model_fields
+    problems = [str(problem) for problem in document.problems]
 
+    def add(key: str, message: str) -> None:
+        problems.append(str(Problem(one_line(key), document.where((key,)), message)))
 
-def _check_keys(reading: _Reading) -> None:
-    data = reading.document.data
-    for key in data:
-        if key not in DistConfig.model_fields:
-            hint = did_you_mean(key, DistConfig.model_fields) or f"the keys are {_keys()}"
-            reading.add(key, f"unknown key (value {_shown(data[key])}); {hint}")
-    for key, option in DistConfig.model_fields.items():
-        if key not in data:
-            reading.values[key] = option.default
-            continue
-        try:  # one key at a time, so that the others are known where one is wrong
-            reading.values[key] = getattr(DistConfig.model_validate({key: data[key]}), key)
-        except ValidationError:
-            wanted = expects(option.annotation, tuple(option.metadata))
-            raw = reading.document.raw.get((key,)) if not isinstance(data[key], str) else None
-            reading.add(key, f"expected {wanted}, found {_shown(data[key], raw)}{hint_at(data[key], raw, wanted)}")
+    for key in data.keys() - fields.keys():
+        hint = did_you_mean(key, fields) or f"the keys are {_KEYS}"
+        add(key, f"unknown key (value {_shown(data[key])}); {hint}")
+    settings = DistConfig.model_validate({})
+    try:
+        settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
+    except ValidationError as error:
+        for key in dict.fromkeys(str(item["loc"][0]) for item in error.errors()):
+            wanted = expects(fields[key].annotation, tuple(fields[key].metadata))
+            raw = document.raw.get((key,)) if not isinstance(data[key], str) else None
+            add(key, f"expected {wanted}, found {_shown(data[key], raw)}{hint_at(data[key], raw, wanted)}")
+    _refuse(problems)
+    return settings
 
 
 def _shown(value: Any, raw: str | None = None) -> str:
@@ -180,75 +154,66 @@ def _shown(value: Any, raw: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, best: Precision) -> Precision:
+def _precision(settings: DistConfig, allowed: Sequence[Precision], best: Precision) -> Precision:
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
-    wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
-    # A file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported.
-    chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
-    if wish not in (None, "auto"):
-        chosen = wish
-    if chosen == "fp16" and best == "no":
-        reading.add("mixed_precision", "fp16 needs a GPU, but there is none; set bf16 or no")
-    return chosen
+    if settings.mixed_precision != "auto":
+        return settings.mixed_precision
+    # a file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported
+    return best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
-
-
-def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any] | None, str | None]:
+def _deepspeed_file(
+    settings: DistConfig, folder: Path | None, *, has_deepspeed: bool
+) -> tuple[str, dict[str, Any] | None, str | None]:
+    """Its name and configuration in current keys; or why there is none, and accelerate runs instead."""
     if not has_deepspeed:
-        return None, "the package deepspeed is not installed"
-    given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
+        return "", None, "the package deepspeed is not installed"
+    given = settings.deepspeed_config
     if given is None:
-        return _filled(shipped_config("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
-    places = _places(Path(given), *([reading.folder] if reading.folder is not None else []))
+        return "DeepSpeed", shipped_config("zero3_offload" if settings.zero3_offload else "zero2"), None
+    places = _places(Path(given), *([folder] if folder is not None else []))
     path = next(filter(Path.exists, places), None)
     if path is None:
         tried = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in places))
-        return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
+        return "", None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
     name = one_line(str(path))
     try:
-        config, notes = translate(read_deepspeed_file(path), name=name)
+        config, said = translate(read_deepspeed_file(path), name=name)
     except ConfigError as error:
-        reading.problems += str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ").splitlines()
-        return None, None
-    reading.notes += [f"{name}: {note}" for note in notes]
-    return _filled(config, reading, name), None
+        raise ConfigError(str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ")) from None
+    for note in said:
+        logger.info("%s: %s", name, note)
+    return name, config, None
 
 
-def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, Any]:
-    """The configuration with the settings filled in; each contradiction becomes a problem."""
-    reading.problems += [f"{name}: {text}" for text in _contradictions(config, reading)]
-    zero = config.get("zero_optimization") or {}
-    config["zero_optimization"] = zero
+def _fill(config: dict[str, Any], settings: DistConfig, name: str) -> None:
+    zero = config["zero_optimization"] = config.get("zero_optimization") or {}
     if zero.get("stage", "auto") in ("auto", None):
-        zero["stage"] = 3 if reading.get("zero3_offload") else 2
-    if reading.get("zero3_offload"):  # what the file offloads already, such as to NVMe, stays there
-        for key in ("offload_optimizer", "offload_param"):
-            section = zero.get(key)
-            if not isinstance(section, dict) or section.get("device", "none") in ("none", "auto", None):
-                zero[key] = {"device": "cpu", "pin_memory": True}
+        zero["stage"] = 3 if settings.zero3_offload else 2
+    for key in ("offload_optimizer", "offload_param") if settings.zero3_offload else ():
+        section = zero.get(key)  # what the file offloads already, such as to NVMe, stays there
+        if not isinstance(section, dict) or section.get("device", "none") in ("none", "auto", None):
+            zero[key] = {"device": "cpu", "pin_memory": True}
     if config.get("gradient_accumulation_steps", "auto") in ("auto", None):
-        config["gradient_accumulation_steps"] = reading.get("gradient_accumulation_steps")
+        config["gradient_accumulation_steps"] = settings.gradient_accumulation_steps
     if config.get("gradient_clipping", "auto") in ("auto", None):
         config["gradient_clipping"] = 1.0
-        reading.notes.append(f"{name}: gradient_clipping → 1.0; DeepSpeed clips, and clip_grad_norm_ does not")
-    return config
+        logger.info("%s: gradient_clipping → 1.0; DeepSpeed clips, and clip_grad_norm_ does not", name)
 
 
-def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[str]:
-    here = reading.document.name
-    steps, theirs = reading.get("gradient_accumulation_steps"), config.get("gradient_accumulation_steps", "auto")
-    if steps is not None and theirs not in ("auto", None, steps):
+def _contradictions(config: Mapping[str, Any], settings: DistConfig, here: str) -> Iterator[str]:
+    steps, theirs = settings.gradient_accumulation_steps, config.get("gradient_accumulation_steps", "auto")
+    if theirs not in ("auto", None, steps):
         yield f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of {here}"
-    wish, allowed = reading.get("mixed_precision"), _allowed(config)
+    wish, allowed = settings.mixed_precision, _allowed(config)
     if not allowed:
         yield "bf16.enabled and fp16.enabled are both true; keep one of them"
-    elif wish not in (None, "auto", *allowed):
+    elif wish not in ("auto", *allowed):
         listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
         yield f"{listed} contradicts mixed_precision: {wish} of {here}; set mixed_precision: {' or '.join(allowed)}"
     zero = config.get("zero_optimization") or {}
-    if reading.get("zero3_offload") and zero.get("stage", "auto") not in ("auto", None, 3):
+    if settings.zero3_offload and zero.get("stage", "auto") not in ("auto", None, 3):
         yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {here}"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
@@ -264,6 +229,5 @@ def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
 
 
 def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether bf16 and fp16 are enabled, where a DeepSpeed configuration fixes it."""
     enabled = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
     return {key: value for key, value in enabled.items() if isinstance(value, bool)}

@@ -251,13 +251,3 @@ def end_at_once(agent: int) -> None:
     for process in [*tree, *ranks_of_agent(agent)]:
         with contextlib.suppress(psutil.Error):
             process.kill()
-
-
-def out_of_memory_kills() -> int | None:
-    """How many processes the kernel's OOM killer has killed since the machine started; None if unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return None

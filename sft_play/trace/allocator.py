@@ -1,10 +1,8 @@
 """PyTorch's CUDA caching allocator on integers: what a sequence of tensors costs in blocks and in segments.
 
-Rules and constants follow `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.13
-(github.com/pytorch/pytorch). Each stream has pools of its own: what was freed on one is never given to another. A block
-that another stream used (`record_stream`) waits, once freed, until the host knows that the use has ended. Left out,
-because training with default settings never meets them: `max_split_size_mb`, `roundup_power2_divisions`, garbage
-collection thresholds and graph pools. Torch-free; all sizes are bytes.
+Rules and constants are those of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13 at default settings. Each stream
+has its pools; a block that another stream used (`record_stream`) waits, once freed, until the host knows that its use
+has ended. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -93,20 +91,17 @@ class _Pool:
 
 
 class CachingAllocator:
-    """One GPU. `allocated` and `reserved` are what `torch.cuda.memory_stats` calls so; peaks since the last reset.
-
-    `capacity` bounds the segments, in bytes; beyond it the cache is given back first, then it raises
-    SimulatedOutOfMemory.
-    """
+    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset. Beyond
+    `capacity` bytes of segments the cache is given back, then it raises SimulatedOutOfMemory."""
 
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         self.expandable = expandable_segments
         self.capacity = capacity
-        self.allocated = self.reserved = self.requested = 0
+        self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._used: dict[object, tuple[_Block, int]] = {}
+        self._used: dict[object, _Block] = {}
         self._uses: dict[object, set[int]] = {}
         self._waiting: list[tuple[int, _Block]] = []
         self._frees = 0
@@ -129,20 +124,16 @@ class CachingAllocator:
                 block = self._new_block(pool, size)
         self._split(block, size)
         block.used = True
-        self._used[key] = (block, nbytes)
+        self._used[key] = block
         self.allocated += block.size
-        self.requested += nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Return the block of `key` to the cache, at once or when other streams are done with it; keys without a block
-        are ignored."""
-        entry = self._used.pop(key, None)
-        if entry is None:
+        """Return the block of `key`, if it has one, to the cache, at once or when other streams are done with it."""
+        block = self._used.pop(key, None)
+        if block is None:
             return
-        block, nbytes = entry
         self.allocated -= block.size
-        self.requested -= nbytes
         self._frees += 1
         if self._uses.pop(key, None):
             self._waiting.append((self._frees, block))
@@ -151,8 +142,8 @@ class CachingAllocator:
 
     def record_stream(self, key: object, stream: int) -> None:
         """`Tensor.record_stream`: once freed, the block of `key` also waits for this stream; its own needs no wait."""
-        entry = self._used.get(key)
-        if entry is not None and stream != entry[0].pool.stream:
+        block = self._used.get(key)
+        if block is not None and stream != block.pool.stream:
             self._uses.setdefault(key, set()).add(stream)
 
     def moment(self) -> int:
@@ -160,18 +151,14 @@ class CachingAllocator:
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
-        """The host knows that all work up to this moment is done (None: all work submitted so far).
-
-        What was freed by then and waited for another stream is free at the next request.
-        """
+        """The host knows that all work up to this moment is done (None: all): what waited for it is free."""
         done = [block for when, block in self._waiting if until is None or when <= until]
         self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
         for block in done:
             self._release(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages of expandable ones,
-        go back to the driver."""
+        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages, go back."""
         self.synchronise()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
@@ -184,14 +171,6 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """`torch.cuda.reset_peak_memory_stats`."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
-    def free_bytes(self) -> int:
-        """Bytes of all cached blocks, for checks: allocated + free + waiting = reserved."""
-        return sum(size for pool in self._pools.values() for size, _, _ in pool.free)
-
-    def waiting_bytes(self) -> int:
-        """Bytes of freed blocks that wait for another stream."""
-        return sum(block.size for _, block in self._waiting)
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _pool(self, is_small: bool, stream: int) -> _Pool:

@@ -1,9 +1,8 @@
 """Bytes of the blocks of a class that the table of families does not have, as a plan asks for them, remembered.
 
-A pass is run at the plan's own length, for a few batches at once; others lie between. Two things are run shorter,
-because each would take minutes: a class whose operators grow with the length (states that are computed chunk by chunk,
-in Python) takes as many tokens in short rows, twice, since what it holds grows with rows too; and a class that cannot
-run on tensors without bytes runs on the CPU with few real tokens.
+A pass is run at the plan's own length, for a few batches; others lie between. A class whose operators grow with the
+length takes as many tokens in short rows, twice; one that cannot run on tensors without bytes, few real tokens on the
+CPU: both would take minutes at full length.
 """
 
 from __future__ import annotations
@@ -61,12 +60,8 @@ def meter_of(model: Mapping[str, Any], *, code: str | None = None) -> BlockMeter
 
 
 def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they are measured on
-    the meta device, and so are its blocks.
-
-    Raises:
-        ModelError: it is no causal language model, or its class refuses the config.
-    """
+    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
+    are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
     try:
         return parse_config(config, name=name)
     except UnknownArchitecture as error:
@@ -95,11 +90,7 @@ class BlockMeter:
         *,
         accumulates: bool = False,
     ) -> MeasuredPass:
-        """A pass of `batch` rows of the step; the other arguments are those of its walk.
-
-        Raises:
-            ModelError: the class's blocks run neither on tensors without bytes nor on this machine's CPU.
-        """
+        """A pass of `batch` rows of the step; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
         step = replace(step, seq_len=max(step.seq_len, SHORTEST * step.layout.context_parallel))
         places = first_blocks(shape.layer_order)
@@ -158,11 +149,7 @@ class Blocks:
     """Their parameters, with the embedding and the head."""
 
     def passed(self, rows: int, length: int) -> MeasuredPass:
-        """A pass, as it was measured or between two that were.
-
-        Raises:
-            ModelError: the blocks cannot be run.
-        """
+        """A pass, as it was measured or between two that were. Raises ModelError: the blocks cannot be run."""
         known = BATCHES[self.way]
         if rows > known[-1]:  # the next power of two, and the one before
             last = 1 << (rows - 1).bit_length()
@@ -184,11 +171,7 @@ class Blocks:
         return _seen[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
-        """The passes, on tensors without bytes or on a few real ones.
-
-        Raises:
-            ModelError: neither is possible.
-        """
+        """The passes, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
         logger.debug("Measuring the blocks of the model's class, once: rows of %d tokens, %s", length, _WORDS[self.way])
         problem = ""
         for blocks in (self, replace(self, settings=self.padded))[: 1 + (self.padded is not self.settings)]:

@@ -1,8 +1,7 @@
 """The blocks of a model, each run forwards and backwards: what it keeps, and its peaks.
 
-A pass goes through the model's first blocks, as many as there are kinds, on the tensors of a trace. Hooks read the live
-bytes where one block ends and the next begins: forwards when its call begins and ends, backwards when the gradient of
-its output is there.
+Hooks read the live bytes of a trace where one block ends and the next begins: forwards when its call begins and ends,
+backwards when the gradient of its output is there.
 """
 
 from __future__ import annotations
@@ -31,16 +30,9 @@ def run_blocks(
     accumulates: bool = False,
     real: bool = False,
 ) -> list[MeasuredPass]:
-    """Passes of (rows, tokens of a row).
-
-    Args:
-        places: for each of the first blocks, its place in `ModelShape.layers`.
-        accumulates: a pass follows another, and its gradients are added to those.
-        real: the tensors are real ones on the CPU.
-
-    Raises:
-        TraceUnavailable: the libraries cannot run them.
-    """
+    """Passes of (rows, tokens of a row). `places`: of each of the first blocks, its place in `ModelShape.layers`;
+    `accumulates`: gradients are added to those of a pass before; `real`: on real CPU tensors. Raises TraceUnavailable:
+    the libraries cannot run them."""
     found = []
     with situated(settings, real=real, depth=len(places)) as (loop, skeleton):
         model, _ = loop.loaded(skeleton)
@@ -83,7 +75,6 @@ class _Look:
         self._first_key: int | None = None
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -104,7 +95,6 @@ class _Look:
         return is_kept
 
     def passed(self, rows: int, length: int, places: Sequence[int]) -> MeasuredPass:
-        """What a pass takes."""
         is_kept = self.step(rows, length)
         if not all(self._start):
             raise TraceUnavailable("the model does not call each of its first blocks")
@@ -160,8 +150,7 @@ class _Look:
         return LayerBytes(forward - sum(casts), kept, backward, gradients, cast=casts[-1], input=kept)
 
     def _casts(self, block: nn.Module) -> int:
-        """Bytes of the half-precision copies that autocast keeps of a block's fp32 leaves with a gradient
-        (autocast_mode.cpp, cached_cast)."""
+        """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient (cached_cast)."""
         if self._loop.settings.autocast is None:
             return 0
         return sum(

@@ -6,22 +6,24 @@ import contextlib
 import importlib
 import inspect
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.trace import experts, fakes, kernels
+from sft_play.trace import fakes, kernels
 from sft_play.trace.delta_rule import chunk_gated_delta_rule
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config
-from sft_play.training.prepare.experts import meant_experts, stacked_experts
+from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trained_rows
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -29,15 +31,9 @@ HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 
 
 def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
-    """The model on the meta device, quantised where the mode says so, or its first `depth` blocks. Call it outside a
-    FakeTensorMode.
-
-    LoRA's adapters are made here too, in a third of the time that fake tensors take to initialise them.
-
-    Raises:
-        TraceUnavailable: the config names no causal language model that the libraries know.
-        ModelError: PEFT refuses the adapters.
-    """
+    """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its first `depth`
+    blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries know no such class; ModelError: PEFT
+    refuses the adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -52,7 +48,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         attention = kernels.FLASH
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
-    if (implementation := experts.implementation(settings, model_class)) is not None:
+    if (implementation := _experts_implementation(settings, model_class)) is not None:
         config._experts_implementation = implementation
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -61,8 +57,8 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         )  # fmt: skip
     if depth is not None:
         del block_list(model)[1][depth:]
-    if settings.experts == "loop":
-        experts.loop_over_experts(model)
+    for change in OLDER:
+        change(model, settings)
     if settings.mode == "qlora":
         _quantise(model, settings)
     if _is_lora(settings):
@@ -72,10 +68,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
 
 
 def furnish(model: Any, settings: StepSettings) -> Any:
-    """The skeleton as the trainer would step it: loaded, with adapters and checkpointing, in training mode.
-
-    Storages are uninitialised and in module order, the base model's first; tied ones stay tied.
-    """
+    """The skeleton as the trainer would step it: loaded in module order, ties kept, in training mode."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
     if settings.fp32_rest:
@@ -93,9 +86,8 @@ def furnish(model: Any, settings: StepSettings) -> Any:
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: among the outermost lists of modules that beside the token embedding
-    (others are an encoder's of sound or images), and of those the one with the most parameters. An empty list where
-    there is none."""
+    """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
+    the one with the most parameters; empty where there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
         path: module
@@ -132,8 +124,7 @@ def replaceable(model: nn.Module) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def without_packages(model: nn.Module, settings: StepSettings) -> Iterator[None]:
-    """The class's own functions in place of those of packages, whose kernels do not run on fake tensors; what
-    allocates as flash-linear-attention does where the run has it."""
+    """The class's own functions in place of packages', or what allocates as flash-linear-attention does."""
     file = sys.modules[type(model).__module__]
     replaced = {name: getattr(file, name) for _, name in replaceable(model)}
     for name, function in replaced.items():
@@ -157,11 +148,7 @@ def base_of(model: Any) -> Any:
 
 # --- the bare model ---------------------------------------------------------------------------------------------------
 def config_of(settings: StepSettings) -> Any:
-    """The transformers config; of an image-text model the language model's.
-
-    Raises:
-        TraceUnavailable: transformers does not know the model type.
-    """
+    """The language model's config of transformers. Raises TraceUnavailable: it does not know the model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
@@ -223,7 +210,7 @@ def _quantise(model: Any, settings: StepSettings) -> None:
             model.set_submodule(name, fakes.fake_nf4(layer, settings))
     if settings.quant_experts:
         nf4_experts.register()  # PEFT's part
-        for _, module, name in list(stacked_experts(model)):
+        for _, module, name in list(experts.stacked_experts(model)):
             fakes.fake_nf4_experts(module, name, settings)
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
@@ -234,10 +221,7 @@ _ADDED = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
-    """Storages for what is on the meta device: one per tensor, in module order, ties kept (`replaced`: by old tensor).
-
-    The base model's, or those that PEFT added; a PEFT layer's own tensors are the ones outside its `base_layer`.
-    """
+    """Storages for what is on the meta device, in module order, ties kept: the base's, or those that PEFT added."""
     for path, module in model.named_modules():
         is_adapter = any(part.startswith(_ADDED) for part in path.split("."))
         if is_adapter != adapters:
@@ -256,10 +240,7 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
 
 
 def _upcast_rest(model: Any) -> None:
-    """The casts of PEFT's `prepare_model_for_kbit_training`: every unquantised half parameter to fp32, all frozen.
-
-    Not called itself: it recognises packed weights by their class, which fakes do not have.
-    """
+    """As PEFT's `prepare_model_for_kbit_training`, which recognises packed weights by a class that fakes lack."""
     for parameter in model.parameters():
         if parameter.is_meta:
             continue  # an adapter: PEFT makes it later
@@ -273,11 +254,7 @@ _NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_pa
 
 
 def peft_config_of(plain: Mapping[str, Any]) -> Any:
-    """PEFT's config object from plain data; `DORA` is LoRA with `use_dora`. Fields unknown to PEFT are left out.
-
-    Raises:
-        TraceUnavailable: PEFT has no such method.
-    """
+    """PEFT's config of plain data; `DORA` is LoRA with `use_dora`. Raises TraceUnavailable: no such method."""
     mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
     given = json.loads(json.dumps(dict(plain)))
     kind = str(given.get("peft_type", "LORA")).upper()
@@ -302,7 +279,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
     config = peft_config_of(settings.peft)
     if getattr(config, "target_parameters", None):
-        config.target_parameters = meant_experts(model, config.target_parameters)
+        config.target_parameters = experts.meant_experts(model, config.target_parameters)
     size = model.config.vocab_size
     new_rows = range(size - settings.new_tokens, size)
     config.trainable_token_indices = trained_rows(model, new_rows, whole=config.modules_to_save or ())
@@ -321,16 +298,57 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
 
 
 def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged.
-
-    TRL 1.16 (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts
-    them to fp32 where the run computes in another type.
-    """
+    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL casts those of a
+    quantised model to bf16, DoRA's magnitudes aside; this toolkit to fp32 where the run computes in another type."""
     if settings.adapters is not None:
         return getattr(torch, settings.adapters)
     if settings.mode != "qlora":
         return None
     return torch.float32 if settings.autocast == "float16" or settings.weights == "float32" else torch.bfloat16
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+LOOP = "sft_play_traced_loop"
+"""The name under which `loop` is registered in transformers."""
+
+
+def _experts_implementation(settings: StepSettings, model_class: Any) -> str | None:
+    """What transformers is to call the experts by; None leaves classes alone whose own code it does not reach."""
+    if not model_class._can_set_experts_implementation():
+        return None
+    if settings.experts == "cast":
+        experts.register()
+        return experts.CASTING
+    if settings.experts == "eager":
+        ALL_EXPERTS_FUNCTIONS.register(LOOP, _loop)
+        return LOOP
+    return "grouped_mm"
+
+
+def _loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x experts per token. The
+    classes' own loops find each expert's tokens by value, which fake tensors do not have."""
+    mixed = torch.zeros_like(hidden_states)
+    with torch.no_grad():
+        chosen = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+    share = math.ceil(top_k_index.numel() / self.num_experts)
+    for expert in range(self.num_experts):
+        place, token = (torch.zeros(share, dtype=torch.int64) for _ in range(2))
+        both = _product(self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
+        inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)
+        out = _product(self, inner, "down_proj", expert)
+        out = out * top_k_weights[token, place, None]
+        mixed.index_add_(0, token, out.to(mixed.dtype))
+    del chosen
+    return mixed
+
+
+def _product(module: Any, rows: Any, name: str, expert: int) -> Any:
+    weight = getattr(module, name)[expert]
+    if not module.is_transposed:
+        return nn.functional.linear(rows, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
+    out = rows @ weight
+    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
 
 # --- what the trainer sets --------------------------------------------------------------------------------------------
@@ -340,18 +358,21 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
         _checkpoint(base, settings)
         if settings.peft is not None:
             base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
-    if settings.loss.startswith("logits_shifted"):
-        base.loss_function = half_shifted_loss if settings.loss == "logits_shifted_half" else shifted_loss
-    if settings.loss in ("logits_float", "logits_shifted_float"):
-        base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
-    if settings.loss == "chunked":
-        importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
-        importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+    LOSSES[settings.loss](base)
+
+
+def _fused_head(base: Any) -> None:
+    importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+
+
+LOSSES: dict[str, Callable[[Any], object]] = {"chunked": _fused_head, "logits": lambda base: None}
+"""What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
+OLDER: list[Callable[[Any, StepSettings], None]] = []
+"""What changes a model on the meta device into that of an older version of transformers; benchmarks fill it."""
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:
-    """Gradient checkpointing on, with the keywords of the installed transformers; of the first layers only, if
-    asked."""
     word = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
     options = {f"{word}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
     getattr(base, f"{word}_checkpointing_enable")(**options)
@@ -369,16 +390,3 @@ def decoder_layers(base: Any) -> list[Any]:
     if not blocks:
         raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
     return blocks
-
-
-def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
-    """The loss of transformers before 4.50: the fp32 logits [batch, tokens, vocabulary] are copied to shift them."""
-    return half_shifted_loss(logits.float(), labels, vocab_size)
-
-
-def half_shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
-    """The same in the logits' own dtype, or in fp32 under autocast, as CUDA's autocast takes a cross entropy."""
-    shifted = logits[..., :-1, :].contiguous()
-    if torch.is_autocast_enabled("cpu"):
-        shifted = shifted.float()
-    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))

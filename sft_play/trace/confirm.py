@@ -1,8 +1,7 @@
 """From a plan's candidate to the step that is traced, and back: a second prediction for the plan.
 
-What was measured with the libraries is remembered, and a second start reads it without importing them: traces by their
-settings, and the shapes of models that the table of families does not know by their config.json; both by the versions
-of the libraries and of this code. Failures are not remembered, nor what came from a model's own code.
+What was measured with the libraries is remembered by their versions and this code's: traces by their settings, shapes
+by their config.json. Failures are not, nor what came from a model's own code.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ OPTIMIZERS = {
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> Traced:
-    """What a trace of the candidate's step measures; `unavailable` says why there is none.
-
-    Raises:
-        ModelError: PEFT refuses the adapters, as it would in a run.
-    """
+    """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:
@@ -152,7 +147,6 @@ def row_mask(*, padded: bool, masks: bool) -> RowMask:
 
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """PEFT's config of the run's adapters, as training/prepare/lora_config.py makes it."""
     lora = config.tuning.lora
     if shape.adapters is not None:
         targets = shape.adapters.given(lora.target_modules)
@@ -193,11 +187,7 @@ def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: b
 def cached_trace(
     settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
 ) -> TracedPeak:
-    """`step.trace_step`, remembered in `folder` (None: in the cache).
-
-    Raises:
-        TraceUnavailable, SimulatedOutOfMemory: as `trace_step`.
-    """
+    """`step.trace_step`, remembered in `folder` (None: in the cache); raises as that does."""
     decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
     return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
 
@@ -210,11 +200,7 @@ def cached_shape(
     folder: Path | None = None,
     measure: Callable[..., ModelShape] = _measure_shape,
 ) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code.
-
-    Raises:
-        ModelError: as `shape_on_meta`.
-    """
+    """`meta_shape.shape_on_meta`, remembered so, but not with remote code; raises as that does."""
     measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
     decides = {"config": config, "shape": SHAPE_VERSION}
     shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)

@@ -1,9 +1,7 @@
 """flash-linear-attention's gated delta rule as a trace runs it: what fla-core 0.6.0 holds and allocates.
 
-Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The function
-follows fla/ops/gated_delta_rule/chunk.py and the files that it calls, allocation by allocation; small differences
-between GPUs (tiles of 128 columns on some) are left out. Shapes: B rows, T tokens, H key heads, V value heads,
-K and D widths of a key and of a value head, N chunks of 64 tokens.
+It follows fla/ops/gated_delta_rule/chunk.py allocation by allocation; nothing of the package is imported. Shapes: B
+rows, T tokens, H key heads, V value heads, K and D widths of a key and of a value head, N chunks of 64 tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Those of query, key, value, decay and beta."""
         q, q_norm, k, _, v, decay, beta, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv, dg, db = _gradients(q, k, v, decay, beta, grad, ctx.rows)

@@ -1,8 +1,5 @@
 """Stand-ins with the same memory for what cannot run on fake tensors: NF4 layers, TRL's head, bitsandbytes' optimizers.
-
-A fake allocates the buffers that the real code allocates, in the same order, with arbitrary values. `patches.PATCHES`
-lists each with its reason and guard.
-"""
+They allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards)."""
 
 from __future__ import annotations
 
@@ -27,13 +24,11 @@ class _NF4Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, layer: Any, bias: Any) -> Any:
-        """hidden: [..., in]."""
         ctx.layer = layer
         return torch.nn.functional.linear(hidden, layer.dequantised(hidden.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient of hidden; the weight has none."""
         weight = ctx.layer.dequantised(ctx.layer.quantised_from, is_backward=True)
         return torch.matmul(grads[0], weight.to(grads[0].dtype)), None, None
 
@@ -100,11 +95,9 @@ class _NF4Experts(nf4_experts.PackedWeight):
             module.register_buffer(f"{name}_{one}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype with the memory of one element."""
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
 
     def whole(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight; double quantisation rebuilds its scales in fp32 first."""
         module, absmax, offset = self._scales
         if getattr(module, absmax).dtype is torch.uint8:
             scales = torch.empty(getattr(module, absmax).shape, dtype=torch.float32)
@@ -122,7 +115,6 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
 
 
 def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what NF4 keeps beside packed weights."""
     blocks = math.ceil(weights / NF4_BLOCK)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
@@ -153,10 +145,7 @@ def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # --- TRL's chunked head -----------------------------------------------------------------------------------------------
 class ChunkedLogProb(torch.autograd.Function):
-    """TRL 1.16's `ChunkedLogProbFunction` on CUDA: Triton folds each tile of logits, products are summed in fp32.
-
-    hidden: [tokens, width]; weight: [vocabulary, width].
-    """
+    """TRL 1.16's `ChunkedLogProbFunction` on CUDA. hidden: [tokens, width]; weight: [vocabulary, width]."""
 
     @staticmethod
     def forward(
@@ -205,7 +194,7 @@ class ChunkedLogProb(torch.autograd.Function):
 
 
 def _cast_chunks(hidden: Any, weight: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> None:
-    """Casts chunks of hidden, weight and bias to the compute dtype, all live at once as while a tile is computed."""
+    """All live at once, as while a tile is computed."""
     chunks = [hidden[:rows].to(dtype), weight[:columns].to(dtype)]
     if bias is not None:
         chunks.append(bias[:columns].to(dtype))
@@ -248,10 +237,7 @@ class StateOptimizer:
 
 
 def adam_8bit_states(elements: int) -> tuple[int, ...]:
-    """One byte for each of two states and an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py).
-
-    `min_8bit_size=4096`, `blocksize=256` in `init_state` of Optimizer2State.
-    """
+    """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py)."""
     if elements < 4096:
         return (4 * elements, 4 * elements)
     scales = 4 * math.ceil(elements / 256)
@@ -259,9 +245,6 @@ def adam_8bit_states(elements: int) -> tuple[int, ...]:
 
 
 def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
-    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not.
-
-    bitsandbytes optimizer.py, `get_state_buffer`: paged where `p.numel() >= 1e5`.
-    """
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not."""
     states = adam_8bit_states(elements)
     return states[2:] if elements >= 100_000 else states

@@ -6,7 +6,7 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,10 +32,7 @@ def _softmax_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
-    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp).
-
-    Layout of the arguments: batch, heads, tokens, head size.
-    """
+    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, tokens, size = query.shape
     rows, width = round_up(tokens, 128), round_up(size, 32)
@@ -46,10 +43,7 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same for rows one after the other: 128 more positions per row (flash_api.cpp, mha_varlen_bwd).
-
-    Layout of the arguments: all tokens, heads, head size; the seventh holds the rows' borders.
-    """
+    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows' borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     places = tokens + 128 * (args[6].shape[0] - 1)
@@ -60,8 +54,7 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
 
 
 def _cudnn_backward(args: Any) -> tuple[int, ...]:
-    """Sums of dO * O and dq in fp32, and dk and dv of all heads, in one buffer (cudnn-frontend,
-    node/scaled_dot_product_flash_attention.h); what the engine takes beside them is not known."""
+    """Sums of dO * O and dq in fp32, dk and dv (cudnn-frontend, node/scaled_dot_product_flash_attention.h)."""
     query, key, value = args[1:4]
     batch, heads, tokens, size = query.shape
     total = 4 * batch * heads * tokens * (1 + size)
@@ -104,10 +97,7 @@ _WORKSPACES = {
 
 # --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`).
-
-    It calls the kernels' operators, which have fake implementations. Shapes: batch, heads, tokens, head size.
-    """
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`): [batch, heads, tokens, size]."""
 
     def __init__(self, settings: StepSettings, cudnn: Callable[[], bool]) -> None:
         """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
@@ -151,7 +141,6 @@ def _learns(*tensors: torch.Tensor) -> bool:
 
 
 def _padded(*tensors: Any) -> Any:
-    """The tensors with head sizes padded to a multiple of 8."""
     rest = -tensors[0].shape[-1] % 8
     return [F.pad(tensor, (0, rest)) for tensor in tensors] if rest else tensors
 
@@ -172,8 +161,7 @@ def _masked(
     is_causal: bool,
     scale: float | None,
 ) -> Any:
-    """The memory-efficient kernel, for which a mask becomes an additive one with rows of a multiple of 8; or cuDNN's,
-    whose mask is neither padded nor expanded."""
+    """The memory-efficient kernel, whose mask is additive with rows of a multiple of 8; or cuDNN's, as it is."""
     mask = None if mask is None else _as_bias(mask, query.dtype)
     learns = _learns(query, key, value)
     if kernel == "cudnn":
@@ -220,47 +208,24 @@ def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, sca
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------
 FLASH = "sft_play_flash_attention_2"
-"""The name under which transformers' own flash attention is registered, with the functions below as its package.
-
-"flash" is part of it, because model classes check for that; `flash_attention_2` itself requires the package."""
+"""The name under which transformers' own flash attention is registered, with the functions below as its package, which
+`flash_attention_2` requires; model classes check for "flash"."""
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
+    q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any
+) -> Any:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return flash(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
-    """The same for rows of many lengths, one after the other. Shapes: all tokens, heads, head size.
-
-    PyTorch's operator is built from the same kernel, and holds what flash-attn holds: q, k, v, the output, an fp32
-    logsumexp a head and token, the borders. Head sizes are padded to a multiple of 8 first (flash_attn_interface.py).
-    """
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """The same for rows of many lengths, one after the other: [all tokens, heads, head size]. PyTorch's operator is
+    built from the same kernel, and holds what flash-attn holds."""
     size, (q, k, v) = q.shape[-1], _padded(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
@@ -268,17 +233,6 @@ def flash_attn_varlen_func(
     )[0][..., :size]
 
 
-def between_boundaries(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    *,
-    lengths: Sequence[int] | None = None,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """`training.model.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head
-    size; a window changes no size."""
+def between_boundaries(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
+    """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

@@ -1,9 +1,5 @@
-"""Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do.
-
-Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The functions
-follow liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, and `replaced` the modules that transformers/monkey_patch.py
-changes.
-"""
+"""Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do, which
+need not be installed (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, transformers/monkey_patch.py)."""
 
 from __future__ import annotations
 
@@ -85,11 +81,7 @@ def _by_token(x: Any) -> Any:
 
 @contextlib.contextmanager
 def replaced(model: Any) -> Iterator[None]:
-    """Let a model run these functions in place of its own, as the package changes one that is built.
-
-    Raises:
-        TraceUnavailable: the table of types has not this one, or the class is not arranged as the table says.
-    """
+    """Let a model run these functions in place of its own. Raises TraceUnavailable: nothing is known of its type."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = base.config.model_type
     if kind not in REPLACED:
@@ -103,13 +95,9 @@ def replaced(model: Any) -> Iterator[None]:
     for mlp in gates:
         mlp.forward = MethodType(_gated_mlp, mlp)
     module = importlib.import_module(type(base).__module__)
-    missing = [] if norms else ["norms"]
-    missing += ["gated MLPs"] if chosen.gate and not has_experts and not gates else []
-    missing += [ROTATION] if chosen.rotation and not hasattr(module, ROTATION) else []
-    if missing:
-        raise TraceUnavailable(
-            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {LIGER_VERSION} replaces"
-        )
+    lacks_gates = chosen.gate and not has_experts and not gates
+    if not norms or lacks_gates or (chosen.rotation and not hasattr(module, ROTATION)):
+        raise TraceUnavailable(f"{type(base).__name__} lacks what liger-kernel {LIGER_VERSION} replaces in {kind}")
     with contextlib.ExitStack() as undo:
         if chosen.rotation:
             undo.callback(setattr, module, ROTATION, getattr(module, ROTATION))

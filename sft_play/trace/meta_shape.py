@@ -5,7 +5,6 @@ Parameter counts are exact. What a step keeps for the backward pass is measured 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -16,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
@@ -60,25 +59,22 @@ _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_
 
 
 def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without weights.
-
-    Takes seconds and imports torch and transformers. With `trust_remote_code` only code in the folder `name` is run.
-
-    Raises:
-        ModelError: transformers has no causal language model of this type, or its class refuses the config.
-    """
+    """The shapes of the language model that a config.json describes, measured on its class without weights, in seconds.
+    Raises ModelError: transformers has no causal language model of this type, or its class refuses the config."""
     refuse_other_models(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
-    hf_config = _hf_config(config, name, trust_remote_code)
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
-        raise ModelError(
-            f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
-            "language model; this toolkit trains causal language models"
-        )
     try:
+        hf_config = _hf_config(config, name, trust_remote_code)
+        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
+            raise ModelError(
+                f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
+                "language model; this toolkit trains causal language models"
+            )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+    except ModelError:
+        raise
     except Exception as error:  # each model class checks its config in its own way
         raise ModelError(
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
@@ -90,38 +86,16 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
-    kind = str(config["model_type"])
+    if trust_remote_code and config.get("auto_map"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        if trust_remote_code and config.get("auto_map"):
-            return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
-        return language_config(AutoConfig.for_model(kind, **fields), config)
-    except Exception as error:
-        raise ModelError(
-            f"model {one_line(name)}: transformers cannot read its config.json (model_type {one_line(kind)}): "
-            f"{type(error).__name__}: {one_line(str(error))}"
-        ) from None
-
-
-def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
-    """`facts.models.config_fields` with the values of the installed transformers. What is no field of a class (a share
-    of its rotations, which it keeps elsewhere) stays as it is."""
-    renewed: dict[str, Defaults] = {}
-    for kind, fields in table.items():
-        own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
-        renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}
-    return renewed
+    return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
 def measure(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
-    """The shapes of a causal language model (on any device), from its modules; `without_adapter`: full names of the
-    linear layers that get none.
-
-    Raises:
-        ModelError: it has no token embedding or no repeated blocks.
-    """
+    """The shapes of a model, by its modules; raises ModelError without a token embedding or repeated blocks."""
     embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
     path, blocks = block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
@@ -159,7 +133,7 @@ def measure(
         head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
-        alibi=shows_alibi(hf_config),
+        alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
@@ -178,7 +152,6 @@ def _measure_blocks(
     packages: Container[str],
     without_adapter: Container[str],
 ) -> list[LayerKind]:
-    """Every block, as its own kind."""
     (path, blocks), unpacked = block_list(model), read_past(model)
     # a class whose file names the package may have linear attention in place of softmax attention
     named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
@@ -203,7 +176,6 @@ def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked
 
 
 def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[Linear, ...]:
-    """The linear layers outside of the blocks, without the head."""
     return tuple(
         replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
         for place, module in model.named_modules()
@@ -211,13 +183,7 @@ def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Cont
     )
 
 
-def shows_alibi(hf_config: Any) -> bool:
-    """Whether positions are a bias of the attention scores."""
-    return bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt")
-
-
 def _norms(block: nn.Module, hidden: int) -> int:
-    """How many norms of the hidden width a block has beside its parts."""
     return sum(
         any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
         for part in block.children()
@@ -239,7 +205,6 @@ def _answer(model: nn.Module, getter: str) -> Any:
 
 
 def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
-    """What each block's attention sees, as far as the config says it."""
     named = _named_layers(hf_config, "layer_types", count) or _named_layers(hf_config, "attention_layers", count)
     window = _window(hf_config, ["sliding"])
     if named is None:
@@ -249,13 +214,11 @@ def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
 
 
 def _named_layers(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
-    """A field with an entry for each block; None where there is no such field."""
     named = _field(hf_config, name)
     return named if isinstance(named, list | tuple) and len(named) == count else None
 
 
 def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
-    """Packages whose kernels the class runs in training where they are installed, by its own file."""
     names = (package for package, _ in replaceable(model))
     return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
@@ -342,8 +305,7 @@ def _settings(block: nn.Module) -> str:
 
 
 def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The weights and biases of a block's routed experts with their paths, in their order: one tensor per projection
-    holds all experts, and one per bias."""
+    """Weights and biases of routed experts with their paths: one tensor per projection holds all experts."""
     return [
         (f"{path}.{name}", tensor)
         for path, module in block.named_modules()
@@ -366,5 +328,4 @@ def _expert_width(matrices: Sequence[torch.Tensor]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm itself, not a list or block of norms."""
     return "norm" in type(module).__name__.lower() and bool(list(module.parameters(recurse=False)))

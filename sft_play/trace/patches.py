@@ -1,9 +1,5 @@
-"""Every place where a trace differs from what the libraries would run, with its reason and its guard.
-
-A patch replaces one attribute of a library while a trace runs. Its guard is the set of parameter names that the target
-must have, so that a library that has changed is reported instead of giving a wrong number. Fakes and rules patch
-nothing; their guards check what they stand in for.
-"""
+"""Every place where a trace differs from what the libraries would run, with its reason and its guard: the parameters
+that a target must have, so that a library that has changed is reported instead of giving a wrong number."""
 
 from __future__ import annotations
 
@@ -25,11 +21,8 @@ from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 @dataclass(frozen=True)
 class Patch:
-    """One difference: `target` is `module:attribute`, `parameters` the names that it must have, separated by spaces
-    (none: it must only exist).
-
-    `make(original, situation)` gives the replacement; None leaves the target unchanged and only guards it.
-    """
+    """One difference: `target` is `module:attribute`, `parameters` the names that it must have, if any; `make(original,
+    situation)` gives the replacement, None only guards the target."""
 
     name: str
     target: str
@@ -39,11 +32,8 @@ class Patch:
     needed: Callable[[StepSettings], bool] = lambda settings: True
 
     def holder(self) -> tuple[Any, str, Any]:
-        """The object that holds the target, the attribute's name and its value.
-
-        Raises:
-            TraceUnavailable: the library has no such attribute, or with other parameters than the patch expects.
-        """
+        """The object that holds the target, the attribute's name and its value. Raises TraceUnavailable: the library
+        has no such attribute, or with other parameters than the patch expects."""
         module, _, path = self.target.partition(":")
         try:
             holder: Any = importlib.import_module(module)
@@ -72,7 +62,7 @@ def _parameters(value: Any) -> set[str]:
         return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
-def _where(needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
+def where(needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
     """The patches, for settings that need them alone."""
     return tuple(replace(patch, needed=needed) for patch in patches)
 
@@ -104,7 +94,7 @@ def _is_pack(original: Any, situation: Situation) -> Any:
 
 
 _FLASH = "transformers.modeling_flash_attention_utils"
-PATCHES: tuple[Patch, ...] = (
+PATCHES: list[Patch] = [
     Patch("layer norm in fp32 under autocast", "torch.nn.functional:layer_norm",
           "input normalized_shape weight bias eps",
           "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
@@ -128,7 +118,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("the mask's content", "transformers.masking_utils:fast_all", "tensor",
           "transformers reads whether a mask is all ones; fake tensors have no values",
           lambda original, situation: lambda tensor: situation.mask != "padded"),
-    *_where(
+    *where(
         lambda settings: settings.experts in ("stacked", "cast"),
         Patch("grouped products", "transformers.integrations.moe:_grouped_mm", "input weight offs",
               "PyTorch's fake knows the kernel of bf16 only; in other dtypes it multiplies one expert after another "
@@ -139,7 +129,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("packing", "transformers.masking_utils:find_packed_sequence_indices", "position_ids",
           "transformers reads position ids for sequence borders; fake tensors have no values",
           _packed_indices),
-    *_where(
+    *where(
         lambda settings: settings.attention == "flash_attention_2",
         Patch("the mask's content for flash attention", "transformers.masking_utils:flash_attention_mask",
               "attention_mask kv_length",
@@ -162,7 +152,7 @@ PATCHES: tuple[Patch, ...] = (
               "a class that does not pass the given boundaries down reads them from position ids",
               replacements.borders_of_packs),
     ),
-    *_where(
+    *where(
         lambda settings: settings.attention == "varlen",
         Patch("attention between boundaries", "sft_play.training.model.varlen:kernel",
               "query key value ends longest lengths scale window",
@@ -178,7 +168,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("swapped tensors", "torch.utils:swap_tensors", "t1 t2",
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
           lambda original, situation: replacements.swap_by_data),
-    *_where(
+    *where(
         lambda settings: settings.loss == "chunked",
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
               "only CUDA and XPU devices score just the labelled tokens",
@@ -188,13 +178,13 @@ PATCHES: tuple[Patch, ...] = (
               "Triton cannot run on fake tensors, and the fallback makes fp32 tiles that CUDA never has",
               lambda original, situation: fakes.ChunkedLogProb),
     ),
-    *_where(
+    *where(
         lambda settings: settings.mode == "qlora" and settings.peft is not None,
         Patch("weights of NF4 fakes", "peft.tuners.lora.dora:dequantize_module_weight", "module",
               "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
               lambda original, situation: fakes.dequantised_weight(original)),
     ),
-    *_where(
+    *where(
         lambda settings: settings.mode == "qlora",
         Patch("NF4 layers", "bitsandbytes.nn:Linear4bit", "x",
               "Params4bit cannot wrap a fake tensor; a fake makes the same buffers, always by dequantising"),
@@ -204,13 +194,13 @@ PATCHES: tuple[Patch, ...] = (
               "model modules_to_not_convert quantization_config",
               "transformers' own function swaps them, and the fakes take their places"),
     ),
-    *_where(
+    *where(
         lambda settings: "8bit" in settings.optimizer or "bnb" in settings.optimizer,
         Patch("8-bit and paged states", "bitsandbytes.optim.optimizer:Optimizer2State.init_state",
               "group p gindex pindex",
               "bitsandbytes' optimizers update in C++; their states are created by formula"),
     ),
-    *_where(
+    *where(
         lambda settings: settings.strategy == "fsdp2",
         Patch("tensors of global size",
               "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
@@ -220,34 +210,14 @@ PATCHES: tuple[Patch, ...] = (
         Patch("units of a sharded model", "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "accelerator model",
               "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator"),
     ),
-    *_where(
-        lambda settings: settings.strategy in ("fsdp1", "fsdp2"),
+    *where(
+        lambda settings: settings.strategy.startswith("fsdp"),
         Patch("streams", "torch.cpu:stream", "stream",
-              "both FSDPs gather and reduce on streams of their own, whose blocks the allocator keeps apart; a CPU has "
+              "FSDP gathers and reduces on streams of its own, whose blocks the allocator keeps apart; a CPU has "
               "none",
               replacements.logged_stream),
-        Patch("the host's waiting", "torch.cpu:Event", "",
-              "FSDP1 lets the host wait for the gather before the last (limit_all_gathers); a CPU's events do nothing",
-              replacements.logged_event),
     ),
-    *_where(
-        lambda settings: settings.strategy == "fsdp1",
-        Patch("addresses of storages", "torch:UntypedStorage.data_ptr", "",
-              "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",
-              replacements.storage_address),
-        Patch("addresses of tensors", "torch._subclasses.fake_tensor:FakeTensor.data_ptr", "",
-              "FSDP1 asks the same of tensors, whose addresses are 0 too",
-              lambda original, situation: replacements.tensor_address),
-        Patch("gathered parameters that another stream uses",
-              "torch.distributed.fsdp._flat_param:_no_dispatch_record_stream", "tensor stream",
-              "FSDP1 tells the allocator so, which then waits before it reuses the block; not for a CPU's tensors",
-              replacements.logged_use),
-        Patch("gradients that another stream uses",
-              "torch.distributed.fsdp._runtime_utils:_no_dispatch_record_stream", "tensor stream",
-              "the same for whole gradients, made on the model's stream and reduced on another",
-              replacements.logged_use),
-    ),
-    *_where(
+    *where(
         lambda settings: settings.strategy == "ddp",
         Patch("gradient buckets", "torch.distributed:_compute_bucket_assignment_by_size", "",
               "DistributedDataParallel's C++ reducer reads tensors' data; its own function cuts the buckets"),
@@ -256,16 +226,12 @@ PATCHES: tuple[Patch, ...] = (
           "the autograd engine sums in place only without modes; the second sum takes over the first one's storage"),
     Patch("who else holds a gradient", "torch._C:_storage_Use_Count", "",
           "the engine may sum in place only what nothing else holds: the counts that it checks itself"),
-)  # fmt: skip
+]  # fmt: skip
 
 
 @contextlib.contextmanager
 def installed(situation: Situation) -> Iterator[None]:
-    """The patches that these settings need, until the end of the block.
-
-    Raises:
-        TraceUnavailable: a library differs from what a patch expects.
-    """
+    """The patches that these settings need, until the end of the block; raises TraceUnavailable as `holder`."""
     with contextlib.ExitStack() as undo:
         for patch in PATCHES:
             if not patch.needed(situation.settings):

@@ -1,10 +1,9 @@
-"""Several GPUs seen from one of them: DDP's gradient buckets, and both real FSDPs in a group of one real rank."""
+"""Several GPUs seen from one of them: DDP's gradient buckets, and the real FSDP2 in a group of one real rank."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +20,8 @@ BROADCAST_BUCKET = 250 << 20
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 class Buckets:
-    """DDP's second copy of all gradients: one flat bucket per dtype, cut again after the first backward pass.
-
-    The reducer is C++ and reads tensors' data, so its buckets are made here, by PyTorch's own assignment. With
-    `gradient_as_bucket_view` the gradients live in them and nothing is added.
-    """
+    """DDP's second copy of all gradients, cut again after the first backward pass; its reducer is C++ and reads data,
+    so they are made here. With `gradient_as_bucket_view` the gradients live in them and nothing is added."""
 
     def __init__(self, model: nn.Module, settings: StepSettings, log: StorageLog) -> None:
         self._log, self._settings = log, settings
@@ -53,11 +49,8 @@ class Buckets:
 
 
 def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
-    """Bytes of each bucket for tensors (dtype, bytes) in this order (torch/csrc/distributed/c10d/reducer.cpp).
-
-    `compute_bucket_assignment_by_size`: each dtype fills its own bucket and closes it once the limit is reached; the
-    first bucket has the first limit, the others the last one.
-    """
+    """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp, `compute_bucket_assignment_by_size`):
+    each dtype fills its own and closes it at the limit, the first one at the first, the others at the last."""
     open_buckets: dict[str, int] = {}
     limit_of: dict[str, int] = {}
     closed = []
@@ -77,13 +70,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_group(world: int) -> Iterator[Any]:
-    """A device mesh over `world` ranks of which this process is the first; its collectives do nothing.
-
-    Enter it outside a FakeTensorMode: a mesh reads its ranks' numbers.
-
-    Raises:
-        TraceUnavailable: this process already belongs to a group.
-    """
+    """A device mesh over `world` ranks, this process the first; its collectives do nothing. Enter it outside a
+    FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -98,11 +86,8 @@ def fake_group(world: int) -> Iterator[Any]:
 
 
 def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
-    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it, by that function itself.
-
-    Under mixed precision it keeps what is trained in fp32. 4-bit weights packed as uint8 stay whole on every rank, and
-    nothing is upcast beside them, as that function does for a Params4bit (which a fake is not).
-    """
+    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights packed as uint8 stay
+    whole on every rank, and nothing is upcast beside them, as for a Params4bit (which a fake is not)."""
     from accelerate.utils import fsdp_utils
 
     is_4bit = settings.mode == "qlora"
@@ -120,75 +105,11 @@ def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
-def flat_sharded(model: Any, settings: StepSettings) -> Any:
-    """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters separately, and the
-    rest.
-
-    BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original parameters.
-    """
-    from torch.distributed.distributed_c10d import _get_default_group
-    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
-
-    base = build.base_of(model)
-    layers = build.decoder_layers(base)
-    if settings.checkpoints_wrappers:
-        for layer in layers:
-            layer.gradient_checkpointing = False
-    low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
-    wrapped = FullyShardedDataParallel(
-        model,
-        process_group=_get_default_group(),
-        auto_wrap_policy=functools.partial(
-            _is_flat_unit, layer_class=type(layers[0]), has_adapters=settings.peft is not None
-        ),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        limit_all_gathers=True,
-    )
-    if low is not None:  # accelerate's upcast of trained flat parameters (`Accelerator.prepare_model`)
-        for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
-            flat = getattr(unit, "_flat_param", None)
-            if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
-                flat.data = flat.data.to(torch.float32)
-                unit._handle._orig_param_dtype = torch.float32
-    if settings.checkpointing and settings.checkpoints_wrappers:
-        limit = settings.checkpointed_layers
-        for layer in build.decoder_layers(wrapped)[:limit]:
-            layer.forward = _checkpointed(layer.forward, reentrant=settings.reentrant)
-    return wrapped
+DIVIDED: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": fully_sharded}
+"""What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran."""
 
 
-def _is_flat_unit(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
-) -> bool:
-    """FSDP's wrap policy: descend everywhere; a decoder layer, or a trained leaf with a weight, is a unit.
-
-    PEFT's `fsdp_auto_wrap_policy` (peft/utils/other.py) adds the leaves, because a flat parameter is trained as a
-    whole.
-    """
-    if recurse:
-        return True
-    weight = getattr(module, "weight", None)
-    is_leaf = not any(True for _ in module.children())
-    is_adapter = has_adapters and is_leaf and weight is not None and weight.requires_grad
-    return isinstance(module, layer_class) or is_adapter
-
-
-def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    def run(*args: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **options)
-        return checkpoint(functools.partial(forward, **options), *args, use_reentrant=reentrant)
-
-    return run
-
-
-# --- what both shard --------------------------------------------------------------------------------------------------
+# --- a sharded model ----------------------------------------------------------------------------------------------
 def shards(model: nn.Module) -> Iterator[torch.Tensor]:
     """This rank's tensors of a sharded model, each once, in module order."""
     for tensor in (*model.parameters(), *model.buffers()):

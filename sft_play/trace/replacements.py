@@ -43,8 +43,7 @@ def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: boo
 
 
 class GroupedProduct(torch.autograd.Function):
-    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs in, rows of outputs
-    out."""
+    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs; rows of outputs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, weight: Any) -> Any:
@@ -67,7 +66,6 @@ class _HalfSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any) -> Any:
-        """Any shape."""
         out = torch.empty(logits.shape, dtype=torch.float32)
         ctx.save_for_backward(out)
         ctx.dtype = logits.dtype
@@ -75,7 +73,6 @@ class _HalfSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """In fp16 again."""
         (out,) = ctx.saved_tensors
         product = grads[0] * out
         grad = torch.empty(out.shape, dtype=ctx.dtype)
@@ -151,38 +148,15 @@ def logged_stream(original: Any, situation: Situation) -> Any:
 
     @contextlib.contextmanager
     def on(stream: Any) -> Iterator[None]:
-        with original(stream), situation.log.on(_named(stream)):
+        with original(stream), situation.log.on(named(stream)):
             yield
 
     return on
 
 
-def _named(stream: Any) -> Any:
+def named(stream: Any) -> Any:
     """A stream as the log takes it: None is the model's own stream."""
     return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
-
-
-def logged_use(original: Any, situation: Situation) -> Any:
-    """`record_stream`: the log learns which stream still uses a block."""
-    return lambda tensor, stream: situation.log.used(tensor, _named(stream))
-
-
-def logged_event(original: Any, situation: Situation) -> Any:
-    """Events that know their position in the log: the host can wait for one."""
-
-    class Event(original):
-        """Knows its position in the log, so that the host can wait for it."""
-
-        _at: int | None = None
-
-        def record(self, stream: Any = None) -> None:
-            self._at = len(situation.log.events)
-
-        def synchronize(self) -> None:
-            if self._at is not None:
-                situation.log.wait(self._at)
-
-    return Event
 
 
 def swap_by_data(t1: Any, t2: Any) -> None:
@@ -199,22 +173,6 @@ def hiding(original: Any, situation: Situation) -> Any:
             return original(self, *args, **options)
 
     return propagate
-
-
-def storage_address(original: Any, _: Situation) -> Any:
-    """Addresses of meta storages that differ, and 0 for emptied ones, as FSDP1 expects."""
-
-    def data_ptr(self: Any) -> int:
-        if self.device.type != "meta":  # what fake tensors depend on
-            return int(original(self))
-        return int(self._cdata) if self.nbytes() else 0
-
-    return data_ptr
-
-
-def tensor_address(self: Any) -> int:
-    """The address of a tensor's first element, by that of its storage."""
-    return int(self.untyped_storage().data_ptr()) + int(self.storage_offset()) * int(self.element_size())
 
 
 def is_half_under_autocast(value: Any) -> bool:

@@ -23,10 +23,7 @@ BY_BOUNDARIES = ("varlen", "one_by_one")
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
-
-    `expandable_segments`: the allocator's setting of that name.
-    """
+    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
 
     capability: tuple[int, int] = (9, 0)
     capacity: int | None = None
@@ -77,10 +74,8 @@ class StepSettings:
     loss: Literal[
         "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
     ] = "chunked"  # fmt: skip
-    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_float: the same where fp32
-    logits replace the half ones before the loss; logits_shifted: transformers before 4.50, which copied the shifted
-    fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the half logits by fp32 ones;
-    logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
+    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; the others those of older versions
+    of transformers: shifted, before 4.50, copied, float replaced the half logits, half stayed in their dtype."""
     label_fraction: float = 1.0
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
     """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
@@ -97,16 +92,12 @@ class StepSettings:
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
-    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, lion_32bit_bnb, lion_8bit, muon,
-    adafactor, sgd, lora_fa, none. 8-bit ones with `_wide_embeddings` keep the states of embeddings in fp32.
-
-    lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
-    """
+    """A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings' states in fp32;
+    lora_fa is AdamW, one tensor at a time, and freezes every LoRA A."""
     clip: bool = True
     experts: Literal["stacked", "cast", "eager", "loop"] = "stacked"
-    """stacked: grouped products, as the installed transformers runs them by itself; cast: the same in autocast's dtype
-    (training/prepare/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
-    transformers 5.0."""
+    """stacked: transformers' grouped products; cast: the same in autocast's dtype (training/prepare/experts.py); eager:
+    one expert after another; loop: that with separate linear layers, as before transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
     """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
     delta_rule: Literal["plain", "fla"] = "plain"
@@ -132,8 +123,7 @@ class StepSettings:
     """The evaluation's mask, where it differs from the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
-    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
-    DeepSpeed, which is never traced and which the estimate covers."""
+    """fsdp1: with flat parameters, which older scripts ran; zero1 to zero3: DeepSpeed, which is never traced."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
@@ -142,8 +132,7 @@ class StepSettings:
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
     checkpoints_wrappers: bool = False
-    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper inside, as transformers did before its
-    layers checkpointed themselves; a recomputed layer then gathers its weights once more."""
+    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper, and gathers its weights once more."""
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = False
     device: Device = field(default_factory=Device)
@@ -166,6 +155,5 @@ class TracedPeak:
     params: int
     trained_params: int
     reserved_either: int = 0
-    """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments; `reserved` is that of
-    the device's own."""
+    """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments."""
     seconds: float = 0.0

@@ -1,14 +1,10 @@
-"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak.
-
-`trace_step` builds the model from its config, runs optimizer steps under FakeTensorMode, and replays the allocation and
-freeing of every storage through the simulated allocator.
-"""
+"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak, by the replay
+of every storage's allocation and freeing through the simulated allocator."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import logging
 import time
 import traceback
@@ -25,18 +21,10 @@ from sft_play.trace import build, fakes, kernels, liger, patches, replacements
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog, replay
 
-logger = logging.getLogger(__name__)
-
-SHARDED = ("fsdp1", "fsdp2")
-
 
 def trace_step(settings: StepSettings) -> TracedPeak:
-    """The highest bytes of one rank's step; seconds of work, no GPU, no weights.
-
-    Raises:
-        TraceUnavailable: the libraries cannot run this step on fake tensors, or differ from what a patch expects.
-        SimulatedOutOfMemory: the device's capacity does not hold it.
-    """
+    """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
+    cannot run it on fake tensors; SimulatedOutOfMemory: the device does not hold it."""
     start = time.perf_counter()
     log, facts = record(settings)
     own = settings.device.expandable_segments
@@ -57,13 +45,8 @@ def trace_step(settings: StepSettings) -> TracedPeak:
 
 
 def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> tuple[StorageLog, dict[str, int]]:
-    """The events of the step, and counts of parameters.
-
-    For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real group of `mesh`.
-
-    Raises:
-        TraceUnavailable: as `trace_step`.
-    """
+    """The events of the step, and counts of parameters. For comparison, `real` runs it on real CPU tensors instead, a
+    sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
     with situated(settings, real=real, mesh=mesh) as (run, skeleton):
         return run.log, run.whole(skeleton)
 
@@ -73,11 +56,7 @@ def situated(
     settings: StepSettings, *, real: bool = False, mesh: Any = None, depth: int | None = None
 ) -> Iterator[tuple[Loop, Any]]:
     """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
-    the group of `mesh`. `depth`: only the first this many blocks.
-
-    Raises:
-        TraceUnavailable: as `trace_step`.
-    """
+    the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     from sft_play.training.model import sdpa
@@ -95,7 +74,7 @@ def situated(
         stack.enter_context(build.without_packages(build.base_of(model), settings))
         if settings.kernels == "liger":
             stack.enter_context(liger.replaced(model))
-        if settings.strategy in SHARDED and mesh is None:
+        if _is_sharded(settings) and mesh is None:
             from sft_play.trace import ranks
 
             mesh = stack.enter_context(ranks.fake_group(settings.world))
@@ -150,7 +129,7 @@ class Loop:
 
     def loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
-        if self.settings.strategy not in SHARDED:
+        if not _is_sharded(self.settings):
             model = build.furnish(skeleton, self.settings)
             return model, _counts(model)
         from sft_play.trace import ranks
@@ -158,10 +137,7 @@ class Loop:
         with self.log.hidden():
             model = build.furnish(skeleton, self.settings)
             counts, largest = _counts(model), ranks.largest_unit(model, self.settings)
-            if self.settings.strategy == "fsdp1":
-                model = ranks.flat_sharded(model, self.settings)
-            else:
-                model = ranks.fully_sharded(model, self.settings, self.mesh)
+            model = ranks.DIVIDED[self.settings.strategy](model, self.settings, self.mesh)
         self.log.passing((largest,))
         for tensor in ranks.shards(model):
             self.log.see(tensor)
@@ -207,9 +183,9 @@ class Loop:
     @contextlib.contextmanager
     def _synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
         """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
-        if is_last or self.settings.sync_each_batch or self.settings.strategy not in SHARDED:
+        if is_last or self.settings.sync_each_batch or not _is_sharded(self.settings):
             yield
-        elif self.settings.strategy == "fsdp1":
+        elif hasattr(model, "no_sync"):  # the first FSDP
             with model.no_sync():
                 yield
         else:
@@ -228,7 +204,7 @@ class Loop:
         loss.backward()
 
     def _update(self, model: Any, optimizer: Any) -> None:
-        if self.settings.clip and self.settings.strategy == "fsdp1":
+        if self.settings.clip and hasattr(model, "clip_grad_norm_"):  # the first FSDP
             model.clip_grad_norm_(1.0)
         elif self.settings.clip:
             trained = [one for one in model.parameters() if one.requires_grad]
@@ -245,6 +221,10 @@ class Loop:
             self.loss(model, self.batch(rows, length))
         self.situation.evaluating = False
         model.train()
+
+
+def _is_sharded(settings: StepSettings) -> bool:
+    return settings.strategy.startswith("fsdp")
 
 
 def _counts(model: Any) -> dict[str, int]:
@@ -266,11 +246,7 @@ _WIDE = "_wide_embeddings"
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
-    """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states.
-
-    Raises:
-        TraceUnavailable: the name is unknown.
-    """
+    """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
     if settings.optimizer == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
@@ -343,15 +319,11 @@ def _collected() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Turn off the libraries' advice to users of models: nothing trains here."""
-    importlib.import_module("transformers.utils.logging").get_logger()  # sets its level when it is first used
-    names = ("transformers", "peft", "trl", "accelerate", "torch.distributed")
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)

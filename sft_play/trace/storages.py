@@ -1,9 +1,6 @@
-"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones.
-
-A dispatch mode sees every operator's outputs; a finalizer on each storage sees its end. What a CUDA kernel allocates
-and frees before it returns is added by `kernels.workspace`. A recorded step is played through the simulated allocator,
-which gives the highest bytes of each phase.
-"""
+"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones: a dispatch mode
+sees every operator's outputs, a finalizer on each storage its end. A recorded step is replayed in the simulated
+allocator."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ class Peaks:
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     """Allocated bytes when a phase first ended."""
-    retries: int = 0
 
 
 def replay(
@@ -51,11 +47,7 @@ def replay(
     capacity: int | None = None,
     count_from: Literal["loaded", "start", "second_step"] = "loaded",
 ) -> Peaks:
-    """Peaks of the events, counted from the first event, from the end of loading, or from the second step.
-
-    Raises:
-        SimulatedOutOfMemory: `capacity` (bytes) does not hold the step.
-    """
+    """Peaks of the events, counted from then on; raises SimulatedOutOfMemory where `capacity` is too little."""
     allocator = CachingAllocator(expandable_segments=expandable_segments, capacity=capacity)
     peaks, phase, counts = Peaks(), "build", count_from == "start"
     malloc, free = allocator.malloc, allocator.free
@@ -81,12 +73,10 @@ def replay(
             phase = str(key)
             counts = counts or count_from == "loaded" or number >= 1
     _close(peaks, phase, allocator, counts)
-    peaks.retries = allocator.retries
     return peaks
 
 
 def _close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -> None:
-    """End a phase: its highest bytes enter the table, and the counters where they are on."""
     old = peaks.phases.get(phase, (0, 0))
     peaks.phases[phase] = (max(old[0], allocator.peak_allocated), max(old[1], allocator.peak_reserved))
     peaks.after.setdefault(phase, allocator.allocated)
@@ -107,12 +97,9 @@ _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
 
 
 class StorageLog(TorchDispatchMode):
-    """The events of a run: enter it inside the FakeTensorMode, if there is one.
-
-    `current` and `peak` are live bytes, not rounded to blocks. `labelled` is the share of tokens with a label: on fake
-    tensors, where a boolean index has no length, this many of its positions count as true. `is_padded` answers where a
-    model asks whether its mask is all ones.
-    """
+    """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and `peak` are live bytes,
+    not rounded to blocks; `labelled`: the share of a fake boolean index that counts as true; `is_padded` answers
+    whether a mask has padding."""
 
     def __init__(
         self, *, workspace: Workspace | None = None, labelled: float = 1.0, is_padded: Callable[[], bool] | None = None
@@ -185,10 +172,7 @@ class StorageLog(TorchDispatchMode):
             self.dies(key, nbytes)
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor that exists now; known storages stay as they are.
-
-        Its device is not queried: a fake tensor answers through the dispatcher, as slowly as any operator runs.
-        """
+        """A tensor that exists now. Its device is not queried, which would be as slow as any operator."""
         if self._hidden or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
@@ -262,7 +246,6 @@ class StorageLog(TorchDispatchMode):
         return out
 
     def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Record that `new` is stored where `old` was."""
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         entry = self._live.get(old_storage._cdata)
         if entry is None or new_storage._cdata in self._live or entry[1] != new_storage.nbytes():
@@ -278,11 +261,8 @@ class StorageLog(TorchDispatchMode):
 
 
 def _engine_adds_in_place(args: Any) -> bool:
-    """True where the autograd engine sums two gradients of one tensor and a run without modes adds in place.
-
-    `InputBuffer::accumulate` (torch/csrc/autograd/input_buffer.cpp) adds in place when it holds the last reference to
-    the older gradient, but never under dispatch modes or for tensor subclasses: a trace always sees a third tensor.
-    """
+    """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
+    when it holds the last reference (`InputBuffer::accumulate`), but never under dispatch modes or for subclasses."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)
@@ -316,15 +296,13 @@ def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """`masked_select`: a vector of the chosen values."""
     if not isinstance(args[1], FakeTensor):
         return func(*args, **kwargs)
     return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
 
 
 def _is_unpadded(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """The value of a boolean without one: models ask only whether a mask is all ones (masking_utils.py,
-    `create_recurrent_attention_mask`)."""
+    """Models ask for the value of a boolean only to see a mask of ones (`create_recurrent_attention_mask`)."""
     if log.is_padded is None or not isinstance(args[0], FakeTensor) or args[0].dtype != torch.bool:
         return func(*args, **kwargs)
     return not log.is_padded()

@@ -56,15 +56,8 @@ class RunJob:
 
 
 def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, **start: Any) -> RunJob:
-    """The job of a run, with its stages if it has any.
-
-    Args:
-        planned: its plan, or one per stage.
-        start: the other fields of `RunJob`.
-
-    Raises:
-        DataError: a file of its rows is missing.
-    """
+    """The job of a run, with its stages if it has any, of its plan, or one per stage; `start`: the other fields of
+    `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = planned[0]
     job = RunJob(loaded, plan, data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **start)
     stages = [

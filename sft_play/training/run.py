@@ -1,4 +1,4 @@
-"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or one stage."""
+"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or a stage."""
 
 from __future__ import annotations
 
@@ -41,12 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(job: RunJob) -> dict[str, Any]:
-    """Train as the job says, stage by stage; returns the summary.
-
-    Raises:
-        SftPlayError: what the user can fix; a new run folder in which nothing was trained is removed again.
-        Interrupted: the user stopped the run, and its state was saved.
-    """
+    """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a folder
+    in which nothing was trained is removed; Interrupted: the user stopped the run, its state saved."""
     started, memory = time.time(), MemoryMeter(job.plan)
     quiet_libraries()
     for part in job.parts:
@@ -81,17 +77,10 @@ def train(
     eval_set_of: Callable[..., EvalSet] = eval_set_of,
     load_trainer: Callable[..., PlannedLoop] = load_trainer,
 ) -> dict[str, Any]:
-    """Load the model, evaluate, train, evaluate, save; returns the summary.
-
-    Args:
-        begins_from: the folder of the weights that the stage before has trained, or of the adapter that the run
-            continues; None starts from the model's own.
-        eval_set_of, load_trainer: replace the functions of these names, for a backend that has its own.
-
-    Raises:
-        OutOfMemory: memory ran out, and the step could not be repeated with less.
-        Interrupted: the user stopped the run, and its state was saved.
-    """
+    """Load the model, evaluate, train, evaluate, save; returns the summary. `begins_from`: the folder of the weights of
+    the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
+    replaces `eval_set_of` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
+    Interrupted: the user stopped the run, and its state was saved."""
     sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
     with out_of_memory_explained(job.plan):
         checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
@@ -131,7 +120,6 @@ def _train(
     checkpoint: Path | None,
     metrics: Sequence[str],
 ) -> Trained:
-    """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
@@ -168,7 +156,6 @@ def _train(
 
 
 def _remember(job: RunJob, event: ran_out.RanOut) -> None:
-    """Keep that memory ran out: for later plans on this machine, and in the run's folder for those who resume it."""
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):

@@ -1,15 +1,12 @@
-"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them.
-
-Rows, paths and secrets are not in it: a base in a local folder is named by its hub id where the folder tells it, else
-by the folder's name. `card.md.jinja` is its text; huggingface_hub writes and reads the front matter.
-"""
+"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them; no rows,
+paths or secrets. `card.md.jinja` is its text."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,8 +68,7 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's end token, those of the base's generation config, and the template's
-    ends of turn."""
+    """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
     where = location(config)
@@ -163,7 +159,6 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The classes of transformers that load the weights as they were trained, and the options of their model."""
     config = facts.config
     is_tower = facts.model_spec.tower is not None
     classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
@@ -179,15 +174,20 @@ def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[s
 
 
 def _results(facts: CardFacts) -> list[list[str]]:
-    """The table of results, its head first; empty where nothing was measured."""
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
     rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        values = [figures.get(name.replace(" ", "_")) for figures in (before, after)]
-        if any(value is not None for value in values):
-            rows.append([name, *("not measured" if value is None else form.format(value) for value in values)])
+    rows += map(list, figures_of(facts.summary))
     return rows if len(rows) > 1 else []
+
+
+def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name and values, in words, of each figure that was measured before training or after."""
+    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
+        both = [(summary.get(when) or {}).get(name.replace(" ", "_")) for when in ("before", "after")]
+        if any(value is not None for value in both):
+            before, after = ("not measured" if value is None else form.format(value) for value in both)
+            yield name, before, after
 
 
 def _data(facts: CardFacts) -> list[list[str]]:

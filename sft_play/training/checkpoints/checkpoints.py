@@ -56,14 +56,8 @@ def staging(folder: Path) -> Path:
 def commit(
     written: Path, folder: Path, *, needed: Sequence[str] = NEEDED, moved: Callable[[int], None] | None = None
 ) -> Path:
-    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
-
-    Args:
-        moved: called with the bytes that were hashed.
-
-    Raises:
-        TrainingError: a file that resuming needs is missing or empty.
-    """
+    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path. `moved`
+    is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or empty."""
     sizes = _sizes(written)
     lacking = [name for name in needed if not sizes.get(name)]
     if not any(name.endswith(WEIGHTS) and size > 0 for name, size in sizes.items()):
@@ -117,8 +111,7 @@ def _text(record: Mapping[str, Any]) -> str:
 
 
 def _record(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """What was written down when the checkpoint was finished: `files` and `digests`. Empty where it never was, or where
-    this is not what was written."""
+    """What was written down when it was finished: `files` and `digests`; empty where that is not what is there."""
     try:
         text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
         record = json.loads(text)
@@ -134,12 +127,8 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], None] | None = None) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not.
-
-    Args:
-        contents: read all files, and compare their digests.
-        moved: called with the bytes that were read.
-    """
+    """How a checkpoint differs from what was written, in words; None where it does not. `contents`: all files are read,
+    and their digests compared; `moved` is called with the bytes."""
     record = _record(checkpoint)
     expected = record.get("files")
     if not expected:
@@ -173,11 +162,6 @@ def last_sound(folder: Path, *, moved: Callable[[int], None] | None = None) -> t
             return path, bad
         bad[path] = found
     return None, bad
-
-
-def disown(checkpoint: Path) -> None:
-    """Let a damaged checkpoint count no more: retention would keep it, as the newest, in place of a good one."""
-    (checkpoint / COMPLETE).unlink(missing_ok=True)
 
 
 def _numbered(folder: Path) -> Iterator[Path]:

@@ -1,9 +1,5 @@
-"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model.
-
-DeepSpeed's own `zero_to_fp32` joins its parts, torch's distributed checkpoint those of FSDP. The names that tensors
-have in memory become those of a finished run's files in the same way as at a run's end: the model is built on the meta
-device and saved with these weights.
-"""
+"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model. The model is built
+on the meta device and saved with them, so that tensors get the names of a finished run's files."""
 
 from __future__ import annotations
 
@@ -44,17 +40,10 @@ _READ_BYTES = GIB
 def consolidate(
     run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: Trust = trust_none
 ) -> Path:
-    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
-
-    Args:
-        out: where to write; `consolidated-STEP` in the run folder where None.
-        trusts: see `RunFolder.settings`.
-
-    Raises:
-        RunFolderError: its settings allow what `trusts` does not, there is no complete checkpoint, `out` exists, or
-            lies in a run that is being written.
-        ModelError: the checkpoint does not hold what the model needs.
-    """
+    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model into `out`, or
+    `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `trusts` does not,
+    there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the checkpoint
+    lacks tensors."""
     run.manifest()  # raises where the folder is not a run's
     config = run.settings(trusts=trusts)
     stages = [run.of_stage(stage.name) for stage in config.curriculum]
@@ -101,7 +90,6 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
 
 
 def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
-    """The checkpoint that was asked for, or the last one; raises RunFolderError where it is not as it was written."""
     if checkpoint is not None:
         found = checkpoints.fault(checkpoint)
         if found is not None:
@@ -118,7 +106,6 @@ def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
 
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
     stored = sharded_checkpoints.stored_weights(source)
     names: list[str] = []
     size = 0
@@ -133,7 +120,6 @@ def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
-    """The names of the tensors to save; raises ModelError where the checkpoint lacks one."""
     wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
     missing = sorted(name for name in wanted if name not in stored)
     if missing:
@@ -142,7 +128,6 @@ def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
 
 
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
     if (source / "latest").is_file():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -1,8 +1,5 @@
-"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number.
-
-FSDP's own files hold the optimizer's states by name; here they are written as one process's optimizer writes them
-(`optimizer.pt`: parameters numbered in the order of the groups), so that any number of ranks can read them.
-"""
+"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number, as one process's
+optimizer writes them, so that any number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -61,11 +58,7 @@ def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any
 
 
 def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Optimizer states keyed by number, as one process writes them, keyed by name.
-
-    Raises:
-        TrainingError: they belong to another set of parameters.
-    """
+    """The same keyed by name; raises TrainingError where they belong to another set of parameters."""
     flat = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
@@ -83,8 +76,7 @@ def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
-    """Load whole states, which the first rank read, into an FSDP optimizer; the other ranks pass None. All ranks call
-    it."""
+    """Load whole states, which the first rank read, into an FSDP optimizer. All ranks call it, others with None."""
     by_name = named(states, names_by_group(model, optimizer)) if states is not None else {}
     set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_FIRST)
 
@@ -104,17 +96,12 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_saved_twice(name: str) -> bool:
-    """Whether a tensor's name in an adapter's file is that of a copy, which PEFT writes beside the one that counts
-    where the vocabulary was resized."""
+    """Whether a name in an adapter's file is a copy's, which PEFT writes where the vocabulary was resized."""
     return ".original_module." in name or ".modules_to_save." in name
 
 
 def fill_adapter(model: Any, folder: Path) -> None:
-    """Load the adapter of an earlier stage or run into a model that its engine has not divided yet.
-
-    Raises:
-        TrainingError: the adapter has other tensors than the model.
-    """
+    """Load an earlier adapter into a model that is not divided yet; raises TrainingError where it has other tensors."""
     weights = read_weights(folder, model)
     parameters = dict(model.named_parameters())
     wanted = set(adapter_names(model).values())
@@ -128,8 +115,7 @@ def fill_adapter(model: Any, folder: Path) -> None:
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """A model with the adapter in a folder, in eval mode; a language model takes one that is named as its whole class
-    is."""
+    """A model with the adapter in a folder, in eval mode; a language model's may be named as in its whole class."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
     tower = tower_in(model)
@@ -149,10 +135,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
 
 
 def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
-    """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it.
-
-    What the rank `writer` writes into it is kept on every rank; None: it is only read.
-    """
+    """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it. What the
+    rank `writer` writes into it is kept on every rank; None: it is only read."""
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
@@ -161,10 +145,7 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
 
 
 def gathered(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole copies, in host memory, of tensors that ZeRO-3 or FSDP2 may have divided, gathered one at a time.
-
-    Tied ones are gathered once. Empty where not `keep`. All ranks call it.
-    """
+    """Whole copies in RAM of tensors that ZeRO-3 or FSDP2 divided, one at a time; empty where not `keep`."""
     copies: dict[int, torch.Tensor] = {}
     names: dict[str, int] = {}
     for name, tensor in tensors:
@@ -196,8 +177,7 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def adapter_names(model: Any) -> dict[str, str]:
-    """For the name of each tensor in an adapter's file, its name in memory: the one under which PEFT saves it, for a
-    language model the one of its whole class."""
+    """For each tensor's name in an adapter's file (of a language model that of its whole class), the one in memory."""
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()
@@ -209,11 +189,7 @@ def adapter_names(model: Any) -> dict[str, str]:
 
 
 def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load whole weights, which the first rank read, into an FSDP model; the others pass none. All ranks call it.
-
-    Raises:
-        TrainingError: the model has no tensor of a name in the checkpoint.
-    """
+    """Load whole weights of the first rank into an FSDP model; all call it. Raises TrainingError: unknown ones."""
     unknown = sorted(set(weights) - set(model.state_dict()))
     if unknown:
         raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
@@ -223,9 +199,7 @@ def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 # --- gathered from all ranks to the first, to be saved whole ----------------------------------------------------------
 def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: every rank holds the whole model.
-
-    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are.
-    """
+    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are."""
     of_adapter = is_adapter(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
     if getattr(trainer, "is_fsdp_enabled", False):
@@ -249,8 +223,7 @@ def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None
 
 
 def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Names and whole tensors of an FSDP model, tied ones once, gathered one at a time: on the first rank in the host's
-    RAM, None on the others. All ranks iterate to the end."""
+    """Names and whole tensors of an FSDP model, one at a time, on the first rank; all iterate to the end."""
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
         if name not in tied:
@@ -259,7 +232,6 @@ def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
 
 
 def _from_masters(model: Any) -> dict[str, Any]:
-    """DeepSpeed's fp32 copies of what trains, gathered tensor by tensor to rank 0, empty on the others."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     copies: dict[str, Any] = {}
@@ -272,7 +244,6 @@ def _from_masters(model: Any) -> dict[str, Any]:
 
 
 def _gathered_adapter(model: Any) -> dict[str, Any]:
-    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left the unit whole

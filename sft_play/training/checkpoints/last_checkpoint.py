@@ -1,9 +1,5 @@
-"""The checkpoint that a run continues from: the last one that is still as it was written.
-
-Pickles in it are read without running code, also by libraries that would run it: a folder may come from somebody else.
-`torch.load(weights_only=True)` builds tensors and plain values only; DeepSpeed asks for the opposite, which torch's own
-variable overrules.
-"""
+"""The checkpoint that a run continues from: the last one that is still as it was written. Pickles in it are read
+without running code, by libraries that would run it too: torch's own variable overrules DeepSpeed."""
 
 from __future__ import annotations
 
@@ -41,13 +37,8 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
-    """The last sound checkpoint on rank 0, None where none was ever written; every rank has to find it too.
-
-    Later ones that are damaged are named in a warning, and count no more. All ranks call it.
-
-    Raises:
-        RunFolderError: all of them are damaged, or another node does not have it.
-    """
+    """The last sound checkpoint on rank 0, which every rank has to find too, or None; later ones are named in a
+    warning, and count no more. All ranks call it. Raises RunFolderError: all are damaged, or another node lacks it."""
     found: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
@@ -75,22 +66,17 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     if distributed.is_first():
         for path, why in bad.items():
             logger.warning("%s", checkpoints.skipped(path, why))
-            checkpoints.disown(path)
+            # retention would keep it, as the newest, in place of a good one
+            (path / checkpoints.COMPLETE).unlink(missing_ok=True)
         if bad:
             logger.warning("The run falls back to the checkpoint of step %d", checkpoints.step_of(own))
     return own
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def without_code(checkpoint: Path) -> Iterator[None]:
-    """Within it no pickle runs code, whoever reads it with `torch.load`; with TRUST=1, what DeepSpeed wrote may.
-
-    Raises:
-        RunFolderError: a file holds something that could run code.
-    """
+    """Within it no pickle runs code, but DeepSpeed's with TRUST=1; raises RunFolderError for one that could."""
     is_deepspeed = (checkpoint / "latest").is_file()
     if is_deepspeed and os.environ.get(TRUST, "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)

@@ -43,19 +43,10 @@ def save_model(
     **weights: Any,
 ) -> int:
     """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed;
-    returns the bytes of its tensors.
-
-    Args:
-        base: the base's folder. A language model's weights are saved in the whole class that they came from, with the
-            rest of its tensors.
-        steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
-            every lora_B is still zero has learned nothing.
-        moved: called with the bytes of each tensor that is read back.
-        weights: the options of `write_weights`.
-
-    Raises:
-        ModelError: what was written is empty, not finite, or not what the model holds.
-    """
+    returns the bytes of its tensors. `base`: the base's folder, with the rest of a whole class; `steps`: optimizer
+    steps taken, after more than one of which a lora_B is not zero; `moved` is called with the bytes that are read back;
+    `weights`: options of `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the
+    model holds."""
     with atomic.replacing(path, aside=path.with_name(f".{path.name}.building")) as building:
         write_weights(model, building, **weights)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
@@ -74,14 +65,9 @@ def write_weights(
     tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's config and weights into a folder.
-
-    Args:
-        state_dict: the weights, where the model itself holds only a part of them.
-        tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
-            their names (`keeps_names`).
-        dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
-    """
+    """Write a model's config and weights into a folder. `state_dict`: the weights, where the model holds only a part of
+    them; `tensors`: the same, one after the other, at most one file's worth in memory where `keeps_names`; `dtype`: of
+    whole weights in the files (None: unchanged), and of the model from then on."""
     tower = tower_in(model)
     # conversions that the whole class has when it is loaded are not those of its language model
     native_names = tower is not None and not is_adapter(model)
@@ -113,8 +99,7 @@ def write_weights(
 
 
 def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
-    """Give an adapter's files the names of the whole class, in which PEFT and serving engines look for its layers; a
-    name's end alone would match layers for images too."""
+    """PEFT and serving engines look for layers by these; a name's end alone would match layers for images too."""
     file, fields = folder / ADAPTER_FILE, folder / "adapter_config.json"
     save_file({tower.in_whole(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     config = json.loads(fields.read_text(encoding="utf-8"))
@@ -166,8 +151,7 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
 def _as_published(
     whole: Any, tensors: Mapping[str, FileTensor], read: Callable[[FileTensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by the names, and in the pieces, that their class (on the meta device) saves them in, a block at a time;
-    as they are where it has no way back."""
+    """Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way."""
     blocks: dict[str, dict[str, FileTensor]] = {}
     for name, one in tensors.items():
         blocks.setdefault(name[: match.end()] if (match := re.search(r"\.\d+\.", name)) else "", {})[name] = one
@@ -206,7 +190,6 @@ def renamed(name: str, key_mapping: Mapping[str, str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The part of the model that a tensor is in: `model.layers`, `lm_head.weight`."""
     return ".".join(name.split(".")[:2])
 
 
@@ -221,11 +204,8 @@ def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: P
 
 
 def saves_embeddings(model: Any) -> bool | str:
-    """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself.
-
-    Not if all of them are in `modules_to_save`, or have rows that train: a resized one would be saved once more, as the
-    wrapper's `original_module` and `modules_to_save` (0.21). Always if one trains without being there.
-    """
+    """Whether PEFT should save a model's embeddings beside its adapter; "auto": it finds out. Not if all are in
+    `modules_to_save` or have rows that train, which would be saved twice (0.21); always if one trains without."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     layers = embeddings_of(model)
@@ -250,10 +230,7 @@ def saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.
 
 
 def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once.
-
-    A parameter knows its whole shape under ZeRO-3, where it is empty here, and under FSDP, where it is a part.
-    """
+    """Name and whole shape, also under ZeRO-3 and FSDP, of every tensor that saving writes, tied ones once."""
     parameters = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
@@ -271,12 +248,8 @@ def check_saved_weights(
     must_have_learned: bool = False,
     moved: Callable[[int], None] | None = None,
 ) -> int:
-    """Bytes of the tensors saved in a folder, each read back; `moved` is called with the bytes of each.
-
-    Raises:
-        ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
-            lora_B is zero though the adapter `must_have_learned`.
-    """
+    """Bytes of the tensors saved in a folder, each read back; `moved` is called with them. Raises ModelError: there are
+    none, one is empty, of another shape, not finite or missing, or no lora_B `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, learned = 0, not must_have_learned
     for name, one in tensors_in(folder).items():
@@ -298,11 +271,7 @@ def check_saved_weights(
 
 
 def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ModelError where the saved tensors are not those of the model.
-
-    transformers saves some models under the hub's names, with one tensor per expert: there only the total number of
-    values is compared.
-    """
+    """Where transformers saves by the hub's names, one tensor per expert, only the number of values is compared."""
     missing = sorted(set(expected) - set(shapes))
     wrong = [] if missing else [name for name, shape in expected.items() if shapes[name] != shape]
     saved, wanted = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
@@ -321,10 +290,7 @@ Tensors = Iterable[tuple[str, torch.Tensor | None]]
 
 
 def keeps_names(model: Any, names: Iterable[str]) -> bool:
-    """Whether transformers saves the model's tensors under the names and shapes that they have in memory.
-
-    Otherwise (experts are saved one by one) it has to be given all of them at once.
-    """
+    """Whether transformers saves the tensors as they are in memory; else it has to be given all at once."""
     empty = {name: torch.empty(0, device="meta") for name in names}
     try:
         return set(revert_weight_conversion(model, dict(empty))) == set(empty)
@@ -340,16 +306,9 @@ def write_one_by_one(
     dtype_of: Callable[[str, torch.Tensor], torch.dtype],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write tensors as transformers' safetensors files, with an index where there are several.
-
-    Args:
-        shapes: of all tensors to come, by name.
-        dtype_of: the dtype to write a tensor in.
-        file_bytes: most bytes of a file, unless a single tensor has more.
-
-    Raises:
-        ModelError: a tensor is not in `shapes`, has another shape, or is missing at the end.
-    """
+    """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
+    to come; `file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`, has
+    another shape, or is missing at the end."""
     parts: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
     total = 0
@@ -380,7 +339,6 @@ def write_one_by_one(
 
 
 def _name_files(folder: Path, parts: list[tuple[Path, list[str]]], *, total: int, params: int) -> None:
-    """Rename the files to what transformers reads, which has the number of files in it."""
     if len(parts) == 1:
         parts[0][0].rename(folder / "model.safetensors")
         return

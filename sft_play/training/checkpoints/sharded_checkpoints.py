@@ -1,9 +1,7 @@
 """Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it needs of all.
 
-The format is torch's distributed checkpoint, which any number of ranks can read: a file of parts for each rank, and a
-table of contents. Names are flat: `model.NAME` for weights, `optimizer.NAME.STATE` for states; values that are not
-tensors have a file of their own. Bytes are counted as they reach the disk, so that a slow save can be told from one
-that hangs.
+The format is torch's distributed checkpoint, which any number of ranks can read. Names are flat: `model.NAME`,
+`optimizer.NAME.STATE`. Bytes are counted as they reach the disk, so that a slow save can be told from one that hangs.
 """
 
 from __future__ import annotations
@@ -61,6 +59,9 @@ Moved = Callable[[int], None]
 """Called with the bytes that were written or read."""
 
 
+def _untold(count: int) -> None: ...
+
+
 def is_sharded(checkpoint: Path) -> bool:
     """Whether a checkpoint is sharded."""
     return (checkpoint / CONTENTS).is_file()
@@ -93,44 +94,24 @@ def part_of(model: nn.Module, optimizer: Any) -> Part:
     return Part({**_weights(model), **_states(states)}, {"param_groups": states["param_groups"], "values": values})
 
 
-def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> int:
-    """Write a checkpoint's weights and optimizer states, each rank its part; returns bytes of this rank's file.
-
-    All ranks call it. No tensor is gathered; this rank's parts are copied to the host one at a time.
-
-    Args:
-        checkpoint: an existing folder that all ranks see.
-        group: a CPU process group that waits as long as the slowest disk takes.
-        moved: called with the bytes that reach the disk.
-        done: called once this rank's part is on the disk, before it waits for the others.
-
-    Raises:
-        TrainingError: a part could not be written, on any rank.
-    """
-    counter = _Counter(moved)
-    writer = _Writer(checkpoint / FOLDER, counter, done)
+def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> None:
+    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
+    No tensor is gathered. `group`: one that waits as long as a disk takes; `moved` is called with the bytes that reach
+    the disk, `done` once all of this rank are there. Raises TrainingError: a rank could not write."""
+    writer = _Writer(checkpoint / FOLDER, moved, done)
     with _worded(f"the checkpoint {checkpoint} could not be written"):
         dcp.save(part.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
         torch.save(part.record, checkpoint / GROUPS)
-    return counter.total
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's weights into a model, divided over any number of ranks or whole. All ranks call it.
-
-    Raises:
-        TrainingError: the checkpoint lacks a tensor of the model, or it cannot be read.
-    """
+    """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing or not read."""
     _fill(_weights(model), checkpoint, group=group, moved=moved)
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's states and groups into an optimizer, over any number of ranks. All ranks call it.
-
-    Raises:
-        TrainingError: they belong to another set of parameters, or cannot be read.
-    """
+    """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
     saved = torch.load(checkpoint / GROUPS, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
     saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
@@ -144,12 +125,8 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
 
 
 def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, whole shape and dtype of every weight in a checkpoint.
-
-    Raises:
-        TrainingError: the table of contents cannot be read.
-    """
-    entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
+    """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
+    entries = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -158,18 +135,14 @@ def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.d
 
 
 def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some whole weights of a checkpoint, read in this process alone.
-
-    Raises:
-        TrainingError: one of them is missing, or cannot be read.
-    """
+    """Some whole weights, read in this process alone; raises TrainingError where one is missing or not read."""
     stored = stored_weights(checkpoint)
     lacking = [name for name in names if name not in stored]
     if lacking:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
     weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _fill(named, checkpoint, group=None, moved=None)
+    _fill(named, checkpoint, group=None)
     return weights
 
 
@@ -188,8 +161,8 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None) -> None:
-    reader = _Reader(checkpoint / FOLDER, _Counter(moved))
+def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved = _untold) -> None:
+    reader = _Reader(checkpoint / FOLDER, moved)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _worded(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -205,49 +178,37 @@ def _worded(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-class _Counter:
-    def __init__(self, moved: Moved | None) -> None:
-        self._moved, self.total = moved, 0
-
-    def __call__(self, count: int) -> None:
-        self.total += count
-        if self._moved is not None:
-            self._moved(count)
-
-
 class _Counted(io.FileIO):
     """A file whose bytes are counted once they are on the disk."""
 
-    def __init__(self, path: Path, mode: str, counter: _Counter) -> None:
+    def __init__(self, path: Path, mode: str, moved: Moved) -> None:
         super().__init__(path, mode)
-        self._counter, self._cached = counter, 0
+        self._moved, self._cached = moved, 0
 
     def write(self, data: Any) -> int:
-        """Write at most a piece, as raw files may; the buffer above writes the rest."""
+        """At most a piece, as raw files may; the buffer above writes the rest."""
         count = super().write(memoryview(data).cast("B")[:PIECE_BYTES]) or 0
         self._cached += count
         if self._cached >= PIECE_BYTES:
             getattr(os, "fdatasync", os.fsync)(self.fileno())  # macOS has no fdatasync
             self._cached = 0
-        self._counter(count)
+        self._moved(count)
         return count
 
     def readinto(self, buffer: Any) -> int:
-        """Read as a raw file does."""
         count = super().readinto(buffer) or 0
-        self._counter(count)
+        self._moved(count)
         return count
 
 
 class _Disk(FileSystem):
-    def __init__(self, counter: _Counter) -> None:
+    def __init__(self, moved: Moved) -> None:
         super().__init__()
-        self._counter = counter
+        self._moved = moved
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A buffered file that counts what is written or read."""
-        raw = _Counted(Path(path), mode, self._counter)
+        raw = _Counted(Path(path), mode, self._moved)
         with io.BufferedWriter(raw) if "w" in mode else io.BufferedReader(raw) as stream:
             yield stream
 
@@ -255,13 +216,12 @@ class _Disk(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     """torch's writer, counted; it calls `done` when this rank has nothing more to write."""
 
-    def __init__(self, path: Path, counter: _Counter, done: Callable[[], None]) -> None:
+    def __init__(self, path: Path, moved: Moved, done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
-        self.fs = _Disk(counter)
+        self.fs = _Disk(moved)
         self._done = done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's part."""
         written = super().write_data(plan, planner)
         self._done()
         return written
@@ -274,16 +234,12 @@ class _Writer(dcp.FileSystemWriter):
 class _Reader(dcp.FileSystemReader):
     """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
 
-    def __init__(self, path: Path, counter: _Counter) -> None:
+    def __init__(self, path: Path, moved: Moved = _untold) -> None:
         super().__init__(path)
-        self.fs = _Disk(counter)
+        self.fs = _Disk(moved)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The table of contents, with tensors only: anything else would be unpickled by torch's planner.
-
-        Raises:
-            TrainingError: the table cannot be read, or is something else.
-        """
+        """With tensors only: anything else would be unpickled by torch's planner."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -301,7 +257,6 @@ class _Plain(pickle.Unpickler):
     """Unpickles the objects of torch's table of contents, and none that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name that such a table may hold."""
         if "." not in name and f"{module}.{name}" in _PLAIN_NAMES:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" else None

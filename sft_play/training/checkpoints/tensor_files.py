@@ -41,11 +41,7 @@ class FileTensor:
 
 
 def tensors_in(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor in a folder's weights by its name; none is read yet.
-
-    Raises:
-        ModelError: a quantised tensor has no scales.
-    """
+    """Every tensor in a folder's weights, none read yet; raises ModelError for a quantised one without scales."""
     opened: dict[str, FileTensor] = {}
     for file in weight_files(folder):
         tensors: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
@@ -68,10 +64,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: those of the index where there is one, else all of them.
-
-    A hub repository may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`).
-    """
+    """The files that transformers would read: those of the index where there is one, else all of them. A hub repository
+    may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -81,11 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_files(name: str, *, revision: str | None) -> Path:
-    """The folder with a base's files: the local one, or the hub's, of which what is not there yet is downloaded.
-
-    Raises:
-        ModelError: it cannot be fetched.
-    """
+    """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot be fetched."""
     folder = local_folder(name)
     if folder is not None:
         return folder
@@ -155,7 +145,6 @@ def _from_mxfp4(blocks: FileTensor, scales: FileTensor, shape: tuple[int, ...]) 
 
 
 def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[str, FileTensor]]:
-    """Tensors of FP8 or FP4 with a scale for each block of theirs, or a single one."""
     used, found = set[str](), dict[str, str]()
     for key, one in opened.items():
         if one.dtype in _PACKED:

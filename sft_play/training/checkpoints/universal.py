@@ -1,10 +1,7 @@
-"""DeepSpeed's checkpoints over another number of ranks, by its universal form.
+"""DeepSpeed's checkpoints over another number of ranks, by its universal form, which its own converter writes beside.
 
-A ZeRO checkpoint has a file of optimizer states for each rank, which DeepSpeed reads over as many ranks only. Where
-they are others now, its own converter writes each tensor whole, beside the checkpoint, which stays as it is; every rank
-reads its part of it, and it is removed. What ZeRO-3's loader gets wrong is put right here (0.19.8,
-`load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all groups of the optimizer get those of the first, weight
-decay and learning rate among them, and all states one tensor that counts the steps, which each of them counts on.
+What ZeRO-3's loader gets wrong is put right here (0.19.8, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all
+groups of the optimizer get those of the first, and all states one tensor that counts the steps.
 """
 
 from __future__ import annotations
@@ -34,11 +31,7 @@ _GROUPS = "zero/optimizer_state.pt"
 @contextlib.contextmanager
 def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     """The checkpoint as the ranks of now can read it: itself, or a copy in DeepSpeed's universal form, which is gone
-    once it was loaded (`loaded`). All ranks call it.
-
-    Raises:
-        RunFolderError: there is no room for the copy.
-    """
+    once it was loaded (`loaded`). All ranks call it. Raises RunFolderError: there is no room for the copy."""
     parts, folder = sorted(checkpoint.glob(f"global_step*/{_STATES}")), checkpoint.parent
     if not trainer.is_deepspeed_enabled or len(parts) == distributed.world_size():
         yield checkpoint
@@ -63,8 +56,7 @@ def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
 
 
 def loaded(trainer: Any, checkpoint: Path) -> None:
-    """After the engine has read a copy: put back the groups of its optimizer, let it read checkpoints as usual, and
-    remove the copy. All ranks call it."""
+    """After the engine has read a copy: put back its optimizer's groups and its reading, and remove the copy."""
     if not (checkpoint / "latest_universal").is_file():
         return
     optimizer = engines.innermost(trainer.optimizer)
@@ -93,16 +85,12 @@ def _saved_groups(made: Path) -> list[dict[str, Any]]:
 
 
 def _most_bytes(parts: Sequence[Path]) -> int:
-    """What a conversion takes at most: every state as pieces and whole, those of the first rank and the weights again.
-
-    Weights that are frozen are in no part.
-    """
+    """Every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part."""
     states = [part.stat().st_size for part in parts]
     return 2 * sum(states) + states[0] + sum(file.stat().st_size for file in parts[0].parent.glob(_WEIGHTS))
 
 
 def _convert(checkpoint: Path, made: Path, parts: Path) -> None:
-    """Write the copy: DeepSpeed's states in universal form, and links to the checkpoint's other files."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     made.mkdir()

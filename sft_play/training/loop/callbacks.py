@@ -24,6 +24,7 @@ from sft_play.process.endings import StopSignals, elapsed_s
 from sft_play.process.waiting import waiting
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
+from sft_play.units import duration_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,8 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 class GradientCheck(TrainerCallback):
-    """Stops a run in which a trainable tensor gets no gradient, and names it.
-
-    lora_A is checked once its lora_B is no longer zero: until then its gradient is zero by design (B starts at zero,
-    and the first step of a warm-up may have a learning rate of zero). A step that is not taken, since it is not finite,
-    is not checked: clipping by an infinite norm has set all finite gradients to zero.
-    """
+    """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
+    left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, nn.Parameter] | None = None
@@ -85,7 +82,6 @@ class GradientCheck(TrainerCallback):
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
-        """Whether a lora_A waits for its lora_B to leave zero."""
         if not _LORA_A.search(name):
             return False
         partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
@@ -93,18 +89,13 @@ class GradientCheck(TrainerCallback):
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether any rank's part of the gradient exists and is not zero."""
     grad = parameter.grad
     return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
 
 
 class LossScaleCheck(TrainerCallback):
-    """Logs the steps that loss scaling skips, and stops a run in which it skips one after the other.
-
-    Non-finite gradients are how fp16 finds its scale: it starts at 65,536 and is halved at each step that is skipped
-    for them. Once it is below 1, gradients overflow without it too, and no smaller scale helps. A skipped step is
-    recognised by the scale: a fused optimizer is given it and skips by itself, which accelerate does not notice.
-    """
+    """Logs the steps that loss scaling skips, which is how fp16 finds its scale, and stops where it skips one after the
+    other. A skipped step is recognised by the scale: a fused optimizer skips by itself, unnoticed by accelerate."""
 
     MOST = 17
     """Skipped steps in a row: 65,536 / 2^17 is one half."""
@@ -147,7 +138,6 @@ class LossScaleCheck(TrainerCallback):
 
 
 def _scale_of(optimizer: Any) -> float | None:
-    """accelerate's loss scale, as in fp16; None where it has none."""
     scaler = getattr(optimizer, "scaler", None)
     return None if scaler is None else float(scaler.get_scale())
 
@@ -170,8 +160,7 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
-        """Write one line; raises TrainingError when the loss is NaN or infinite (in fp16 that of the evaluation before
-        training too)."""
+        """Write one line; raises TrainingError for a loss that is NaN or infinite (in fp16 before training too)."""
         if not state.is_world_process_zero or not logs:
             return
         entry: dict[str, Any] = {
@@ -234,7 +223,6 @@ class StopAfter(TrainerCallback):
         self._lap_began = now
 
     def _time_is_up(self) -> bool:
-        """Whether one more step, its evaluation and its checkpoint might end beyond the limit."""
         if self._hours is None:
             return False
         limit_s = self._hours * 3600
@@ -281,8 +269,7 @@ def stopping(stop: StopAfter) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a line every few seconds, the same on a terminal, in a pipe and in
-    the run's log."""
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log."""
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
@@ -345,10 +332,4 @@ class Progress(TrainerCallback):
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{_clock(left)} left"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{duration_of(left)} left"

@@ -1,11 +1,8 @@
 """Rows → the tensors of a micro-batch.
 
-Rows of one chat are padded to the longest; they get an attention mask where one changes anything
-(`training.proofs.masking`), else their positions. Packs get no mask: their position ids restart at 0
-with every chat, and from that transformers makes a mask in which no chat sees another (masking_utils.py,
-`find_packed_sequence_indices`); a padded place has position 0, so it is a chat of its own that sees only itself. Flash
-attention detects such borders only in a batch of one row (`_is_packed_sequence`), so for it all packs of a micro-batch
-are joined to one row without padding, and the borders are passed on.
+Rows of one chat are padded to the longest, with an attention mask where one changes anything (`proofs.masking`), else
+with positions. Packs get position ids that restart with every chat, of which transformers makes a mask between them;
+flash attention finds such borders only in a batch of one row, so packs are joined to one for it.
 
 Shape letters: B rows, T tokens of the longest, N tokens of all rows.
 """
@@ -32,10 +29,8 @@ SOURCE = "source"
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes micro-batches of rows, or of packs if they have `chat_lengths`.
-
-    `flat`: join packs to a single row, as flash attention needs; `by_source`: add SOURCE.
-    """
+    """Makes micro-batches of rows, or of packs if they have `chat_lengths`. `flat`: join packs to a single row, as
+    flash attention needs; `by_source`: add SOURCE."""
 
     pad_id: int
     flat: bool = False

@@ -1,8 +1,7 @@
 """A run with stages: all are prepared first, then each is trained on the weights of the one before.
 
-A stage is a run of its own in its own folder (`stages/NAME`: plan, checkpoints, weights, summary), with a new
-optimizer, schedule and engine. It hands its weights to the next one on disk, so every layout and `resume` go the same
-way. All stages share one process group, log and metrics.
+A stage is a run of its own in its own folder (`stages/NAME`), with a new optimizer, schedule and engine; it hands its
+weights on by disk, so every layout and `resume` go the same way.
 """
 
 from __future__ import annotations
@@ -48,12 +47,8 @@ class Stages:
         """Optimizer steps since this process started."""
 
     def train(self) -> dict[str, Any]:
-        """Train every stage that is not finished yet; returns the summary of the whole run.
-
-        Raises:
-            RunFolderError: a node would not see the weights that the stage before has written.
-            Interrupted: the user stopped the run, and its state was saved.
-        """
+        """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
+        node would not see the weights of the stage before; Interrupted: the user stopped the run."""
         is_adapter, manifest = self._prepared[0].is_adapter, self._job.folder.manifest_path
         distributed.require_all(
             manifest.is_file(),
@@ -82,12 +77,10 @@ class Stages:
         return self._finish(status)
 
     def _left(self) -> int | None:
-        """Steps that may still be taken under `train.stop_after_steps`; None for any number."""
         most = self._job.loaded.config.train.stop_after_steps
         return None if most is None else max(0, most - self._steps)
 
     def _train(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        """Train one stage, from its last checkpoint if it has one; returns how it ended."""
         begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
         last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
         before = checkpoints.step_of(last) if last is not None else 0
@@ -142,11 +135,7 @@ class Stages:
 
 
 def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """The summary of a run from those of its stages.
-
-    `before` is that of the first stage if the last one is evaluated on the same rows; speed is the mean of the stages,
-    weighted by their time.
-    """
+    """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
     last = stages[-1] if stages else {}
     same = _evaluated_on(configs[0]) == _evaluated_on(configs[-1])
     wall = sum(stage["wall_s"] for stage in stages)

@@ -24,12 +24,9 @@ bad, the weights or the settings are at fault, and the rows that are left out me
 
 
 class FiniteSteps(TrainerCallback):
-    """Looks at each step's gradient norm and loss before the update, on all ranks alike.
-
-    A step in which one of them is NaN or infinite changes nothing: weights, optimizer and learning-rate schedule stay.
-    Then the run stops, or goes on with the next step (`train.on_nan`). Under DeepSpeed the engine itself leaves such a
-    step out. In fp16 loss scaling does, as a part of its search for a scale (`callbacks.LossScaleCheck`).
-    """
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
+    nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
+    loss scaling in fp16 (`callbacks.LossScaleCheck`)."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
@@ -48,13 +45,8 @@ class FiniteSteps(TrainerCallback):
         self._loss_before, self._logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
 
     def judge(self, norm: Any) -> None:
-        """Called once a step's gradients are whole, before the update; `norm` is None where an engine keeps it.
-
-        Waits for the device once, and for the other ranks.
-
-        Raises:
-            TrainingError: the step is not finite, and the run is to stop for it.
-        """
+        """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
+        ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
         trainer = self._trainer
         if trainer.args.fp16:
             return
@@ -95,8 +87,7 @@ class FiniteSteps(TrainerCallback):
         return {name: value for name, value in logs.items() if name != "loss"}
 
     def _leave_out(self, optimizer: Any, leave_out: bool) -> None:
-        """Let the optimizer's next step do nothing, and say so to whoever asks whether it was skipped (the Trainer,
-        before it moves the learning rate)."""
+        """Said too to whoever asks whether the step was skipped: the Trainer, before it moves the learning rate."""
         if leave_out:
             self._real_step, optimizer.step = optimizer.step, lambda *_, **__: None
         optimizer._is_overflow = leave_out
@@ -108,9 +99,10 @@ class FiniteSteps(TrainerCallback):
         step = int(self._trainer.state.global_step) + 1
         kept = checkpoints.kept(Path(self._trainer.args.output_dir))
         new_run = "start a new run with a lower train.learning_rate"
-        if was_taken:
-            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}. Take "
-                                f"bf16.check_grad_overflow: false out of its file, or {new_run}")  # fmt: skip
+        if was_taken:  # bf16.check_grad_overflow: false
+            raise TrainingError(
+                f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}: {new_run}"
+            )
         if self._on_nan == "stop":
             raise TrainingError(
                 f"step {step}: {what}, so the step was not taken: nothing was changed; {kept}. A resumed run meets "
@@ -137,10 +129,7 @@ def _value(number: float | None) -> str:
 
 
 def require_finite(trainer: Any) -> None:
-    """Raises TrainingError on every rank where a trained weight or a state of the optimizer is not finite on one.
-
-    Each rank looks at its part, in memory: before a checkpoint is written.
-    """
+    """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
     bad = next((name for name, tensor in _trained(trainer) if not is_finite(tensor)), None)
     found = next((name for name in distributed.of_all(bad) if name), None)
     if found is not None:
@@ -156,7 +145,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _trained(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of what trains, and of the optimizer's states, each with its name."""
     wrapped = trainer.model_wrapped
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:

@@ -35,21 +35,10 @@ from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
-    job: RunJob,
-    prepared: Prepared,
-    eval_set: EvalSet,
-    watch: Watch,
-    *,
-    begins_from: Path | None,
-    in_parts: bool,
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, *, begins_from: Path | None, in_parts: bool
 ) -> PlannedLoop:
-    """The trainer. Its arguments come before the model, since making them sets up the process group's device.
-
-    Args:
-        begins_from: the folder of the weights that the stage before has trained, or of the adapter that the run
-            continues; None starts from the model's own.
-        in_parts: whether every rank writes its own part of a checkpoint.
-    """
+    """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
+    continues; None: the model's own. `in_parts`: every rank writes its own part of a checkpoint."""
     config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
     arguments = training_arguments(
         config,
@@ -148,10 +137,7 @@ def trainer_of(
 
 
 def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
-    """The model with its weights; or without them and their source, where it is sharded as they arrive.
-
-    Its weights are the base's, or all those that the stage before has trained.
-    """
+    """With its weights (the base's, or those of the stage before); or without, and their source."""
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

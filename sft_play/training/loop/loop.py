@@ -1,8 +1,4 @@
-"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes.
-
-`loop_checkpoints` writes and reads its checkpoints; `trainer` sets one up from a plan. The private methods that are
-overridden here are listed and guarded in `upstream`.
-"""
+"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes."""
 
 from __future__ import annotations
 
@@ -61,18 +57,13 @@ logger = logging.getLogger(__name__)
 
 
 class _SeedByRank(TrainerCallback):
-    """Gives every rank its own random numbers for dropout; weights and data order are not drawn from them.
-
-    The Trainer seeds all ranks alike, so their dropout masks would be equal. A run that resumes on the ranks it was
-    stopped with has its random states restored after this; on other ranks, each begins a stream of its own.
-    """
+    """Its own dropout for every rank: the Trainer seeds all alike. A resumed run restores its states after this."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Seed by rank and step. The first rank of a new run keeps the random numbers of a run on one process; ranks of
-        a tensor-parallel group compute the same tokens, so they drop the same."""
+        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = distributed.batch_rank(self._layout)
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
@@ -163,10 +154,8 @@ class PlannedLoop(CheckpointedLoop):
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch, this rank's alone: they are cut for each rank, where accelerate would give out
-        batches of one size in turn. Worker processes end with this one."""
+        """The batches of an epoch, cut for this rank, where accelerate would give out batches of one size in turn."""
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
@@ -210,7 +199,6 @@ class PlannedLoop(CheckpointedLoop):
         return 0
 
     # --- training -----------------------------------------------------------------------------------------------------
-
     @property
     def tokens_seen(self) -> int:
         """Tokens in the training batches since this process started, without padding."""
@@ -242,12 +230,8 @@ class PlannedLoop(CheckpointedLoop):
                 self.remove_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer without empty parameter groups.
-
-        Adapters have no biases or norms, so the group without decay is empty. DeepSpeed from 0.18 drops such a group,
-        and a schedule that was made for two then fails in torch from 2.10
-        (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
-        """
+        """The optimizer without empty parameter groups, such as that of an adapter's biases: DeepSpeed drops one, and a
+        schedule made for two then fails (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
         is_new = self.optimizer is None  # under DeepSpeed the Trainer asks twice for the same one
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
@@ -276,7 +260,6 @@ class PlannedLoop(CheckpointedLoop):
         return self.step_memory.repeated(compute)
 
     def _train_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """A pass whose tokens are counted on the device, without waiting for it."""
         inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
         self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
@@ -305,7 +288,6 @@ class PlannedLoop(CheckpointedLoop):
         return norm
 
     def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Count a pass for the next log: the sums of `head_sums`, and of `source_sums` where sources are reported."""
         if self.model.training:
             self._monitor.scored(head, sources)
             return
@@ -330,7 +312,6 @@ class PlannedLoop(CheckpointedLoop):
         super().log(logs, start_time)
 
     def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        """What an evaluation found besides its loss, from the sums of all ranks in one collective."""
         seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
         of_sources = [] if self._eval_sources is None else [self._eval_sources.flatten()]
         ranks = distributed.gathered_numbers(torch.cat([head, seen, *of_sources]))
@@ -344,12 +325,6 @@ class PlannedLoop(CheckpointedLoop):
         return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
-
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
-        output = super().evaluation_loop(*args, **options)
-        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
-
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")
@@ -378,12 +353,9 @@ class PlannedLoop(CheckpointedLoop):
     def evaluate(
         self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
     ) -> dict[str, float]:
-        """Loss over trained tokens and, where there are questions, exact match of generated answers; every row counts
-        once. `questions`: None for those that are asked while training.
-
-        Batches hold rows of similar length, and only as many as spread evenly over the ranks. The random state is
-        restored, so that evaluating changes no number of the training.
-        """
+        """Loss over trained tokens and, where there are questions (None: those asked while training), exact match of
+        generated answers; every row counts once. The random state is restored, so that evaluating changes no number of
+        the training."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         most = self.args.per_device_eval_batch_size
         ranks = self.args.world_size
@@ -412,7 +384,6 @@ class PlannedLoop(CheckpointedLoop):
         return metrics
 
     def _validation_line(self, metrics: dict[str, float]) -> str:
-        """The figures of this evaluation, and the best so far by the metric that decides about checkpoints."""
         step, match = self.state.global_step, metrics.get("eval_exact_match")
         line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
         line += "" if match is None else f", exact match {match:.1%}"
@@ -454,7 +425,6 @@ def _ending_with_me(batches: Any) -> Any:
 
 
 def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
-    """Start of a data loader's process: it will end with the trainer; then the loader's own start."""
     leave_with(parent, signal.SIGKILL)
     if then is not None:
         then(worker)

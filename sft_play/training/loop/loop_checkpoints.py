@@ -1,8 +1,5 @@
-"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike.
-
-The Trainer decides when to save; what it writes goes into a folder aside, is checked, and is renamed
-(`checkpoints`). The private methods that are overridden here are listed and guarded in `upstream`.
-"""
+"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike. What the
+Trainer writes goes into a folder aside, is checked, and is renamed (`checkpoints`)."""
 
 from __future__ import annotations
 
@@ -25,19 +22,13 @@ from transformers import Trainer, TrainerCallback
 from sft_play.errors import SftPlayError, TrainingError
 from sft_play.log import one_line
 from sft_play.runs.files import flush, free_bytes, room
-from sft_play.training.checkpoints import (
-    checkpoints,
-    full_state_dict,
-    sharded_checkpoints,
-    universal,
-)
+from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.prepare.device_checks import free_memory, ran_out
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +41,7 @@ _LAST_SAVE_S = 300.0
 
 
 class RestoreSums(TrainerCallback):
-    """Restores the sums of losses, of the run and since the last log, and of rows and tokens, once the Trainer has set
-    them to zero.
-
-    They are of all ranks, or the mean over them, and do not depend on their number.
-    """
+    """Restores the sums that do not depend on the number of ranks, once the Trainer has set them to zero."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
@@ -70,12 +57,8 @@ class RestoreSums(TrainerCallback):
 
 
 class Writing:
-    """A checkpoint that is written while training goes on: the work of a thread, begun at once.
-
-    torch's `async_save` does the same, but its thread is one that an exit waits for, however long, and what makes a
-    checkpoint whole (digests, the rename) would have to wait for the next step. Here one thread does both; only its end
-    is awaited by all ranks.
-    """
+    """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
+    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step."""
 
     def __init__(self, work: Callable[[], None], *, step: int, needed: int) -> None:
         """`step`, `needed`: of the checkpoint, and the bytes that it takes at least."""
@@ -137,7 +120,6 @@ class CheckpointedLoop(Trainer):
         super().__init__(**options)
 
     # --- writing ------------------------------------------------------------------------------------------------------
-
     def _mean_loss_sum(self) -> float:
         """Sum of losses since the last log, the mean over ranks; all ranks call it."""
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
@@ -162,7 +144,6 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _room(self, step: int, needed: int, *, free: int | None = None) -> Iterator[None]:
-        """Within it a checkpoint is written; what is half written is removed where the disk takes no more."""
         folder = Path(self.args.output_dir)
         try:
             with room(folder, needed, f"{checkpoints.kept(folder)}; that of step {step}", free=free):
@@ -172,11 +153,7 @@ class CheckpointedLoop(Trainer):
             raise
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint that is written beside the training is whole. All ranks call it.
-
-        Raises:
-            RunFolderError: the disk took no more.
-        """
+        """Wait until the checkpoint written beside the training is whole; all ranks. Raises RunFolderError: no room."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -190,8 +167,7 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _saved_at_the_end(self) -> Iterator[None]:
-        """Wait at its end for the checkpoint that is written beside the training; after an error only as long as the
-        other ranks may take to write theirs."""
+        """After an error it waits only as long as the other ranks may take to write theirs."""
         try:
             yield
             self.finish_saving()
@@ -249,14 +225,13 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _put(self, written: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
-        """Give a checkpoint that was written its name, and remove those that are too many."""
         checkpoints.commit(written, folder, needed=self._needed_files(), moved=moved)
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best)
 
     def _write_beside(
         self, part: sharded_checkpoints.Part, put: Callable[..., None], written: Path, group: Any
     ) -> None:
-        """What a thread does while training goes on. Its bytes are this rank's progress only where training waits."""
+        """On the thread; its bytes are this rank's progress only where training waits."""
 
         def moved(count: int) -> None:
             if self._writing is None or self._writing.awaited:
@@ -275,11 +250,8 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """While open, the heartbeat watches the files of `folder` grow; ranks other than the first count as waiting.
-
-        Parts of a checkpoint are not watched here: their own writer counts them on each rank, so that one that hangs is
-        noticed although the others write.
-        """
+        """While open, the heartbeat watches the files of `folder` grow; other ranks than the first wait. Parts are
+        counted by their own writer, so that a rank that hangs is noticed although the others write."""
         with self.beat.watching(folder), contextlib.ExitStack() as waiting:
             if not distributed.is_first():
                 waiting.enter_context(self.beat.waiting())
@@ -291,8 +263,7 @@ class CheckpointedLoop(Trainer):
             distributed.barrier(distributed.patient())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights. Over ranks an adapter is gathered without its base; weights in parts are written together
-        with the optimizer's states."""
+        """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
         with self._named_as_in_memory():
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
@@ -304,12 +275,9 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _named_as_in_memory(self) -> Iterator[None]:
-        """While open, the weights of a checkpoint are written under the names that the model has in memory.
-
-        The Trainer resumes by plain `load_state_dict`, which silently skips names it does not know. The hub's names
-        differ for models that transformers converts while loading (experts, text towers). Beside an adapter PEFT would
-        write whole embeddings wherever they were resized.
-        """
+        """Weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
+        silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
+        were resized."""
         if self._staging is None:
             yield
             return
@@ -339,7 +307,6 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _save_parts(self, path: Path) -> None:
-        """Write weights and optimizer states, each rank its part; returns once all parts are on disk."""
         step, started = self.state.global_step, time.monotonic()
         with contextlib.ExitStack() as waiting:
 
@@ -352,13 +319,9 @@ class CheckpointedLoop(Trainer):
             if self._async_save:
                 self._part = part.in_ram()
                 return
-            own_bytes = sharded_checkpoints.save(
-                part, path, group=distributed.patient(), moved=self.beat.moved, done=done
-            )
-        logger.info(
-            "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
-            step, distributed.total(own_bytes) / GIB, distributed.world_size(), time.monotonic() - started,
-        )  # fmt: skip
+            sharded_checkpoints.save(part, path, group=distributed.patient(), moved=self.beat.moved, done=done)
+        parts, seconds = distributed.world_size(), time.monotonic() - started
+        logger.info("Checkpoint of step %d: %d parts in %.0f s", step, parts, seconds)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
@@ -374,7 +337,6 @@ class CheckpointedLoop(Trainer):
                 (Path(output_dir) / name).write_bytes(content)
 
     # --- reading ------------------------------------------------------------------------------------------------------
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
         path = Path(checkpoint) if checkpoint is not None else None
@@ -426,7 +388,6 @@ class CheckpointedLoop(Trainer):
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raises TrainingError when a checkpoint's weights did not all find their place."""
         missing = sorted(set(load_result.missing_keys) - full_state_dict.tied_names(self.model))
         if missing or load_result.unexpected_keys:
             names = ", ".join([*missing, *load_result.unexpected_keys][:4])

@@ -1,9 +1,8 @@
 """Memory that runs out in a step: it is repeated from its start, in micro-batches of half the size.
 
-Until the optimizer's update a step leaves nothing but gradients, sums and random states. In a process that no engine
-wraps they are set back, and the step's rows are cut as a run cuts them that was planned so. Over ranks the step cannot
-be repeated in place: a rank that has left the middle of a collective cannot rejoin it, and the others wait there. Their
-processes end, with a note for whoever starts them again (`runs.ran_out`).
+Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
+cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
+again (`runs.ran_out`).
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class StepMemory(TrainerCallback):
         self._trainer.beat.note(self._trainer.state.global_step + 1, UPDATING)
 
     def repeated(self, compute: Callable[[bool], T]) -> T:
-        """What the passes of a step give; where memory lacks, they are repeated from its start in micro-batches of half
-        the size. `compute` is told whether it is called again."""
+        """What the passes of a step give; `compute` is told whether it is called again, in halved micro-batches."""
         is_again = False
         while True:
             try:
@@ -156,11 +154,9 @@ class StepMemory(TrainerCallback):
             raise OutOfMemory(message, batch=None if is_again else self.batch) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now.
-
-        Not under DeepSpeed, which would count the gradients as a part of the first step; not for compiled blocks, which
-        are compiled for the shapes that come first; not for rotations that keep the longest row in mind.
-        """
+        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now. Not
+        under DeepSpeed, which would count the gradients as a part of the first step; not for compiled blocks, which are
+        compiled for the shapes that come first; not for rotations that keep the longest row in mind."""
         trainer = self._trainer
         rotations = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
         if trainer.is_deepspeed_enabled or trainer.compiler is not None or "dynamic" in str(rotations):
@@ -174,8 +170,7 @@ class StepMemory(TrainerCallback):
             wait(time.perf_counter() - began)
 
     def _try_longest(self) -> None:
-        """One pass over the micro-batch with the most places of the step with an epoch's longest row, beside as many
-        bytes as the optimizer's states and the gradients of other passes will hold."""
+        """Beside as many bytes as the optimizer's states and the gradients of other passes will hold."""
         trainer = self._trainer
         each, rank = trainer._batches.longest_pass(self.cut), trainer._batches.rank
         device, is_new = trainer.args.device, not getattr(trainer.optimizer, "state", None)
@@ -192,7 +187,6 @@ class StepMemory(TrainerCallback):
 
 
 def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each random state is read and set."""
     of_gpu = [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []
     of_python = (random.getstate, random.setstate)
     return [of_python, (np.random.get_state, np.random.set_state), (torch.get_rng_state, torch.set_rng_state), *of_gpu]

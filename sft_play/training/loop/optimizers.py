@@ -1,16 +1,9 @@
 """What the optimizers of a run do that no library's does: Muon beside AdamW, LoRA+, stochastic rounding.
 
-`train.optim: muon`: torch's Muon for the weight matrices between the embeddings, its fused AdamW for all else. Muon
-steps by the momentum's matrix with all singular values near one (https://arxiv.org/abs/2502.16982), scaled to the size
-of AdamW's updates, so that it takes AdamW's learning rate and weight decay.
-
-LoRA+ (https://huggingface.co/papers/2402.12354): a learning rate of its own for every lora_B. As in PEFT's
-`create_loraplus_optimizer`, vectors, such as DoRA's magnitudes, have lora_B's. That function makes the optimizer
-itself, with rates that no schedule of the Trainer's groups knows; here the Trainer's own groups are split.
-
-Stochastic rounding: an update below 1/512 of a bf16 weight is lost when the sum is rounded to nearest. Rounded up with
-the probability that the discarded bits give, it arrives in expectation (https://arxiv.org/abs/2010.06192). Optimizer
-and moments are the library's own: tensors are stepped one after the other as fp32 copies, and their moments stay fp32.
+Muon: torch's, for the weight matrices between the embeddings (https://arxiv.org/abs/2502.16982), scaled to AdamW's
+updates, so that it takes AdamW's learning rate and weight decay. LoRA+ (https://huggingface.co/papers/2402.12354): a
+rate of its own for lora_B and vectors; PEFT's function makes an optimizer that no schedule of the Trainer's groups
+knows. Stochastic rounding (https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
 """
 
 from __future__ import annotations
@@ -39,10 +32,7 @@ def matrices_of(model: Any) -> frozenset[nn.Parameter]:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers as one: groups of parameters are split, and each part is stepped by its own.
-
-    `matrices` are those that Muon steps; the other options are AdamW's.
-    """
+    """Two optimizers as one: Muon steps the `matrices` of each group, AdamW the rest."""
 
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
@@ -92,10 +82,7 @@ def split_by_rate(group: dict[str, Any], fast: frozenset[int], *, ratio: float) 
 
 
 def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers [...] rounded to one of their two bf16 neighbours, nearer ones more often: the mean is the number.
-
-    `exact` is overwritten. Numbers that bf16 can represent stay, infinities and NaN too.
-    """
+    """fp32 numbers [...], overwritten, as one of their two bf16 neighbours: the mean is the number."""
     bits = exact.view(torch.int32)
     noise = torch.randint(_DISCARDED, bits.shape, dtype=torch.int32, device=exact.device, generator=generator)
     bits.add_(noise.masked_fill_(~torch.isfinite(exact), 0)).bitwise_and_(-_DISCARDED)
@@ -113,7 +100,6 @@ class _Rounding(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over all parameters that have a gradient; `closure` is called once, before."""
         loss = closure() if closure is not None else None
         groups, number = self.param_groups, 0
         groups[0][STEPS] = groups[0].get(STEPS, 0) + 1
@@ -161,9 +147,6 @@ class _Rounding(Optimizer):
 
 
 def rounding(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding.
-
-    It takes the library's arguments and `rounding_seed`: the noise follows from seed, step and the tensor's number, so
-    it is the same on all ranks of DDP and in a resumed run.
-    """
+    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding, with noise
+    from `rounding_seed`, step and the tensor's number: the same on all ranks of DDP and in a resumed run."""
     return type(f"Rounding{kind.__name__}", (_Rounding, kind), {})

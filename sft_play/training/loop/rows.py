@@ -1,12 +1,8 @@
 """The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
 
-The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch. So a step
-sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows may be sorted by
-length and divided into micro-batches by their tokens, and a row may be a pack of several chats. A rank that has no row
-left for a pass gets one whose loss is masked: accelerate would give it a row from the epoch's beginning, which would
-then be trained on twice.
-
-The tokens stay in the data set (Arrow, which may be a mapped file); a row is assembled from it when it is asked for.
+The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch, whatever the
+ranks, micro-batch and accumulation. A rank that has no row left for a pass gets one whose loss is masked: accelerate
+would give it a row from the epoch's beginning a second time. Tokens stay in the data set until a row is asked for.
 """
 
 from __future__ import annotations
@@ -37,9 +33,7 @@ SOURCES = ("chat", "text")
 _ROWS_AT_ONCE = 50_000
 """Rows of a table that are read at once."""
 
-_FEATURES = Features(
-    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")},
-)
+_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
 
 
 def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
@@ -55,7 +49,6 @@ def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
 
 
 def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
-    """A column of the data set as Arrow lists, some rows at a time."""
     for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
         yield table[column]
 
@@ -98,29 +91,23 @@ def filled(dataset: Dataset, *, unit: int) -> Dataset:
 
 
 def evened(rows: int, *, most: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`: the last pass is then
-    nearly full."""
+    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`."""
     passes = max(1, -(-rows // (most * ranks)))
     return max(1, -(-rows // (passes * ranks)))
 
 
 def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
-    """Row numbers by length, the longest first and equal ones in their order: a batch has rows of similar length, and
-    the first batch needs the most memory.
-
-    Every batch is there `copies` times in a row: ranks take turns, and each of a context-parallel group needs it.
-    """
+    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `copies` times
+    in a row: ranks take turns, and each of a context-parallel group needs it."""
     order = np.argsort(-lengths_of(dataset), kind="stable")
     batches = np.split(order, range(batch, len(order), batch))
     return np.concatenate([np.tile(rows, copies) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row.
-
-    A row is `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has
-    `chat_lengths` (tokens of each chat). No chat's first token has a label.
-    """
+    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row. A row is `input_ids`,
+    `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has `chat_lengths` (tokens of
+    each chat). No chat's first token has a label."""
 
     def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
         self._has_chats = packs is not None or joined
@@ -178,19 +165,14 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _masked(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of FILLER_TOKENS tokens of another one, without labels."""
     masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
     masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
     return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: `count` rows in an order drawn from seed and epoch.
-
-    The order is that of accelerate's seedable sampler for the same seed. With `lengths`, each `window` of rows (an
-    optimizer step's) is sorted by them, the longest first. With `mix`, an epoch has the rows that it chooses instead of
-    all.
-    """
+    """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed and epoch. With
+    `lengths`, each `window` of rows (an optimizer step's) is sorted by them, the longest first."""
 
     def __init__(
         self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
@@ -224,11 +206,8 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
-    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where the step
-    needs fewer.
-
-    The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of them.
-    """
+    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
+    fewer. The Trainer counts a fixed number, and synchronises gradients in the last."""
 
     batch_size = 1
     """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""
@@ -263,7 +242,6 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
                 yield each[self.rank] or [FILLER]
 
     def _passes(self, rows: Sequence[int], cut: MicroBatches) -> list[list[list[int]]]:
-        """The rows of a step by pass and rank."""
         places = cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
         return [[[rows[place] for place in batch] for batch in each] for each in places]
 

@@ -60,12 +60,7 @@ def training_arguments(
     engine: Mapping[str, Any] | None = None,
     make: Callable[..., Any] | None = None,
 ) -> Any:
-    """The arguments of TRL's trainer for this run and plan.
-
-    Args:
-        engine: the arguments that turn on its layout (`engines.engine_arguments`).
-        make: takes the place of SFTConfig, for a trainer that is not TRL's.
-    """
+    """The arguments of TRL's trainer, or of what `make` makes; `engine`: those that turn on its layout."""
     train = config.train
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
@@ -130,11 +125,7 @@ PIN_TRIED = 64 * MIB
 
 
 def _pins(plan: Plan) -> bool:
-    """Whether batches are page-locked on their way to a GPU; under WSL only if a small allocation succeeds.
-
-    Windows' driver lets WSL page-lock so little that data loaders have run out of it
-    (https://github.com/microsoft/WSL/issues/8447; 500 MB in a container: /issues/14078).
-    """
+    """WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078): it is tried."""
     if plan.hardware.device != "cuda" or not plan.hardware.pages:
         return plan.hardware.device == "cuda"
     try:
@@ -163,12 +154,8 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, with its figures summed on the device.
-
-        To log them, TRL's own method gathers four numbers from all ranks and waits for the device in every pass; here
-        they are gathered once per log. The losses by source are sums of the terms of the loss itself, and cost neither
-        a second pass nor logits.
-        """
+        """TRL's loss, with its figures, and the losses by source, summed on the device and gathered once per log: TRL's
+        own method waits for the device and all ranks in every pass."""
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
@@ -201,7 +188,6 @@ class _CheckpointFirstLayers(TrainerCallback):
         self._count = count
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        """Turn it off again there, now that the Trainer has turned it on."""
         checkpoint_first_layers(model, self._count)
 
 
@@ -212,12 +198,8 @@ def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
 
 
 def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
-    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it.
-
-    TRL makes the adapters of a quantised base bf16, and AdamW's states follow. In bf16 most elements of lora_A would
-    not move at usual learning rates, and the second moment could not decay. DoRA's magnitudes stay fp32: their updates
-    are smaller still. DeepSpeed computes with all of them in the compute dtype, and steps fp32 copies.
-    """
+    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it: TRL makes adapters of
+    a quantised base bf16, in which most of lora_A would not move. Under DeepSpeed all compute in its compute dtype."""
     is_zero = plan.choice.layout.is_zero
     dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
     for name, parameter in model.named_parameters():
@@ -242,16 +224,9 @@ def build_trainer(
     sources: Sources | None = None,
     **options: Any,
 ) -> PlannedLoop:
-    """The trainer of a run; `plan_callbacks` gives the callbacks that it needs.
-
-    Args:
-        kind: its class; None for PlannedTrainer. One that is not TRL's gets a model with its adapters, and None as
-            `peft_config`.
-        options: other ones of `PlannedLoop`.
-
-    Raises:
-        DataError: `sources` whose weights leave one of them without a row in an epoch.
-    """
+    """The trainer of a run; `plan_callbacks` gives its callbacks. `kind`: its class; one that is not TRL's gets a model
+    with its adapters, and None as `peft_config`. `options`: others of `PlannedLoop`. Raises DataError: weights of
+    `sources` leave one of them without a row in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     rows = to_dataset(train.rows)
     packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
@@ -292,8 +267,6 @@ def build_trainer(
 
 
 def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    """Muon, and the optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes
-    it."""
     is_muon, rounds = config.train.optim == "muon", plan.precision.updates == "stochastic"
     if not is_muon and not rounds:
         return {}
@@ -314,12 +287,8 @@ def plan_callbacks(
     resume_step: int | None = None,
     metrics: Sequence[str] = (),
 ) -> list[TrainerCallback]:
-    """The callbacks that follow from plan and config alone, to be added before training: selective checkpointing,
-    TensorBoard, a profile.
-
-    TensorBoard's curves drop what an earlier start wrote after `resume_step` (None: all of it); `metrics` are the
-    tags of the run's held-out figures.
-    """
+    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves after
+    `resume_step` are dropped; `metrics` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
@@ -337,27 +306,16 @@ def plan_callbacks(
 def _packs_of(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
-    """Which chats share a row, and how many packs each source has; None and the sources' rows without packing.
-
-    `sizes`: rows of each source, in order; no pack holds rows of two sources.
-    """
+    """Which chats share a row, and packs (or rows) of each source; no pack holds rows of two sources."""
     if not wants_packing(config):
         return None, tuple(sizes)
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
     parts = [best_fit(part, plan.max_seq_len) for part in lengths]
     packs = joined(parts)
-    effective, setting = plan.batch.effective_batch, config.train.effective_words
-    chats_per_row = len(rows) / len(packs)
-    logger.debug(
-        "Packing: %s chats in %s rows of at most %d tokens (%.1f%% padding); a step of %d rows sees %.1f chats on "
-        "average, %.1f a row",
-        f"{len(rows):,}", f"{len(packs):,}", plan.max_seq_len, 100 * (1 - packs.tokens.mean() / plan.max_seq_len),
-        effective, min(effective, len(packs)) * chats_per_row, chats_per_row,
-    )  # fmt: skip
+    effective, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
+    logger.debug("Packing: %d chats in %d rows, %.1f a row (%.1f%% padding)", len(rows), len(packs),
+                 len(rows) / len(packs), 100 * padding)  # fmt: skip
     if len(packs) < effective and distributed.is_first():
-        logger.warning(
-            "Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; a smaller "
-            "%s keeps the chats per step as they were without packing (%d rows hold %d)",
-            len(packs), effective, setting, max(1, round(effective / chats_per_row)), effective,
-        )  # fmt: skip
+        logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
+                       "smaller %s", len(packs), effective, config.train.effective_words)  # fmt: skip
     return packs, tuple(map(len, parts))

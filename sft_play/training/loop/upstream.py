@@ -1,9 +1,5 @@
-"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard for each.
-
-Every other override is of a public method. A private one may change with any release, so each is listed here with its
-parameters and the library's methods that have to use it for the override to have any effect; the override itself says
-why it is there. A library that has changed is named in one error before training.
-"""
+"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard for each: its
+parameters, and the library's methods that have to use it. A library that has changed is named before training."""
 
 from __future__ import annotations
 
@@ -18,11 +14,8 @@ from sft_play.errors import BackendError
 
 
 class Private(NamedTuple):
-    """A private name of a library's trainer.
-
-    `used_by`: methods of `transformers.Trainer` (of `owner`, where it is another class) that use it; `parameters`: of a
-    method, in their order; None for an attribute.
-    """
+    """A private name of a library's trainer. `used_by`: methods of `transformers.Trainer` (of `owner`, where it is
+    another class) that use it; `parameters`: of a method, in their order; None for an attribute."""
 
     name: str
     used_by: tuple[str, ...]
@@ -60,14 +53,8 @@ USED = (
 
 
 def require_known(upstream: type, *, names: Sequence[Private] = (*OVERRIDDEN, *USED)) -> None:
-    """Check that the installed libraries still have every name as it is listed here.
-
-    Args:
-        upstream: the library's class that the loop refines: `Trainer`, or TRL's `SFTTrainer`.
-
-    Raises:
-        BackendError: naming the library, its version, and what changed.
-    """
+    """Check that the installed libraries still have every name as it is listed here, in `upstream`: `Trainer`, or TRL's
+    `SFTTrainer`. Raises BackendError: naming the library, its version, and what changed."""
     for private in names:
         problem = next(_problems(upstream, private), None)
         if problem is not None:

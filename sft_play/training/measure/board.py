@@ -1,8 +1,5 @@
-"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout.
-
-TensorBoard gives each run a colour, and takes each folder of event files for a run. So what was trained on is written
-to the run's own `tb/`, and what was held out to a folder for each split inside it.
-"""
+"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout. It takes each
+folder of event files for a run: the run's own `tb/` has what was trained on, a folder in it each held-out split."""
 
 from __future__ import annotations
 
@@ -87,12 +84,7 @@ def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | b
 
 
 class Board(TrainerCallback):
-    """Writes what is logged, with texts and hparams at the start, and the answers of each evaluation at its step.
-
-    A tag has one value a step: the Trainer logs the epoch with everything, and weights that are loaded again after
-    training are evaluated at the step of the last ones. The layout is written again when there is a tag for a chart
-    that it has not, so that no chart is empty.
-    """
+    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is."""
 
     def __init__(
         self,
@@ -129,10 +121,8 @@ class Board(TrainerCallback):
             writer.file_writer.add_summary(part)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Write the figures, and some questions and answers beside their exact match.
-
-        The Trainer's `on_evaluate` would be too early for answers: it comes before they are generated.
-        """
+        """Write the figures, and some questions and answers beside their exact match. The Trainer's `on_evaluate` would
+        be too early for answers: it comes before they are generated."""
         step = state.global_step
         for tag, value in rewrite_logs(logs or {}).items():
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
@@ -173,7 +163,6 @@ class Board(TrainerCallback):
 
 
 def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Any, Any, Any]:
-    """torch's summaries of the hparams, with each metric looked for in its own split's folder."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams as table
 
@@ -187,11 +176,8 @@ def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[
 
 
 def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
-    """Drop events after `step` (None: all of them) from the event files of these folders; returns the tags that stay.
-
-    A resumed run writes those steps again. TensorBoard's own way, a marker in the new file (`purge_step`), leaves the
-    points of a tag until that tag has one at an earlier step (2.21, with both of its loaders).
-    """
+    """Drop events after `step` (None: all) from these folders' event files; returns the tags that stay. TensorBoard's
+    own marker (`purge_step`) leaves points of a tag until it has one at an earlier step (2.21)."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -222,5 +208,4 @@ def answers_text(answers: Sequence[Answer]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text as code, so that nothing of it is read as Markdown or HTML."""
     return f"`{json.dumps(redact(text), ensure_ascii=False)[1:-1].replace('`', chr(0x2019))}`"

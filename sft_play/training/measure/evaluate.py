@@ -79,26 +79,20 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     split, name, asked = eval_set.split, eval_set.name, eval_set.asked
     if split is None:
         return None
+    prefix = "test" if name == "test" else "eval"
     last_step, metrics = trainer.last_metrics
     is_current = last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
-    if name == "val" and is_current:  # training ended with this very evaluation
-        return Figures(
-            metrics["eval_loss"], metrics.get("eval_exact_match"), len(split.rows), tuple(trainer.last_answers)
-        )
-    with_answers = f", with {len(asked):,} answers generated" if asked else ""
-    logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
-    prefix = "test" if name == "test" else "eval"
-    metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
+    if name == "test" or not is_current:  # else training ended with this very evaluation
+        with_answers = f", with {len(asked):,} answers generated" if asked else ""
+        logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
+        metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
     answers = tuple(trainer.last_answers) if asked else ()
     return Figures(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
 
 
 class BeforeTraining(TrainerCallback):
-    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows.
-
-    An engine wraps the model when training begins, so with one this is a callback. Without one, `measure` is called
-    before training.
-    """
+    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows; as a
+    callback where an engine wraps the model when training begins."""
 
     def __init__(
         self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
@@ -116,8 +110,7 @@ class BeforeTraining(TrainerCallback):
         self.measure()
 
     def measure(self) -> None:
-        """Measure what loading took, and the figures of the held-out rows; a run that was resumed from a checkpoint
-        keeps those of its first start."""
+        """Measure loading and the held-out rows; a resumed run keeps the figures of its first start."""
         self.loading = self._loading.stop()
         folder, is_first = self._job.folder, distributed.is_first()
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:

@@ -1,7 +1,4 @@
-"""Generated answers, compared word for word with the reference answers.
-
-Decoding is greedy, from exactly the prompt that training rows begin with; an answer ends at the end-of-turn token.
-"""
+"""Generated answers, compared word for word with the reference answers; greedy, from the prompt of training rows."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def configured_stops(model: Any) -> Configured:
 
 
 def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Configured) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn.
-
-    Of a run that trained on text alone (`task_mode` cpt) there are no turns to end.
-    """
+    """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
     stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     added = tokenizer.added_tokens_decoder
     for end in () if task_mode == "cpt" else renderer.turns().ends.markers:
@@ -91,10 +85,8 @@ def answers(
     tried: Callable[..., list[tuple[int, ...]] | None] = lambda compute, _: compute(),
 ) -> list[Answer]:
     """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
-
-    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch.
-    `tried` is given what generates it and its rows: None where they are too many, and it is repeated in halves.
-    """
+    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch. `tried` is given
+    what generates it and its rows: None where they are too many, and it is repeated in halves."""
     was_training, config = model.training, model.config.get_text_config()
     router_logits = getattr(config, "output_router_logits", None)
     order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
@@ -124,8 +116,7 @@ def answers(
 
 
 def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Cut indices, ordered by growing `tokens`, into batches of at most `most` tokens (rows x the longest of them); a
-    longer item gets a batch of its own."""
+    """Cut indices, ordered by growing `tokens`, into batches of at most `most` tokens (rows x longest), or one item."""
     batch: list[int] = []
     for index in order:
         if batch and (len(batch) + 1) * tokens[index] > most:
@@ -139,7 +130,6 @@ def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[
 def _generate(
     model: Any, tokenizer: Any, prompts: list[list[int]], stop: Sequence[int], max_new_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Tokens generated from prompts that are padded on the left to one length, up to one that ends an answer."""
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

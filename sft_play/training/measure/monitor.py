@@ -40,7 +40,6 @@ class _Clock:
         self._spans: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        """A moment: an event in the device's stream, or seconds."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -48,11 +47,10 @@ class _Clock:
         return event
 
     def add(self, name: str, start: Any) -> None:
-        """Count the time from `start` until now for a part."""
         self._spans.append((name, start, self.now()))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part, then start again from zero; waits for the device."""
+        """Then start again from zero; waits for the device."""
         if self._on_gpu and self._spans:
             self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
         totals: dict[str, float] = {}
@@ -64,18 +62,10 @@ class _Clock:
 
 
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged.
-
-    The Trainer tells it when training and the optimizer's steps begin; the loop tells it the rest.
-    """
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
 
     def __init__(
-        self,
-        plan: Plan | None = None,
-        *,
-        copies: int = 1,
-        sources: Sequence[str] = SOURCES,
-        peaks: Peaks | None = None,
+        self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = SOURCES, peaks: Peaks | None = None
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which
@@ -156,10 +146,7 @@ class Monitor(TrainerCallback):
         self._clock.add("optimizer", self._optimizer_start)
 
     def saw(self, inputs: Any, *, masked: int) -> None:
-        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not.
-
-        A batch of packs has no attention mask, and brings its counts along.
-        """
+        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not."""
         labels = inputs["labels"]
         trained = scored_labels(inputs) != masked
         self._tokens = self._tokens + tokens_in(inputs)
@@ -178,11 +165,7 @@ class Monitor(TrainerCallback):
             self._sources = sources if self._sources is None else self._sources + sources
 
     def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
-        """The figures since the last log, then start again from zero; all ranks call it.
-
-        Args:
-            steps: optimizer steps since then.
-        """
+        """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
         seconds = self._clock.take()
         if self._compiling:
             seconds["compile"] = self._compiling
@@ -261,8 +244,7 @@ def tokens_in(inputs: Any) -> torch.Tensor:
 
 
 def head_sums(outputs: Any) -> torch.Tensor:
-    """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
-    routers, and 1 if there is one: [5], on the device."""
+    """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has one: [5]."""
     sums = [part.detach().sum(dtype=_SUMMED) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
     has_balance = outputs.aux_loss is not None
@@ -271,8 +253,7 @@ def head_sums(outputs: Any) -> torch.Tensor:
 
 
 def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
-    """TRL's figures from the sums of every rank: entropy and accuracy are means over trained tokens, `aux_loss` over
-    passes, as the loss has it."""
+    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over passes."""
     entropy, right, scored, balance, passes = (sum(column) for column in zip(*ranks, strict=True))
     figures = {"entropy": entropy / max(1, scored), "mean_token_accuracy": right / max(1, scored)}
     figures |= {"aux_loss": balance / passes} if passes else {}
@@ -282,12 +263,9 @@ def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, flo
 def source_sums(
     log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(SOURCES)
 ) -> torch.Tensor:
-    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2].
-
-    Args:
-        log_probs: of the tokens from the second on [B, T - 1], or of each next token [B, T]; zero unless `scored`.
-        sources: of all tokens, or of each next token [B, T].
-    """
+    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2]. `log_probs`: of the
+    tokens from the second on [B, T - 1], or of each next token [B, T], zero unless `scored`; `sources`: of all tokens,
+    or of each next token [B, T]."""
     device = log_probs.device
     marks = torch.arange(count, device=device)[:, None, None]
     of_scored = sources[:, -log_probs.shape[1] :].to(device)

@@ -1,9 +1,7 @@
 """The highest memory of each moment of a run: loading, training steps, evaluation, generation, saving.
 
-torch counts one peak since its last reset, and so does Linux for a process's resident memory. At each change from one
-moment to another the peak is kept and reset, so that what an evaluation or generated answers took is not read as the
-training's. On a GPU the allocator's cache is emptied too: blocks that one moment has cached are of little use to the
-next, and would be counted as reserved by it.
+torch and Linux count one peak since its last reset: at each change of moment it is kept and reset, and on a GPU the
+allocator's cache is emptied, whose blocks would count for the next.
 """
 
 from __future__ import annotations
@@ -178,19 +176,13 @@ class Watch:
 
 
 class LoadMeter:
-    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready.
-
-    Bytes at the peak of loading are those of the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that
-    memory beside a GPU. Mapped pages of the weights' files do not count as a rank's own: they can be dropped, and ranks
-    share them.
-    """
+    """Watches this process until `stop`: the GPU's allocator, and `ram`, its own memory without mapped files."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"
         self._done = threading.Event()
         self._level = self._highest = 0
         self._thread = threading.Thread(target=self._watch, name="load-memory", daemon=True)
-        self._measured: dict[str, Any] | None = None
 
     def __enter__(self) -> LoadMeter:
         """Start measuring."""
@@ -211,8 +203,6 @@ class LoadMeter:
     def stop(self) -> dict[str, Any]:
         """`loading` of the summary: what was predicted for one rank, and measured on all, gathered once. On a GPU it
         also frees what loading left in the allocator and resets the peak: a run's figures are those of its steps."""
-        if self._measured is not None:
-            return self._measured
         self._done.set()
         self._thread.join()
         ram = max(self._highest, own_bytes()) - self._level  # the peak may be newer than the last sample
@@ -220,14 +210,13 @@ class LoadMeter:
         figures = distributed.of_all((device, ram))
         memory = self._plan.memory
         devices, rams = zip(*figures, strict=True)
-        self._measured = {
-            "predicted_device": memory.load_bytes, "device_by_rank": devices,
-            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
-        }  # fmt: skip
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        return self._measured
+        return {
+            "predicted_device": memory.load_bytes, "device_by_rank": devices,
+            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
+        }  # fmt: skip
 
 
 def own_bytes() -> int:

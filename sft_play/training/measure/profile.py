@@ -57,11 +57,8 @@ def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float
 
 
 def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
-    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU.
-
-    What a library annotates (`record_function` of FSDP2, DDP, optimizers and the profiler's own steps) comes back as an
-    event of the GPU too, from its first kernel to its last, collectives included: it computes nothing.
-    """
+    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
+    annotates comes back as an event of the GPU too, collectives included: it computes nothing."""
     communication: list[Span] = []
     computation: list[Span] = []
     for event in events:
@@ -78,8 +75,7 @@ def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[S
 
 class ProfileWindow(TrainerCallback):
     """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`, and the
-    `trainer`, if given, logs the times. With a `plan` every rank has such a window, and what they send each other is
-    counted in `communication.json`."""
+    `trainer` logs the times. With a `plan`, on every rank, `communication.json` counts what they send."""
 
     def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
@@ -145,7 +141,6 @@ class ProfileWindow(TrainerCallback):
             self._count(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
 
     def _count(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
-        """Gather what each rank counted and write the report; all ranks call this."""
         collectives = communication.collectives_of(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         timed = communication.timed_of(spans, collectives)
@@ -164,8 +159,7 @@ class ProfileWindow(TrainerCallback):
 
 
 def window_of(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:
-    """The window that a run asks for: on all ranks where communication is counted, else on the first. Where both keys
-    are set, the longer of the two windows."""
+    """The window that a run asks for: on all ranks where communication is counted, else on the first."""
     wish, steps = config.distributed.profile_communication, config.train.profile_steps or 0
     if wish is not False and plan.layout != "single":
         counted_steps = COUNTED_STEPS if wish is True else int(wish)

@@ -16,7 +16,7 @@ from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
+from sft_play.training.checkpoints.card import CardFacts, figures_of, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.job import RunJob, resume_command
@@ -69,7 +69,7 @@ def summary_of(
         "exit": Interrupted.exit_code if told_to_stop else 0,
         "engine_proof": before.engine_check.as_json(),
         "updates": trained.updates.facts.as_json() if trained.updates.facts else None,
-        "compile": compiler.facts.as_json() if compiler else None,
+        "compile": compiler.facts() if compiler else None,
         "loading": before.loading,
         "evaluations": evaluations(metrics, stage=job.folder.stage) if distributed.is_first() else [],
         "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
@@ -78,8 +78,7 @@ def summary_of(
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> list[str]:
-    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what is next. `earlier`:
-    steps of earlier starts."""
+    """The last lines of a run; `earlier`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
     now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
     now += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
@@ -100,14 +99,9 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> l
 
 
 def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
-    lines, both = [], [summary[when] or {} for when in ("before", "after")]
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        values = [figures.get(name.replace(" ", "_")) for figures in both]
-        if any(value is not None for value in values):
-            shown = [form.format(value) if value is not None else "not measured" for value in values]
-            rows = both[1].get("rows") or both[0].get("rows")
-            lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {shown[0]} before, {shown[1]} after")
-    return lines
+    rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
+    where = f"({summary['split']}, {rows} rows)"
+    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in figures_of(summary)]
 
 
 def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -121,8 +115,7 @@ def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any]]:
-    """Some questions with the answers of the untrained and the trained model (`before` is None where it was not asked),
-    evenly spaced over those that were asked; long texts are cut."""
+    """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
     answers = after.answers if after else ()
     old = {answer.question.shown: _cut(answer.text) for answer in before.answers} if before else {}
     count = min(KEPT_SAMPLES, len(answers))
@@ -152,7 +145,6 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
 
 def _try_next(job: RunJob) -> list[str]:
-    """After the starter: a model of the hub, on a CPU one that it can train, with the user's data."""
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
     model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
@@ -202,7 +194,6 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
 
 
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
-    """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.is_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)

@@ -1,8 +1,5 @@
-"""Whether the optimizer's updates reach the weights: dtypes of what trains, and the share of elements that change.
-
-Read from live objects at the first steps, under every layout: a run whose updates are rounded away looks like any
-other.
-"""
+"""Whether the optimizer's updates reach the weights, read from live objects at the first steps: a run whose updates are
+rounded away looks like any other."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ LOST = 0.5
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """Dtypes by torch's names, and the share of the sampled elements with a gradient that a step changed (None: no step
-    was compared)."""
+    """Dtypes by torch's names, and the share of sampled elements with a gradient that a step changed."""
 
     weights: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -66,8 +62,7 @@ class UpdateFacts:
 
 
 class UpdateCheck(TrainerCallback):
-    """Compares samples of what trains before and after the first steps, on all ranks together, and warns of what is
-    lost."""
+    """Compares samples of what trains before and after the first steps, on all ranks, and warns of what is lost."""
 
     def __init__(self, trainer: Any, rounding: Updates) -> None:
         self._trainer, self._rounding = trainer, rounding
@@ -136,8 +131,7 @@ def stepped(trainer: Any) -> list[torch.Tensor]:
 
 
 def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Dtypes of the base's weights (of all weights where there are no adapters), adapters, DeepSpeed's copies and
-    optimizer states; 4-bit weights are `nf4`."""
+    """Dtypes of the base's weights (`nf4` in 4 bits), adapters, DeepSpeed's copies and optimizer states."""
     from accelerate.utils import is_peft_model
 
     has_adapters = is_peft_model(trainer.model)
@@ -165,5 +159,4 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def _listed(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, the most frequent first."""
     return tuple(name for name, _ in Counter(names).most_common())

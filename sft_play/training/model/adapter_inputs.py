@@ -1,10 +1,6 @@
-"""LoRA layers under autocast without PEFT's cast of their input to the adapters' dtype.
-
-PEFT casts the input of a LoRA layer to the dtype of its adapters (fp32), once for each target, and autocast casts it
-back for lora_A's product: the product sees the same numbers, and each target keeps a copy of its own. Without the cast
-the targets that read one input hold it once. Values, gradients and their order are the same, so every bit is
-(tests/test_adapter_inputs.py).
-"""
+"""LoRA layers under autocast without PEFT's cast of their input to the adapters' fp32, which autocast undoes for
+lora_A's product: targets that read one input then hold it once. Every bit is the same
+(tests/test_adapter_inputs.py)."""
 
 from __future__ import annotations
 
@@ -24,11 +20,8 @@ class _OutsideAutocast:
 
 
 def cast_outside_autocast(model: nn.Module) -> int:
-    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are.
-
-    Left as they are: DoRA, which takes the dtype of its weights from the input; dropout, which draws and scales in the
-    input's dtype; layers that are not linear.
-    """
+    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Not DoRA, which takes
+    its weights' dtype from the input, nor dropout, which draws in it, nor layers that are not linear."""
     chosen = [module for module in model.modules() if _is_plain(module)]
     for layer in chosen:
         # PEFT asks this flag in every forward pass (tuners_utils.py, `_cast_input_dtype`, 0.21)

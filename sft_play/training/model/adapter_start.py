@@ -1,14 +1,9 @@
 """Where adapters start (`tuning.lora.init`), other than at PEFT's zero: PiSSA and LoftQ, without touching the base.
 
-PiSSA (https://huggingface.co/papers/2404.02948) trains the base's largest singular directions A0, B0. PEFT subtracts
-them from the base, so that an adapter fits that base alone until it is converted: to a plain adapter of twice the rank,
-[A, A0] and [B, -B0], on the base as it was. Here the adapter is that from the start, and its second half does not
-train: checkpoints, results and every reader have a plain adapter, in every layout, and 16-bit bases are not rounded
-once more.
-
-LoftQ (https://huggingface.co/papers/2310.08659) with one iteration, as PEFT's `replace_lora_weights_loftq`, which
-leaves the NF4 base as it is, and starts at the largest directions of what quantising lost. PEFT's divides by no scale,
-so that a scale of 2 adds as much error as it takes off, and wants a GPU.
+PiSSA (https://huggingface.co/papers/2404.02948) trains the base's largest singular directions A0, B0, which PEFT
+subtracts from the base. Here it is a plain adapter of twice the rank on the base as it was, [A, A0] and [B, -B0], whose
+second half does not train. LoftQ (https://huggingface.co/papers/2310.08659), one iteration as PEFT's, leaves the NF4
+base too; PEFT's divides by no scale: at 2 it adds as much error as it takes off.
 """
 
 from __future__ import annotations
@@ -40,15 +35,9 @@ ITERATIONS, MORE = 16, 8
 def begin(
     model: Any, lora: LoraConfig, *, seed: int, device: torch.device, weights: Callable[[], Weights | None]
 ) -> None:
-    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank that calls it.
-
-    Args:
-        weights: returns the base's own weights, where the model holds none, or only what NF4 makes of them; None: the
-            model's are meant.
-
-    Raises:
-        ModelError: the base's files hold no 16-bit weights.
-    """
+    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `weights` returns the
+    base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises ModelError: the
+    base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     own = weights()
@@ -76,7 +65,6 @@ def _layers(model: Any, init: str) -> Iterator[tuple[str, Any]]:
 
 
 def _start(weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """lora_B and lora_A of a layer at the start."""
     if not weight.is_floating_point():
         raise ModelError(f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed")
     target = weight.float() if lora.init == "pissa" else through_nf4(weight).neg_().add_(weight)
@@ -92,11 +80,7 @@ def principal(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.T
 
 
 def freeze_half(model: nn.Module, lora: LoraConfig, *, is_divided_later: bool = False) -> None:
-    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be.
-
-    Raises:
-        ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own.
-    """
+    """Let half of PiSSA's adapters have no gradient; raises ModelError where FSDP divides them only later."""
     if lora.init != "pissa":
         return
     if is_divided_later:
@@ -119,7 +103,6 @@ def _without_half(gradient: torch.Tensor, *, dim: Literal[0, 1]) -> torch.Tensor
 
 
 def _frozen(weight: DTensor, dim: Literal[0, 1]) -> torch.Tensor:
-    """Where this rank's part of a weight does not train."""
     half = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
     whole = (half[:, None] if dim == 0 else half).expand(weight.shape).contiguous()
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

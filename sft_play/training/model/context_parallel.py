@@ -1,10 +1,7 @@
 """Context parallelism: the ranks of a group share the tokens of each row, and each computes attention for some heads.
 
-Everything but attention works on one token at a time. For attention the ranks exchange heads for tokens, so that each
-has its share of the heads over the whole row, and back (Ulysses, https://arxiv.org/abs/2309.14509). The result is that
-of one process: attention is causal over whole rows, padding is at their end, and no mask is needed.
-
-To FSDP2 the ranks are data-parallel ranks: a part of a row is a row with fewer tokens.
+For attention they exchange heads for tokens, and back (Ulysses, https://arxiv.org/abs/2309.14509): causal over whole
+rows, padding at their end, no mask. To FSDP2 they are data-parallel ranks with shorter rows.
 
 Shape letters: B rows, H heads, S tokens of a row, P parts of it, D width of a head.
 """
@@ -33,8 +30,7 @@ _groups: dict[str, DeviceMesh] = {}
 
 
 def join_group(layout: Layout, device: torch.device) -> None:
-    """Create the context-parallel groups of a layout; does nothing for a layout without. All ranks call it, once there
-    is a process group."""
+    """Create the context-parallel groups of a layout that has some; all ranks call it, once there is a group."""
     parts = layout.context_parallel
     if parts == 1:
         return
@@ -53,14 +49,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole rows.
-
-    Args:
-        query: [B, H, S/P, D] of this rank's tokens; `key` and `value` likewise, with as many heads as they have.
-
-    Returns:
-        [B, S/P, H, D] of this rank's tokens.
-    """
+    """Causal attention over whole rows: query [B, H, S/P, D] of this rank's tokens, key and value with as many heads as
+    they have; returns [B, S/P, H, D]."""
     mesh = _groups[ATTENTION]
     copies = -(-mesh.size() // key.shape[_HEADS])
     if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
@@ -77,7 +67,6 @@ def attend(
 
 
 def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: int) -> torch.Tensor:
-    """The tensor divided along the dimension `to_divide`, from one divided along `divided`."""
     # from one Shard to another is one all-to-all, and autograd knows its backward
     whole = DTensor.from_local(heads.contiguous(), mesh, [Shard(divided)], run_check=False)
     return whole.redistribute(placements=[Shard(to_divide)]).to_local()
@@ -85,8 +74,7 @@ def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: in
 
 @contextlib.contextmanager
 def whole_rows(model: Any) -> Iterator[None]:
-    """While open, the model has the usual attention: in generation every rank has whole rows, and padding at their
-    beginning is masked."""
+    """While open, the model has the usual attention: in generation every rank has whole rows, padded on the left."""
     own = model.config.get_text_config()._attn_implementation
     if own not in (ATTENTION, varlen.ATTENTION):
         yield

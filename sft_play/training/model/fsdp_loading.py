@@ -1,9 +1,7 @@
 """FSDP2 unit by unit: the first rank reads the weights and sends them, and every rank keeps only its part.
 
-No rank holds the whole model on its device, and only the first one reads it. transformers memory-maps safetensors
-files: weights in the files' own dtype take no RAM, those of another dtype or stacked ones (experts) are copied. Until
-it is divided, every rank has the model with its adapters, its buffers, and parameters of the right shape and dtype but
-without memory. NF4 weights are quantised on each rank when their unit arrives.
+No rank holds the whole model on its device. Until it is divided, every rank has the model with its adapters and
+buffers, and parameters of the right shape and dtype but without memory. NF4 weights are quantised as they arrive.
 """
 
 from __future__ import annotations
@@ -49,15 +47,8 @@ def load_for_sharding(
     storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, Source]:
-    """The model without its weights, ready for adapters and for `shard`, and the weights on the first rank.
-
-    Args:
-        storage: dtype of packed 4-bit weights; a floating-point one, so that FSDP2 can divide them.
-        read: returns the plain model in the host's memory; called on the first rank only.
-
-    Raises:
-        ModelError: the first rank could not read it; every rank raises the same.
-    """
+    """The model without its weights, ready for adapters and `shard`, and the weights on the first rank, which alone
+    calls `read`; `storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read it."""
     sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     answer: list[Any] = [None]
@@ -93,7 +84,6 @@ def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
-    """The model on the meta device, its linear layers replaced by 4-bit ones where the mode says so."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_spec.hf_config,
@@ -117,8 +107,7 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
 
 
 def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load: torch.dtype) -> None:
-    """Replace parameters on the meta device by CPU ones that take the memory of one element: PEFT creates adapters on
-    the base's device, and an adapter needs real memory."""
+    """With the memory of one element: PEFT creates adapters on the base's device, where they need memory."""
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -136,7 +125,6 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load:
 
 
 def _put_other_tensors(model: nn.Module, others: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Set buffers and other tensors of modules; raises ModelError where the first rank's model did not have one."""
     for path, tensors in others.items():
         module = model.get_submodule(path)
         for name, tensor in tensors.items():
@@ -154,16 +142,9 @@ def _is_4bit(parameter: Any) -> bool:
 
 
 def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> None:
-    """Fill the trainer's model and divide it, one unit after the other; all ranks call it.
-
-    The units are accelerate's (`fsdp2_prepare_model`, which does nothing for a model that is already divided): every
-    layer, the embedding, the head with the last norm, the rest. At its peak a rank holds its parts, the current unit
-    whole, and one tensor as it arrived.
-
-    Args:
-        source: as `load_for_sharding` returns it.
-        in_fp32: whether what trains is kept in fp32, beside computation in 16 bits.
-    """
+    """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The units are accelerate's
+    (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak a rank holds its parts, the current unit
+    whole, and one tensor as it arrived. `in_fp32`: what trains is kept in fp32, beside computation in 16 bits."""
     model, device = trainer.model, trainer.args.device
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.torch_device_mesh
     options = {
@@ -220,7 +201,6 @@ class _Filling:
         self._done: set[int] = set()
 
     def fill(self, unit: nn.Module) -> None:
-        """Fill every parameter of a unit that no earlier unit had."""
         for module in unit.modules():
             for name, parameter in list(module._parameters.items()):
                 is_left = parameter is not None and not isinstance(parameter, DTensor)

@@ -15,9 +15,8 @@ from sft_play.training.prepare.experts import fit_balance_loss
 
 
 def name_backbone(model: Any) -> None:
-    """Let `base_model` be the model without its head, which TRL's loss calls: the text class of Llama 4 names a part
-    that it does not have (transformers 5.23). Of a head of which rows train it asks the bias too, which PEFT's wrapper
-    does not pass on (0.21)."""
+    """Let `base_model` be the model without its head, which TRL's loss calls: Llama 4's text class names a part that it
+    lacks (transformers 5.23). Of a head whose rows train it asks the bias, which PEFT's wrapper lacks (0.21)."""
     if model.base_model is model and isinstance(getattr(model, "model", None), torch.nn.Module):
         model.base_model_prefix = "model"
     head = model.get_output_embeddings()

@@ -1,12 +1,8 @@
 """The language model of an image-text class, as a causal language model of its own.
 
-Of most image-text classes transformers has the language model with a head (`Gemma3ForCausalLM`); of others (Qwen2.5-VL,
-Qwen3-VL, GLM-4.5V) only the decoder (`Qwen2_5_VLTextModel`), since their head belongs to the whole class. Here such a
-decoder gets a head and is registered as transformers asks for classes of one's own, so that everything that takes a
-causal language model takes it. A test compares each with its whole class: on text both compute the same.
-
-Training holds the language model alone. What it writes carries the names of the whole class (`Tower`), whose other
-weights stay as they are published.
+Where transformers has only the decoder (`Qwen2_5_VLTextModel`), it gets a head and is registered, so that everything
+that takes a causal language model takes it. What is written carries the names of the whole class (`Tower`), whose other
+weights stay as published.
 """
 
 from __future__ import annotations
@@ -62,15 +58,10 @@ class Tower:
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        return {
-            **dict(self.renamings),
-            **OLDER_LAYOUTS,
-            **{rf"^{re.escape(whole)}": own for own, whole in self.places},
-        }
+        return {**dict(self.renamings), **OLDER_LAYOUTS, **{rf"^{re.escape(whole)}": own for own, whole in self.places}}
 
     def skeleton(self) -> Any:
-        """The whole class without weights; None where it is not one of images and text, or its other parts need a
-        package that is not there."""
+        """The whole class without weights; None where it is none of images and text, or lacks a package."""
         try:
             with torch.device("meta"):
                 return AutoModelForImageTextToText.from_config(copy.deepcopy(self.whole))
@@ -102,8 +93,7 @@ def tower_in(model: Any) -> Tower | None:
 
 
 def tower_of(whole: Any, language_model: Any) -> Tower | None:
-    """Where a language model (without weights, as `language_config` has it built) lies in the class of a config as
-    published; None where that is the language model's own."""
+    """Where a language model lies in the class of a config as published; None where that is its own."""
     if whole.get_text_config() is whole:
         return None
     model = Tower(whole, ()).skeleton()
@@ -126,13 +116,9 @@ def tower_of(whole: Any, language_model: Any) -> Tower | None:
 
 
 def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
-    """The config of the language model in a config as published, which is that of a text model itself or holds one.
-
-    `AutoModelForCausalLM` builds it from then on, if transformers has a decoder for it.
-
-    Args:
-        published: the fields of config.json, which may say of the whole alone that the head is the embedding.
-    """
+    """The config of the language model in a config as published, which `AutoModelForCausalLM` builds from then on, if
+    transformers has a decoder for it. `published`: the fields of config.json, which may say of the whole alone that the
+    head is the embedding."""
     text = whole.get_text_config()
     if not hasattr(text, "tie_word_embeddings"):  # some say it of the whole class only
         text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
@@ -154,8 +140,7 @@ def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> A
 
 
 def fit_ties(whole: Any, text: Any, names: Callable[[], set[str]]) -> None:
-    """Tie a language model's head to its embedding, or not, where its own config and that of its whole class disagree:
-    as the names of the tensors in its files have it."""
+    """Tie the head to the embedding or not, as the names in its files have it, where the two configs disagree."""
     if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
         return
     found = names()
@@ -182,7 +167,6 @@ def _decoder_of(kind: type) -> Any:
 
 
 def _beside(kind: type, ending: str) -> list[type]:
-    """Classes of models of a config with names of this ending, in the file beside its own."""
     file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     models: list[Any] = [
         one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
@@ -191,7 +175,6 @@ def _beside(kind: type, ending: str) -> list[type]:
 
 
 def _with_head(decoder: Any, kind: type) -> type:
-    """A decoder's class with an output head over its last hidden states."""
     plain: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
 
     class LanguageModel(plain, GenerationMixin):

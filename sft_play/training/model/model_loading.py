@@ -27,11 +27,7 @@ from sft_play.training.prepare.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[DtypeName, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(
@@ -42,15 +38,9 @@ def load_model(
     device: str | None,
     storage: DtypeName | None = None,
 ) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
-
-    `device` None leaves the placement to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4
-    weights are first quantised whole on the process's own device, and divided when the engine starts. `storage` is the
-    dtype in which packed 4-bit weights are kept (None: bytes); FSDP can divide only floating-point ones.
-
-    Raises:
-        ModelError: the weights cannot be fetched, are not safetensors, or some are missing.
-    """
+    """The model with its weights, quantised where the mode says so, on `device`; None leaves the placement to ZeRO-3,
+    which divides plain weights while they are read, and NF4's when the engine starts. `storage`: the dtype of packed
+    4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization(precision, storage, experts=config.tuning.packs_experts)
@@ -69,12 +59,8 @@ def load_model(
 def read_model(
     config: RunConfig, precision: Precision, model_spec: ModelSpec, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """The model with its weights and the embeddings that its tokenizer needs, in the host's memory unless the `options`
-    for `from_pretrained` say otherwise.
-
-    Raises:
-        ModelError: the weights cannot be fetched, are not safetensors, or some are missing.
-    """
+    """The model with its weights and the embeddings that its tokenizer needs, in RAM unless the `options` for
+    `from_pretrained` say otherwise. Raises ModelError: weights are missing, not safetensors, or cannot be fetched."""
     chosen: dict[str, Any] = {
         "config": model_spec.hf_config,
         "revision": config.model.revision,
@@ -129,11 +115,8 @@ def read_model(
 
 @torch.no_grad()
 def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
-    """Let the rows of added tokens begin as the mean of their pieces', in each table of embeddings.
-
-    So a model begins near what the text meant to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html
-    compares it with random rows, which take over the next token's distribution).
-    """
+    """Let the rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant
+    to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
     tables = {id(one.weight): one.weight for one in embeddings_of(model)}.values()
     for table in tables if any(new_rows.values()) else ():
         with gathered_by_zero3(table, writer=0):
@@ -142,8 +125,7 @@ def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
 
 
 def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:
-    """The base's tensors by name, each dequantised when it is read; `whole`: now, for DeepSpeed, which divides tensors
-    that it is given."""
+    """The base's tensors by name, dequantised when read; `whole`: now, for DeepSpeed."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     folder = base_files(config.model.name, revision=config.model.revision)
@@ -191,23 +173,16 @@ def require_whole(model: Any, info: dict[str, Any], name: str) -> None:
 
 
 def keep_4bit_trainable(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights for inference on CPUs with AVX512-BF16.
-
-    The first forward in eval mode without gradients would repack them, and training afterwards passes no gradient
-    through a frozen layer, with one warning only (seen on bitsandbytes 0.50.2; its Linear4bit reads this flag per
-    instance). Versions without the flag are not touched.
-    """
+    """Keep bitsandbytes (0.50.2) from repacking 4-bit weights for inference on CPUs with AVX512-BF16, at the first
+    forward in eval mode: training afterwards passes no gradient through a frozen layer, with one warning only."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
-    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB.
-
-    Whole files are not read: 140 GB would take minutes, and different weights differ at their ends too, since a
-    safetensors file begins with its index and training moves every tensor.
-    """
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
+    files would take minutes, and training moves every tensor."""
     folder = local_folder(name)
     if folder is None:
         return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}

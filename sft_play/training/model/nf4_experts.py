@@ -1,8 +1,7 @@
 """Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes' layers do not reach.
 
-Each such tensor is packed as transformers reads and stacks it, so that no more than one of them is ever whole. The
-packed tensor has the weight's place and name; in a pass of the block's experts, code that reads the weight gets it
-dequantised, once. The backward pass needs it again, so it lives until then unless the block is checkpointed.
+Each is packed as transformers reads it; in a pass of the block's experts, code that reads the weight gets it
+dequantised, once, and it lives until the backward pass unless the block is checkpointed.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from sft_play.training.proofs.adapter_trial import read_past
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
 class PackedWeight:
-    """How a packed weight is read: by its `packing`, and with the adapter that PEFT adds; as it is until it has been
-    packed (None)."""
+    """How a packed weight is read: by its `packing` (None: not packed yet), with the adapter that PEFT adds."""
 
     def __init__(self, packing: Packing | None = None) -> None:
         self.packing = packing
@@ -96,10 +94,7 @@ MOST_AT_ONCE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Packing:
-    """What reads a packed weight: bitsandbytes' state of each of its parts, some experts after the other.
-
-    A part is one row to bitsandbytes, whose CPU kernel takes the scales of narrower rows from the wrong blocks.
-    """
+    """bitsandbytes' state of each part of a packed weight, one row to it: its CPU kernel reads others wrongly."""
 
     states: tuple[Any, ...]
     shape: torch.Size
@@ -148,8 +143,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
     @staticmethod
     def get_modules_to_not_convert(model: Any, *given: Any, **options: Any) -> list[str]:
-        """Names, and patterns of names, of what stays as it is: the head, what a class excludes, weights that its code
-        reads itself."""
+        """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
         left_out = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *given, **options)
         return [*left_out, *read_past(model)]
 
@@ -174,8 +168,6 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
 
 class _Quantize(Bnb4bitQuantize):
-    """Packs one tensor: of a linear layer as transformers does, of experts with its state beside it."""
-
     def convert(self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any) -> Any:
         packed: dict[str, Any] = {}
         for name in list(input_dict):
@@ -207,7 +199,6 @@ def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtyp
 
 
 def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
-    """Names of a module's stacked weights; which modules have some is looked up once for a model."""
     found: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
     if found is None:
         by_module: dict[int, set[str]] = {}

@@ -1,16 +1,9 @@
-"""PyTorch's sdpa in a run: which kernel runs, and grouped heads where none takes them.
+"""PyTorch's sdpa in a run: which kernel runs, and grouped heads where none takes them (`planner.attention` has the
+table).
 
-cuDNN's kernel runs where all batches have one shape, and is switched off where lengths vary: `planner.attention` has
-the table of kernels, and the reason. The switch is torch's own and holds for the whole process.
-`torch.nn.attention.varlen` of the pinned torch runs flash attention alone. Later versions prefer cuDNN there, which has
-been reported to be five times slower on GH200 (https://github.com/pytorch/pytorch/issues/187770), and obey the switch.
-
-Keys and values of grouped heads are repeated to all heads on GPUs whose flash kernel does not run (before Ampere, or in
-fp32): no other kernel supports grouped heads. transformers leaves them to PyTorch (`enable_gqa`) where there is no
-mask, and checks only the head's width, not the GPU (integrations/sdpa_attention.py, `use_gqa_in_sdpa`); PyTorch then
-falls back to the math kernel, which holds all S x S scores in fp32. With keys and values repeated, as transformers does
-where there is a mask, the memory-efficient kernel runs. The function takes over sdpa's own name, so that masks, the
-classes' checks for "sdpa" and saved configs stay sdpa's.
+cuDNN's kernel runs only where all batches have one shape; the switch is torch's own, for the whole process. Keys and
+values of grouped heads are repeated where flash attention does not run (before Ampere, fp32): transformers leaves them
+to PyTorch, which would fall back to the math kernel and its S x S scores. The function takes over sdpa's own name.
 
 Shape letters: B rows, H heads, G heads of keys, S tokens, D width of a head.
 """
@@ -52,14 +45,8 @@ def attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch.
-
-    Args:
-        query: [B, H, S, D]; `key` and `value` [B, G, S, D] with H a multiple of G.
-
-    Returns:
-        [B, S, H, D].
-    """
+    """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch: query [B, H, S, D];
+    key and value [B, G, S, D] with H a multiple of G; returns [B, S, H, D]."""
     times = getattr(module, "num_key_value_groups", 1)
     # a paged cache stores keys before they are repeated (transformers 5.23)
     if times > 1 and "cache" not in options and use_gqa_in_sdpa(attention_mask, key, value):

@@ -1,10 +1,8 @@
 """Tensor parallelism: each rank of a group holds a part of every linear layer of the blocks, and computes with it.
 
-Which layers are divided by columns and which by rows is transformers' own plan of the model class (`tp_plan`). The
-parts are DTensors, so that gradient norms, FSDP2 and checkpoints treat them as parts of whole tensors. Modules compute
-on plain local tensors, and two all-reduces per block and direction add up the ranks' results: after the layers divided
-by rows, and in the backward pass before those divided by columns (Megatron-LM, https://arxiv.org/abs/1909.08053,
-section 3). Embedding, norms and head are whole on every rank.
+Which layers are divided by columns and by rows is transformers' own plan of the class (`tp_plan`). The parts are
+DTensors to gradient norms, FSDP2 and checkpoints; modules compute on local tensors, with two all-reduces per block and
+direction (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Embedding, norms and head are whole on every rank.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def plan_of(model: Any) -> dict[str, Style]:
-    """How the modules of a transformers model are divided, by their names with `*` for the block's number.
-
-    Raises:
-        ModelError: transformers has no plan for the class, or one that is not supported here.
-    """
+    """How a model's modules are divided, by names with `*`; raises ModelError without a plan that is known here."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     foreign = {
         style for name, style in plan.items()
@@ -61,8 +55,7 @@ def plan_of(model: Any) -> dict[str, Style]:
 
 
 def _beside_divided(model: Any, plan: Mapping[str, str]) -> set[str]:
-    """Modules that a plan has to name: linear layers of the blocks, and modules with parameters beside a divided one,
-    such as a norm of heads."""
+    """What a plan has to name: linear layers of the blocks, and what has parameters beside a divided one."""
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "rowwise")}
     names = set()
     for name, module in model.named_modules():
@@ -74,17 +67,9 @@ def _beside_divided(model: Any, plan: Mapping[str, str]) -> set[str]:
 
 
 def divide(model: Any, plan: Mapping[str, Style], mesh: Any, *, device: torch.device, masters: bool = False) -> None:
-    """Reduce a model that every rank holds whole, with adapters or without, to this rank's part on `device`.
-
-    Args:
-        plan: as `plan_of` returns it for the model before adapters were added.
-        mesh: the one-dimensional device mesh of the tensor-parallel group.
-        masters: keep what trains in fp32, as FSDP2 under mixed precision does (accelerate would do it later, and
-            cannot with parts).
-
-    Raises:
-        ModelError: a layer does not split evenly.
-    """
+    """Reduce a model that every rank holds whole, with adapters or without, to this rank's part on `device`. `plan`:
+    `plan_of` the model before adapters; `masters`: what trains is kept in fp32, which accelerate cannot do with parts.
+    Raises ModelError: a layer does not split evenly."""
     parts: dict[int, nn.Parameter] = {}
     entrance = _Entrance(mesh)
     with torch.no_grad():
@@ -133,10 +118,7 @@ def _local(tensor: torch.Tensor, placement: Placement, mesh: Any, *, name: str) 
 
 
 class _Entrance:
-    """The input of layers divided by columns: unchanged forward; backward, the gradients of all ranks are added up.
-
-    Layers that share an input (query, key and value; gate and up) share the all-reduce too.
-    """
+    """Backward adds up all ranks' gradients, once for layers that share an input (q, k, v; gate and up)."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
@@ -155,7 +137,6 @@ class _Entrance:
 
 
 def _compute_locally(module: nn.Module, style: Style, entrance: _Entrance) -> None:
-    """Replace the module's forward by one that reads its parameters as local tensors and adds up the ranks' results."""
     whole_forward, mesh = module.forward, entrance.mesh
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -173,8 +154,7 @@ def _compute_locally(module: nn.Module, style: Style, entrance: _Entrance) -> No
 
 @contextlib.contextmanager
 def _local_parameters(module: nn.Module, style: Style) -> Iterator[torch.Tensor | None]:
-    """While open, the module has its parts as plain tensors; yields the bias of a layer divided by rows, which is added
-    once, after the sum."""
+    """Yields the bias of a layer divided by rows, which is added once, after the sum."""
     parts = dict(module._parameters)
     grads = [Partial()] if style == "heads" else None
     local = {

@@ -1,15 +1,8 @@
 """Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no other package.
 
-Where `proofs.proof` has shown it on the run's own GPU, `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for
-rows of many lengths; elsewhere each chat is attended to alone by PyTorch's sdpa. Everything but that last call is the
-same, so a CPU tests what a GPU runs. Sliding windows are given to the kernel; grouped heads stay grouped there. Rows
-that are not packed have boundaries only where a window needs them; else they are sdpa's.
-
-Calls for each chat need the chats' lengths on the host. They come with the batch (`collate.CHAT_LENGTHS`), since
-reading them from the device would be a wait in every layer.
-
-transformers makes no mask for an attention whose name it does not know, packed or not. `context_parallel.whole_rows`
-gives a model its usual attention back for generation, whose prompts are padded on the left.
+Where `proofs.proof` has shown it on the run's own GPU, PyTorch's varlen kernel runs; elsewhere each chat is a call of
+sdpa, which needs the chats' lengths on the host (`collate.CHAT_LENGTHS`). Rows that are not packed have boundaries only
+where a window needs them. Generation, padded on the left, has the usual attention (`context_parallel.whole_rows`).
 
 Shape letters: B rows, H heads, G heads of keys, S tokens of a row, T tokens of all rows, D width of a head.
 """
@@ -107,7 +100,6 @@ def attend(
 
 
 def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no fused kernel does."""
     asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     asked += ["dropout"] if dropout and module.training else []
     asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
@@ -151,8 +143,7 @@ def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int],
     *, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
-    than `key`."""
+    """The same by one call of sdpa per chat; a window is a mask as long as the chat is."""
     lengths = list(lengths)
     times = query.shape[1] // key.shape[1]
     if times > 1:  # only flash attention on a GPU has grouped heads

@@ -60,20 +60,16 @@ class Backend:
 def choose_backend(
     config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False, staged: bool = False
 ) -> Backend:
-    """The backend that runs here, in this layout over so many nodes.
-
-    `launched`: this process is a rank that a launcher started; `staged`: the config is that of a stage.
-
-    Raises:
-        BackendError: the one that was asked for cannot, and no fallback was named.
-    """
+    """The backend that runs here. `launched`: this process is a rank of a launcher; `staged`: the config is a stage's.
+    Raises BackendError: the one that was asked for cannot, and no fallback was named."""
     if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
-    problem = problem_of_unsloth(config, layout=layout, nodes=nodes, launched=launched)
-    problem = "it does not support curriculum" if staged else problem
-    if problem is not None:
-        return fall_back(config, problem)
-    python, answer = answer_here()
+    try:
+        if staged:
+            raise BackendError("it does not support curriculum")
+        python, answer = require_unsloth(config, layout=layout, nodes=nodes, launched=launched)
+    except BackendError as error:
+        return fall_back(config, str(error))
     return Backend("unsloth", f"unsloth: {answer.words}, in {python}")
 
 
@@ -88,35 +84,27 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
     return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
 
 
-def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> str | None:
-    """Why Unsloth cannot run this here; None where it can. Importing Unsloth takes seconds, so it is asked last.
-
-    Args:
-        launched: whether this process is a rank that a launcher started.
-    """
-    has_gpu = torch.cuda.is_available()
-    try:
-        python = find_python(os.environ)
-    except BackendError as error:
-        return str(error)
+def require_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> tuple[Path, UnslothAnswer]:
+    """What `answer_here` gives; raises BackendError where Unsloth cannot run this. It is asked last, which takes
+    seconds. `launched`: a launcher started this process as a rank."""
+    python = find_python(os.environ)
     if python is None:
-        return f"it needs an environment of its own (and a CUDA GPU for its kernels), and there is none: {SETUP}"
+        needs = "an environment of its own (and a CUDA GPU for its kernels)"
+        raise BackendError(f"it needs {needs}, and there is none: {SETUP}")
     refused = unsupported(config)
     if refused:
-        return f"it does not support {'; '.join(refused)}"
+        raise BackendError(f"it does not support {'; '.join(refused)}")
     if layout not in LAYOUTS or nodes > 1:
         asked = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
-        return f"its processes each hold the whole model on one node, and {asked} was asked for: STRATEGY=ddp"
+        raise BackendError(f"each of its processes holds the whole model; {asked} was asked for: STRATEGY=ddp")
     if launched:
-        return "a launcher started this process as a rank: use make train (one GPU) or make train-distributed (several)"
-    try:
-        answer = ask(python)
-    except BackendError as error:
-        return str(error)
+        raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
+    answer = ask(python)
+    has_gpu = torch.cuda.is_available()
     if has_gpu != (answer.device != "cpu"):
         here, there = ("a GPU", "none") if has_gpu else ("none", "one")
-        return f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words})"
-    return None
+        raise BackendError(f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device})")
+    return python, answer
 
 
 def unsupported(config: RunConfig) -> list[str]:
@@ -136,8 +124,6 @@ def unsupported(config: RunConfig) -> list[str]:
 
 
 def _changed(config: RunConfig) -> dict[str, Any]:
-    """The options that are not at their defaults, as plain data."""
-
     def value(path: str) -> Any:
         found: Any = config
         for name in path.split("."):
@@ -161,11 +147,7 @@ def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
 
 
 def answer_here() -> tuple[Path, UnslothAnswer]:
-    """The environment that `problem_of_unsloth` found, and what Unsloth says about it.
-
-    Raises:
-        BackendError: there is none.
-    """
+    """Unsloth's environment, and what Unsloth says about it; raises BackendError where there is none."""
     python = find_python(os.environ)
     if python is None:
         raise BackendError(f"Unsloth needs an environment of its own, and there is none: {SETUP}")

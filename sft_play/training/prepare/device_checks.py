@@ -45,13 +45,8 @@ def check_device(plan: Plan, config: RunConfig) -> None:
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
-    """Compare the plan with what the GPU can do, and with its free memory as the driver reports it, before anything is
-    loaded.
-
-    Raises:
-        HardwareError: torch or bitsandbytes has no kernels for it.
-        DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
-    """
+    """Compare the plan with what the GPU can do and has free, before anything is loaded. Raises HardwareError: torch or
+    bitsandbytes has no kernels for it; DoesNotFit: less is free than planned, and the batch was the plan's."""
     if plan.hardware.device != "cuda":
         return
     _require_kernels(plan, config)
@@ -81,8 +76,6 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
 
 
 def _require_kernels(plan: Plan, config: RunConfig) -> None:
-    """Raises HardwareError where torch or bitsandbytes was built without kernels for the planned GPU, which would be
-    found out only after the weights are loaded."""
     name = plan.hardware.gpus[0].name
     try:
         torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
@@ -106,15 +99,8 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
 
 
 def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str, instead: str) -> None:
-    """Warns that a run needs more than was planned; None: not more.
-
-    Args:
-        found: what was found since the plan was made, and how the run goes on: "... without it".
-        instead: what to set where that does not fit.
-
-    Raises:
-        DoesNotFit: the plan chose its batch for less, and does not fit with this.
-    """
+    """Warns that a run needs more than was planned (None: it does not). `found`: what was found since, and how the run
+    goes on: "... without it"; `instead`: what to set. Raises DoesNotFit: the plan chose its batch for less."""
     if need is None:
         return
     train, room = config.train, plan.budget_bytes
@@ -159,11 +145,7 @@ def out_of_memory_explained(plan: Plan) -> Iterator[None]:
 
 
 def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | None = None) -> str:
-    """What was predicted and what to do: the plan was wrong, or another process took the memory.
-
-    Args:
-        batch: how rows were divided when memory ran out; None as planned.
-    """
+    """What was predicted and what to do; `batch`: how rows were divided when memory ran out, None as planned."""
     batch = batch or plan.batch
     halved = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     return (

@@ -29,11 +29,8 @@ _LIST = re.compile(r"(^|\.)experts$")
 def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' grouped products in autocast's dtype: tokens x hidden in and out, the other two tokens x experts.
-
-    Autocast leaves grouped products alone, and transformers then multiplies in the dtype of the weights: fp32 weights
-    would be multiplied in fp32, where eager experts and every other product run in 16 bits.
-    """
+    """transformers' grouped products in autocast's dtype, which autocast leaves alone: fp32 weights would be multiplied
+    in fp32. Tokens x hidden in and out, the other two tokens x experts."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         self = _Cast(self, torch.get_autocast_dtype(device))
@@ -42,8 +39,6 @@ def grouped_mm_in_autocast(
 
 
 class _Cast:
-    """A module of experts whose weights and biases are read in another dtype."""
-
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
 
@@ -57,17 +52,8 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(CASTING, grouped_mm_in_autocast)
 
 
-def name_in_transformers(experts: Experts) -> str:
-    """What transformers calls the implementation; `register` comes first."""
-    return CASTING if experts.casts else experts.name
-
-
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
-    """The implementation for a model of this class (its weights may be on the meta device); None without experts.
-
-    Raises:
-        ConfigError: the config names one that cannot run, or there are no experts.
-    """
+    """The implementation for a model of this class, or None; raises ConfigError for one that cannot run."""
     # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
     through_transformers = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
     if not through_transformers and not has_own_experts(skeleton):
@@ -79,11 +65,8 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
-    """Make TRL's balance loss that of the class: its names for the numbers of experts, and a weight of 0 where a class
-    whose config has one computes none (Llama 4, Doge without experts).
-
-    TRL 1.16 reads `num_experts` and `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`.
-    """
+    """Make TRL's balance loss that of the class: its names for the numbers of experts (TRL 1.16 reads two), and a
+    weight of 0 where a class whose config has one computes none (Llama 4, Doge without experts)."""
     if not balance_coefficient(hf_config):
         return
     kind = type(hf_config)
@@ -103,7 +86,6 @@ def balance_coefficient(hf_config: Any) -> float:
 
 
 def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
-    """Whether a model of this config returns a balance loss where it is asked for."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small, "eager", trust_remote_code)
         ids = torch.arange(3, 19)[None]
@@ -112,8 +94,7 @@ def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Weights that are one tensor for all experts: path and module of the experts, and the weight's name there; packed
-    ones too."""
+    """Weights, packed ones too, that are one tensor for all experts: path and module, and the weight's name there."""
     for path, module in model.named_modules():
         if is_routed(path, module):
             own = vars(module).get(PACKED, ())

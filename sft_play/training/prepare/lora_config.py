@@ -1,9 +1,6 @@
-"""Which weights a run trains: linear layers get adapters by its LoRA config, with every name of the YAML checked
-against the model; of all that a mode would train, `tuning.trainable` chooses by parts of their names.
-
-A pattern is a run of dotted pieces of a weight's name: `q_proj`, `layers.3.mlp`. A piece may be a glob (`*_proj`) or a
-range of numbers (`layers.0-3`). `lora` means the adapters, `norm` every norm.
-"""
+"""Which weights a run trains: linear layers get adapters by its LoRA config, every name checked against the model; of
+all that a mode would train, `tuning.trainable` chooses by patterns: dotted pieces of a name, globs and ranges
+(`layers.0-3`); `lora` means the adapters, `norm` every norm."""
 
 from __future__ import annotations
 
@@ -34,12 +31,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 def peft_config_of(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
 ) -> tuple[PeftLoraConfig, list[str]]:
-    """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
-    are, and where they are not. `new_rows`: those of added tokens.
-
-    Raises:
-        ModelError: a target or a module to save matches nothing, or a module gets both.
-    """
+    """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
+    tokens. Raises ModelError: a target or a module to save matches nothing, or a module gets both."""
     lora = config.tuning.lora
     places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
@@ -72,7 +65,6 @@ def peft_config_of(
 
 
 def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
-    """Where adapters start, in words; raises ModelError where a layer has fewer singular directions than the rank."""
     sides = {name: min(layer.weight.shape) for name, layer in layers.items() if _any_matches(targets, name)}
     name = min(sides, key=lambda one: sides[one])
     if sides[name] < lora.r:
@@ -83,11 +75,7 @@ def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, n
 
 def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:
     """The rows of added tokens that train in each table of embeddings, tied ones once; `whole`: names of modules that
-    train whole. None: no rows.
-
-    Raises:
-        ModelError: the head has a bias, which PEFT's rows leave out.
-    """
+    train whole. None: no rows. Raises ModelError: the head has a bias, which PEFT's rows leave out."""
     if not rows:
         return None
     inputs, head = model.get_input_embeddings(), output_head(model)
@@ -102,7 +90,6 @@ def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> di
 
 
 def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:
-    """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
     head = output_head(model)
     head_names = [name for name, module in model.named_modules() if module is head]
     problems = []
@@ -123,11 +110,6 @@ def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: 
 
 
 def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
-    """Full names of the stacked weights of experts that get adapters.
-
-    Raises:
-        ModelError: a name matches none, or the class has none.
-    """
     lora = config.tuning.lora
     wanted = lora.adapted_parameters
     if not wanted:
@@ -143,15 +125,12 @@ def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
 
 
 def _check_saved(config: RunConfig, model: nn.Module) -> None:
-    """Raises ModelError for a module of modules_to_save that matches nothing, or holds layers with adapters."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for saved in config.tuning.lora.modules_to_save:
         if not any(_matches(saved, name) for name in modules):
-            names = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1].isdigit()}))
-            raise ModelError(
-                f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing{_nearest(saved, modules)}. "
-                f"The modules are: {one_line(names, limit=400)}"
-            )
+            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in modules})), limit=400)
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing"
+                             f"{_nearest(saved, modules)}. The modules are: {names}")  # fmt: skip
         inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
         if inside:
             raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or "
@@ -172,8 +151,6 @@ def _nearest(target: str, names: Iterable[str]) -> str:
 
 
 # --- tuning.trainable -------------------------------------------------------------------------------------------------
-
-
 def is_meant(pattern: str, name: str) -> bool:
     """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
     pieces, parts = pattern.split("."), name.split(".")
@@ -195,11 +172,7 @@ def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def chosen_note(config: RunConfig, model: nn.Module) -> str:
-    """A line on what `tuning.trainable` chooses of a model, whose weights may be on the meta device.
-
-    Raises:
-        ModelError: a pattern matches nothing that the mode trains.
-    """
+    """A line on what `tuning.trainable` chooses; raises ModelError for a pattern that matches nothing."""
     patterns = config.tuning.trainable
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:
@@ -216,13 +189,11 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
 def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
     # without torch's and PEFT's own words, which every name has
     pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
-    numbers = sorted(int(piece) for piece in pieces if piece.isdigit())
     words = sorted(piece for piece in pieces if not piece.isdigit())
-    near = did_you_mean(pattern.rpartition(".")[2], words)
     return (
         f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains"
-        f"{f' ({near})' if near else ''}. The parts of their names are: {one_line(', '.join(words), limit=500)}"
-        f"{f'; layers are numbered 0 to {numbers[-1]}' if numbers else ''}"
+        f"{_nearest(pattern.rpartition('.')[2], words)}. The parts of their names, beside the layers' numbers, are: "
+        f"{one_line(', '.join(words), limit=500)}"
     )
 
 

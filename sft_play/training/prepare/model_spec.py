@@ -43,20 +43,11 @@ from sft_play.training.proofs.masking import boundaries_of, padding_of, require_
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention implementation by its name in transformers, and why it was chosen; `repeats_kv`: keys and values
-    are repeated to all heads (`training.model.sdpa`)."""
+    """An attention of transformers, why it was chosen, and whether keys and values are repeated (`sdpa`)."""
 
     name: str
     reason: str
     repeats_kv: bool = False
-
-    @property
-    def repeating(self) -> Attention:
-        """The same with keys and values repeated, and the reason for it, where it is sdpa."""
-        if self.name not in ("sdpa", context_parallel.ATTENTION):
-            return self
-        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
-        return replace(self, reason=f"{self.reason}; {why}", repeats_kv=True)
 
 
 @dataclass(frozen=True)
@@ -109,19 +100,10 @@ def build_model_spec(
     masks: bool = True,
     by_boundaries: bool = False,
 ) -> ModelSpec:
-    """Everything about the model that can be checked without its weights, on the meta device.
-
-    Args:
-        new_rows: rows of added tokens, as `LoadedTokenizer` has them.
-        repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
-        masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
-        by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
-
-    Raises:
-        ModelError: the class is unknown, a target, module or pattern matches nothing, the vocabulary does not fit, or
-            the class cannot be divided as the layout divides it.
-        ConfigError: packing is on, and the class does not keep the chats of a row apart.
-    """
+    """Everything about the model that can be checked without its weights, on the meta device. `masks` (`Step.masks`)
+    and `by_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError: the class is
+    unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does not fit;
+    ConfigError: packing is on, and the class does not keep the chats of a row apart."""
     whole = _whole_config(config)
     notes = _dequantised(whole, config)
     is_dequantised = bool(notes)
@@ -129,13 +111,15 @@ def build_model_spec(
     fit_ties(whole, hf_config, lambda: _names_of(config))
     model_class = _model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
-    attention = attention.repeating if repeats_kv else attention
+    if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
+        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        attention = Attention(attention.name, f"{attention.reason}; {why}", repeats_kv=True)
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
     chosen = experts.choose_experts(config, skeleton, precision)
     if chosen is not None:  # the config says it to whatever builds or loads the model
         experts.register()
-        hf_config._experts_implementation = experts.name_in_transformers(chosen)
+        hf_config._experts_implementation = experts.CASTING if chosen.casts else chosen.name
         notes.append(f"Experts: {chosen.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
@@ -164,11 +148,7 @@ def build_model_spec(
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
-    """What is said of a base whose weights are stored quantised, which its config then says no more; of others nothing.
-
-    Raises:
-        ModelError: they are stored in a form that is not read.
-    """
+    """A note on a base whose weights are stored quantised, which its config then says no more."""
     fields = whole.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
@@ -182,7 +162,6 @@ def _dequantised(whole: Any, config: RunConfig) -> list[str]:
 def _trained(
     config: RunConfig, skeleton: Any, new_rows: list[int]
 ) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
-    """The adapters, or in full the parameters that get no gradient; with notes."""
     if config.tuning.mode != "full":
         peft_config, notes = peft_config_of(config, skeleton, new_rows=new_rows)
         return peft_config, frozenset(), notes
@@ -194,12 +173,7 @@ def _trained(
 def _measured(
     config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
 ) -> tuple[Attention, bool, list[str]]:
-    """What a small model of the class shows, with a note of each: the attention (varlen where boundaries are enough to
-    keep chats apart), and whether padded rows come with a mask.
-
-    Raises:
-        ConfigError: packing is on, and the class does not keep the chats of a row apart.
-    """
+    """What a small model of the class shows: is varlen enough, and do padded rows need a mask?"""
     notes, trusted = [], config.model.trust_remote_code
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
@@ -221,14 +195,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _layer_class(skeleton: Any) -> str:
-    """The class of the decoder layer: the most frequent one of the blocks, since some models have others beside it;
-    empty where there is none."""
+    """The most frequent class of blocks, since some models have others beside it; empty where there is none."""
     layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
     return max(layers, key=lambda name: layers[name], default="")
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
-    """The model on the meta device: names and shapes, no weights."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -254,7 +226,6 @@ def location(config: RunConfig) -> str:
 
 
 def _whole_config(config: RunConfig) -> Any:
-    """The config as published: that of an image-text model holds the language model's as its text config."""
     model, where = config.model, location(config)
     try:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -263,8 +234,7 @@ def _whole_config(config: RunConfig) -> Any:
 
 
 def _names_of(config: RunConfig) -> set[str]:
-    """Names of the tensors in the base's files, of which those of a hub are asked for their index; empty where they
-    cannot be read, which loading words."""
+    """Names of the tensors in the base's files; empty where they cannot be read, which loading words."""
     folder = local_folder(config.model.name)
     try:
         if folder is not None:
@@ -277,11 +247,7 @@ def _names_of(config: RunConfig) -> set[str]:
 
 
 def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
-    """The class that the model is built from; `nn.Module` for code that comes with the model.
-
-    Raises:
-        ModelError: it is an encoder or a classifier, the class is unknown, or reads no quantised weights.
-    """
+    """`nn.Module` for code that comes with the model."""
     others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
     if other is not None:
@@ -298,11 +264,7 @@ def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> 
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
-    """The embedding's new size where the tokenizer is larger than the model, else None: embeddings never shrink.
-
-    Raises:
-        ModelError: adapters alone would leave the new rows untrained and unsaved.
-    """
+    """None where the tokenizer is no larger than the model: embeddings never shrink."""
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
@@ -318,15 +280,9 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-
-
 def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
     """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
-    several ranks share.
-
-    Raises:
-        ModelError: the model lacks the one that was asked for, or cannot share rows.
-    """
+    several ranks share. Raises ModelError: the model lacks the one that was asked for, or cannot share rows."""
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
@@ -352,7 +308,6 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
 
 
 def _require_flash(model_class: Any, wanted: str) -> None:
-    """Raises ModelError where the class has no flash attention, or not this one."""
     setting = f"model.attn_implementation={wanted}: {model_class.__name__}"
     if not getattr(model_class, "_supports_flash_attn", False):
         raise ModelError(f"{setting} has none; use sdpa")

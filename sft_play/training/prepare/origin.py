@@ -40,12 +40,8 @@ class Origin:
 
 
 def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
-    """The adapter that a run continues; None where it starts a new one.
-
-    Raises:
-        ConfigError: its files cannot be fetched.
-        ModelError: they cannot be read, or are the adapter of another model or another base.
-    """
+    """The adapter that a run continues; None where it starts a new one. Raises ConfigError: its files cannot be
+    fetched; ModelError: they cannot be read, or are the adapter of another model or another base."""
     if config.model.adapter is None:
         return None
     folder = adapter_folder(config.model.adapter)
@@ -59,11 +55,6 @@ def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
 
 
 def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
-    """How many tensors the adapter has, all of which the run's own adapter has too, in the same shapes.
-
-    Raises:
-        ModelError: naming the first that differs or is not finite.
-    """
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     wanted = {name: tuple(state[ours].shape) for name, ours in adapter_names(model).items()}
@@ -72,27 +63,25 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
         with safe_open(file, framework="pt") as tensors:
             names = {in_file(name): name for name in tensors.keys() if not is_saved_twice(name)}  # noqa: SIM118
             shapes = {name: tuple(tensors.get_slice(stored).get_shape()) for name, stored in names.items()}
-            bad = sorted(name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name))
-            problem = (
-                f"{bad[0]} has the shape {shapes.get(bad[0])} there and {wanted.get(bad[0])} here" if bad else None
-            )
-            for name, stored in names.items() if problem is None else ():
-                if not tensors.get_tensor(stored).isfinite().all():
-                    problem = problem or f"{name} has values that are not finite"
+            problems = [
+                f"{name} has the shape {shapes.get(name)} there and {wanted.get(name)} here"
+                for name in sorted({**wanted, **shapes})
+                if wanted.get(name) != shapes.get(name)
+            ] or [
+                f"{name} has values that are not finite"
+                for name, stored in names.items()
+                if not tensors.get_tensor(stored).isfinite().all()
+            ]
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{KEY}: {file} cannot be read: {one_line(str(error))}") from None
-    if problem:
-        more = f" ({len(bad)} such)" if len(bad) > 1 else ""
-        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {one_line(problem)}{more}")
+    if problems:
+        what = f"{one_line(problems[0])} ({len(problems)} such)"
+        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {what}")
     return len(names)
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
-    """Check that the adapter was trained on the run's base: by digest where both are files here, else by name.
-
-    Raises:
-        ModelError: it was trained on another.
-    """
+    """By digest where both are files here, else by name."""
     name, now = config.model.name, weights_facts(config.model.name, model_spec.hf_config)["sha256"]
     said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     theirs, was = str(recorded.get("path") or said or ""), recorded.get("sha256")
@@ -114,7 +103,6 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
 
 
 def _plain_name(name: str) -> str:
-    """A model's name without its place: `owner/name`, a folder of that name and its snapshot in the hub's cache are
-    equal."""
+    """`owner/name`, a folder of that name and its snapshot in the hub's cache are equal."""
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else Path(name).name).lower()

@@ -64,11 +64,7 @@ class Prepared:
 
 
 def prepare(job: RunJob) -> Prepared:
-    """Load the tokenizer, the model on the meta device and the rows, and log every decision; nothing is written.
-
-    Raises:
-        SftPlayError: what the user can fix, naming the stage.
-    """
+    """Load tokenizer, model on the meta device and rows; raises SftPlayError, naming the stage."""
     if job.folder.stage is not None:
         logger.debug("Stage %s:", job.folder.stage)
     with in_stage(job.folder.stage):
@@ -82,9 +78,6 @@ def prepare(job: RunJob) -> Prepared:
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
-        if backend.name == "bnb":
-            check_trackers(config)
-            check_kernels(config, job.plan)
         check_available(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
@@ -96,6 +89,7 @@ def prepare(job: RunJob) -> Prepared:
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
             backend = fall_back(config, problem)
             logger.warning("Backend: %s", backend.reason)
+        if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
         origin = origin_of(config, model_spec)
@@ -182,10 +176,7 @@ def _log(lines: Iterable[str]) -> None:
 
 
 def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """`data` of the manifest: path, digest and report of each file that is used, digests of base weights and tokenizer.
-
-    With stages, the name of each file begins with its stage's.
-    """
+    """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
     facts: dict[str, Any] = {}
     for part, one in zip(parts, prepared, strict=True):
         stage = f"stage {part.folder.stage} " if part.folder.stage else ""
@@ -204,13 +195,8 @@ def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[st
 
 
 def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
-    """What every rank reads from its own disk and must agree on, as `distributed.require_alike` compares it: data,
-    model, settings and versions, each with a short digest.
-
-    Args:
-        facts: `data` of the manifest.
-        writes_date: whether the chat template writes the day.
-    """
+    """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`), model,
+    settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
     installed = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {

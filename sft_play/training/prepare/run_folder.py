@@ -28,14 +28,8 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
-    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
-
-    Args:
-        facts: `data` of the manifest.
-
-    Raises:
-        RunFolderError: another process is writing it, or its run had other settings.
-    """
+    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait. Raises
+    RunFolderError: another process is writing it, or its run had other settings."""
     if not distributed.is_first():
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
@@ -64,18 +58,11 @@ def batch_facts(plan: Plan) -> dict[str, int]:
 
 
 def spread_facts(plan: Plan) -> dict[str, Any]:
-    """How a run is spread, for the manifest: batch, layout, and all processes (more than `ranks` where some share
-    rows)."""
+    """How a run is spread, for the manifest; `processes` are more than `ranks` where some share rows."""
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def cpu_facts() -> dict[str, Any]:
-    """What sums on a CPU are rounded by: threads of each rank, and the instructions that torch's kernels use."""
-    return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
-
-
 def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    """Check that the folder's run had the same settings, or fill a folder without a trained step; returns its lock."""
     mark = job.mark or lock(job.folder, by=job.by)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
@@ -94,7 +81,6 @@ def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]
 
 
 def _new(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
     manifest = _manifest(job, prepared, facts)
     if job.has_folder:
         mark = lock(job.folder, by=job.by)
@@ -113,7 +99,8 @@ def _write_deepspeed(job: RunJob) -> None:
 def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
-    manifest["cpu"] = cpu_facts()
+    # what sums on a CPU are rounded by
+    manifest["cpu"] = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
     if job.resume:  # no step was trained, since memory ran out or a process died
         before = job.folder.manifest()
         manifest |= {name: before[name] for name in (ENTRY, RESTARTS) if name in before}

@@ -54,11 +54,8 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
-    """The tokenizer of the run's model, with a pad token and, for chats, a chat template.
-
-    Raises:
-        TokenizerError: it cannot be loaded, has a token that should be added, or has no template for chats.
-    """
+    """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises TokenizerError: it
+    cannot be loaded, has a token that should be added, or has no template for chats."""
     tokenizer = _load(config)
     new_rows = _add_tokens(tokenizer, config)
     own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
@@ -89,13 +86,7 @@ def _load(config: RunConfig) -> Any:
 
 
 def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Add the tokens of `model.add_tokens`; returns their ids, each with the pieces that it was split into before.
-
-    They are no special tokens: a text that spells one has it, and decoding shows it.
-
-    Raises:
-        TokenizerError: the tokenizer has one already, reads one as nothing, or cannot take it.
-    """
+    """Ids of `model.add_tokens` with the pieces of each before. No special tokens: a text that spells one has it."""
     tokens, vocabulary = config.model.add_tokens, tokenizer.get_vocab()
     pieces = [tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in tokens]
     problems = [f"{one_line(token)} is listed twice" for token in sorted(set(tokens)) if tokens.count(token) > 1]
@@ -157,7 +148,6 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
 
 
 def _try_template(tokenizer: Any, config: RunConfig, wanted: str) -> None:
-    """Raises TokenizerError for a template that is not Jinja or drops the answer, before data is read."""
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     setting = f"data.chat_template={one_line(wanted)}"
     try:
@@ -198,7 +188,6 @@ def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
 
 
 def _training_template(tokenizer: Any) -> tuple[str, str]:
-    """TRL's variant of the tokenizer's own template, in which a turn is written as it is generated."""
     from trl.chat_template_utils import get_training_chat_template
 
     own = tokenizer.chat_template

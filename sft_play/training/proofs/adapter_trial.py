@@ -1,9 +1,8 @@
 """Which linear layers of a class take an adapter, and whether its tokens see only those before them: tried on a small
 model of it.
 
-No list of names decides. PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers that
-only choose what attention reads), some are read past the adapter (`self.out_proj.weight` in a fused kernel). What the
-table of families knows is recorded there, and a test tries it again.
+PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers), some are read past the adapter.
+What the table of families knows is recorded there, and a test tries it again.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ def _end(name: str, length: int) -> str:
 
 
 def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
-    """Names (* for numbers) of a model's parameters that a step of its class gives no gradient: biases that only choose
-    experts, indexers, parts that text does not pass. Its weights may be on the meta device; none where no small model
-    computes."""
+    """Names (* for numbers) of parameters that a step of the class gives no gradient: biases that only choose experts,
+    indexers, parts that text does not pass; none where no small model computes."""
     hf_config = model.config
     if str(hf_config.model_type) in FAMILIES:
         return frozenset()
@@ -126,7 +124,6 @@ def freeze(model: nn.Module, patterns: Collection[str]) -> None:
 
 
 def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    """The parameters of a model of this config that get no gradient in any block."""
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         for draw in range(_DRAWS):
@@ -142,8 +139,7 @@ class _Untried(Exception):
 
 
 def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """A trial on a small model of the class, from the cache where it was tried before; a model's own code is tried
-    anew. Raises _Untried where no small model computes."""
+    """From the cache where it was tried before; a model's own code is tried anew."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
     decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
     decides |= {"full": True} if trial is _try_in_full else {}
@@ -161,11 +157,7 @@ def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
 
 
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    """The linear layers of a model of this config on which an adapter fails in any block, and why.
-
-    Raises:
-        Exception: the class does not compute without adapters either.
-    """
+    """The linear layers on which an adapter fails in any block, and why; raises where the class does not compute."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
         model = _small_random(small, trust_remote_code)
@@ -211,8 +203,7 @@ def _small_random(small: Any, trust_remote_code: bool) -> Any:
 
 
 def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Which of these groups of layers fail with an adapter on each layer, and why; all, where PEFT or the step
-    raises."""
+    """Which of these groups of layers fail with an adapter on each layer, and why."""
     names = [name for group in groups.values() for name in group]
     if not names:
         return {}
@@ -247,9 +238,8 @@ def _step(model: Any, draw: int) -> None:
 
 
 def read_past(model: nn.Module) -> dict[str, str]:
-    """The linear layers (* for numbers) whose weight their owner's code reads itself: for a fused kernel, which this
-    machine may lack, or a product of its own. It would not see an adapter, nor can it read 4 bits. Slices are those of
-    tensor-parallel pretraining (BLOOM), which no run has."""
+    """The linear layers (* for numbers) whose weight their owner's code reads itself, which would not see an adapter,
+    nor can it read 4 bits. Slices are those of tensor-parallel pretraining (BLOOM), which no run has."""
     sources: dict[type, str] = {}
     found = {}
     for name in linear_layers(model):
@@ -263,7 +253,6 @@ def read_past(model: nn.Module) -> dict[str, str]:
 
 
 def _forward_code(owner: type) -> str:
-    """The source of a class's methods that compute; empty without one."""
     methods = [
         method for name, method in inspect.getmembers(owner, inspect.isfunction)
         if name != "__init__" and "init" not in name and method.__module__ == owner.__module__

@@ -1,12 +1,7 @@
-"""Blocks of a model compiled by torch.compile, where it computes what the plain code computes.
+"""Blocks of a model compiled by torch.compile, where it computes what the plain code computes (`proof`).
 
-Each block is compiled in place (`nn.Module.compile`), so that names of modules and tensors stay what they are. Blocks
-of one kind share their graphs, whose lengths and numbers of rows are symbols: passes of other lengths compile nothing
-again. Gradient checkpointing is inside a block's forward in transformers, and so in its graph.
-
-Before that a small model of the class is compiled on the run's device and compared (`proof`). Evaluation and generation
-run the plain code. The time that compiling takes does not count for the training's speed; the summary has it, with the
-graphs, and what dynamo left uncompiled.
+Each block is compiled in place, with lengths and numbers of rows as symbols. Evaluation and generation run the plain
+code. The time of compiling does not count for the training's speed; the summary has it.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,25 +30,8 @@ GRAPHS_OF_A_BLOCK = 32
 and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less."""
 
 
-@dataclass(frozen=True)
-class CompileFacts:
-    """What compiling came to: `compile` of the summary. `seconds` are those in training passes, which the speed leaves
-    out; `breaks`, places at which plain code runs: between two graphs, or since too many kinds of passes were seen."""
-
-    seconds: float
-    graphs: int
-    breaks: int
-
-    def as_json(self) -> dict[str, Any]:
-        """As in the summary, seconds rounded."""
-        return {**asdict(self), "seconds": round(self.seconds, 2)}
-
-
 class Compiler(TrainerCallback):
-    """Compiled blocks of a model that trains: their time, and what became of them. `close` ends the watch.
-
-    `waiting` are told, in seconds, how long each compiling held up the training.
-    """
+    """Compiled blocks: their time, told to `waiting`, and what became of them; `close` ends the watch."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
@@ -78,11 +55,11 @@ class Compiler(TrainerCallback):
         """Watch no longer, and put torch's settings back; the blocks stay compiled."""
         self._open.close()
 
-    @property
-    def facts(self) -> CompileFacts:
-        """What compiling came to so far."""
+    def facts(self) -> dict[str, Any]:
+        """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at
+        which plain code runs: between two graphs, or since too many kinds of passes were seen."""
         graphs, breaks = (now - then for now, then in zip(_counted(), self._before, strict=True))
-        return CompileFacts(self._seconds, graphs, breaks)
+        return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
 
     def _start(self, _: Any) -> None:
         self._began = time.perf_counter()
@@ -95,21 +72,19 @@ class Compiler(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Warn once of what is not compiled."""
-        facts = self.facts
-        if not self._warned and (facts.breaks or not facts.graphs):
+        facts = self.facts()
+        if not self._warned and (facts["breaks"] or not facts["graphs"]):
             self._warned = True
             logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
-                           "where and why)", facts.graphs, facts.breaks)  # fmt: skip
+                           "where and why)", facts["graphs"], facts["breaks"])  # fmt: skip
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Say what was compiled."""
-        logger.debug("Compiled blocks: %d graphs in %.0f s, which do not count for tokens/s", self.facts.graphs,
-                     self.facts.seconds)  # fmt: skip
+        logger.debug("Compiled blocks: %(graphs)d graphs in %(seconds).0f s, not counted for tokens/s", self.facts())
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:
-    """Compile the blocks of a model, if the config wants it and a small model of its class shows that it computes the
-    same; None where the plain code stays. All ranks call it, and do the same."""
+    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
     if not config.train.compile:
         return None
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -130,14 +105,8 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
-    """How far compiled blocks are from the plain code for models of this config; no random state is changed, and what
-    was compiled is forgotten.
-
-    Attention between boundaries has a kernel for 16 bits only: in fp32 the same rows are padded ones.
-
-    Raises:
-        ValueError: the class has no blocks that transformers knows, or none that compiles.
-    """
+    """How far compiled blocks are from the plain code; nothing stays compiled. Attention between boundaries has a
+    kernel for 16 bits only: in fp32 the same rows are padded ones. Raises ValueError: no block compiles."""
     is_apart = attention == varlen.ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)

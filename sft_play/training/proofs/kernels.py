@@ -1,10 +1,5 @@
-"""Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they compute the same.
-
-No list of models decides. The package knows which classes it has kernels for; whether they compute what the class
-computes is measured on the run's own device, on small models of the class with rows as wide as the real one's: in fp32
-logits and gradients have to agree, and in the run's dtype they must not be further from fp32 than the plain ones are.
-The loss stays TRL's.
-"""
+"""Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they compute the same:
+measured on the run's own device, on small models of the class with rows as wide as the real one's (`proof`)."""
 
 from __future__ import annotations
 
@@ -33,12 +28,9 @@ logger = logging.getLogger(__name__)
 PACKAGE = "liger_kernel"
 GATES = ("swiglu", "geglu")
 KINDS = ("rms_norm", *GATES, "rope")
-"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off.
-
-Gates stay as they are in a model with experts, since the package replaces the experts with them: its own code computes
-gradients of all experts' weights even where they are frozen, and multiplies in the dtype of the hidden states, not in
-autocast's (0.8.5, ops/fused_moe.py).
-"""
+"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
+model with experts, which the package would replace too, by code that computes gradients of frozen weights and
+multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py)."""
 Names = tuple[Any, dict[str, Any]]
 _left_by: list[Names] = []
 """What the module of this process's model was before Liger's functions were put into it."""
@@ -65,13 +57,8 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
 
 
 def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Taken:
-    """Replace what Liger has kernels for, if the config wants it and they are proven; returns what was replaced.
-
-    The model is one of transformers, without adapters yet. All ranks call it, and do the same.
-
-    Raises:
-        DoesNotFit: the plan counted Liger's, and does not fit with the plain ones.
-    """
+    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
+    all ranks do the same. Raises DoesNotFit: the plan counted Liger's, and does not fit with the plain ones."""
     if _left_by:  # another stage of this process
         _put_back(_left_by.pop())
     if config.train.kernels == "none":
@@ -105,11 +92,8 @@ def _require_room(config: RunConfig, plan: Plan, reason: str) -> None:
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
-    """How far Liger's kernels are from the plain code for models of this config; no random state is changed.
-
-    Two small models are tried, one with hidden states and one with an MLP as wide as the real one's: the kernels work
-    on rows, and wide rows take other ways through them.
-    """
+    """How far Liger's kernels are from the plain code, on two small models, one with hidden states and one with an MLP
+    as wide as the real one's: wide rows take other ways through them."""
     found = []
     for width in ("hidden_size", "intermediate_size"):
         small = small_config(hf_config)
@@ -129,7 +113,6 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 
 
 def _problem(plan: Plan) -> str | None:
-    """Why no kernel of Liger's can run here, whatever the model; None where they can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{LIGER} is not installed here (pip install {LIGER}=={LIGER_VERSION})"
     if plan.hardware.device != "cuda":
@@ -151,7 +134,6 @@ def _functions() -> dict[str, Any]:
 
 
 def _swap(model: Any) -> tuple[str, ...]:
-    """Replace the forwards of the model's modules by Liger's; returns which kinds."""
     swap = _functions()[model.config.model_type]
     options = inspect.signature(swap).parameters
     has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())

@@ -1,10 +1,7 @@
 """Which masks a class needs: do chats of a row stay apart, by a mask or by boundaries alone, and does padding need one?
 
-Measured on a small model of the class with random weights (`small_model`), on the CPU. Some classes derive no mask from
-position ids (transformers 5.23: falcon, opt, bloom, gpt-oss), some carry a state from token to token that position ids
-do not reset (mamba and its hybrids); in both a chat would see the one before it. Attention that is causal never sees
-padding at the end of rows, but some classes read the mask elsewhere: in the balance loss of experts, in a state that
-goes through the padding, in a bias of positions.
+Measured on a small model of the class on the CPU: some classes derive no mask from position ids (falcon, opt, bloom,
+gpt-oss), some carry a state from token to token (mamba); some read the mask elsewhere (experts' balance loss).
 """
 
 from __future__ import annotations
@@ -66,15 +63,8 @@ class Apart:
 
 
 def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
-    """A line that a model of this config keeps the chats of one row apart, with the measured difference.
-
-    Args:
-        attention: the attention implementation by its name in transformers. Flash attention is measured as sdpa or
-            eager.
-
-    Raises:
-        ConfigError: it does not, or it cannot be measured.
-    """
+    """A line that a model of this config keeps the chats of one row apart, with the measured difference; flash
+    attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be measured."""
     kind = kind_of(hf_config)
     apart, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
     if apart is not None and not apart.seen >= TELLING:
@@ -155,11 +145,7 @@ class Difference:
 
 
 def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> Mask:
-    """Whether padded rows of a model of this config need their mask, by measurement; what cannot be measured keeps it.
-
-    Args:
-        attention: as for `require_packable`.
-    """
+    """Whether padded rows of a model of this config need their mask; what cannot be measured keeps it."""
     found = on_small_model(
         hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, attention=attention
     )
@@ -170,8 +156,7 @@ def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = Fals
 
 
 def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Mask:
-    """Whether packs of a model of this config need a mask beside their boundaries (`varlen`), by measurement; what
-    cannot be measured keeps it."""
+    """Whether packs need a mask beside their boundaries (`varlen`); what cannot be measured keeps it."""
     found = on_small_model(hf_config, measure_boundaries, trust_remote_code=trust_remote_code, most=MOST_TRAINED)
     return _judged(
         kind_of(hf_config), *found, kept="chats of one row keep a mask between them",
@@ -192,8 +177,7 @@ def _judged(kind: str, found: Difference | None, problem: str, *, kept: str, fre
 
 
 def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = False) -> Difference:
-    """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it; no random
-    state is changed."""
+    """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it."""
     with torch.random.fork_rng(devices=[]):
         model = small_model(small, attention, trust_remote_code)
         balance = {"output_router_logits": True} if balance_coefficient(model.config.get_text_config()) else {}
@@ -223,11 +207,8 @@ def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = Fal
 
 
 def measure_boundaries(small: Any, *, trust_remote_code: bool = False) -> Difference:
-    """How the same chats differ as packs in rows with sdpa and its mask, and one behind the other with `varlen`, in
-    fp32 on the CPU; and padded rows of them, which evaluation has. No random state is changed.
-
-    Each chat is a call of its own here; where a GPU's kernel runs only the last call differs (`proof.trust_kernel`).
-    """
+    """How the same chats differ as packs with sdpa and its mask, and one behind the other with `varlen`, in fp32 on the
+    CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
         usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
         draw = np.random.default_rng(2)

@@ -1,9 +1,7 @@
 """Whether other code computes what the plain code does, by measurement before a run relies on it.
 
-Other code for a model's class is compared by logits and gradients of a small model: in fp32 both have to agree; in 16
-bits the other code must not be further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call
-for each chat, on random numbers with the model's heads, dtype and window, forwards and backwards, on the run's own GPU:
-which GPUs and versions it is exact on is not left to lists.
+Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be further from fp32
+than the plain one is. PyTorch's varlen kernel is compared with a call for each chat, on the run's own GPU.
 
 Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """
@@ -69,11 +67,8 @@ class Proof:
 
 
 def agreed(look: Callable[[], tuple[Found, str | None]]) -> tuple[Found | None, str | None]:
-    """What `look` finds where it has no problem on any rank; else None and the problem, or that another rank has one.
-
-    All ranks call it, and do the same. What `look` raises is a problem too: a class can break at anything that is put
-    into it, compiled for this machine, or run by a kernel that it may lack.
-    """
+    """What `look` finds where it has no problem on any rank; else None and the problem. All ranks call it. What `look`
+    raises is a problem too: a class can break at anything that is put into it."""
     found, problem = None, None
     try:
         found, problem = look()
@@ -96,11 +91,8 @@ def worst(proofs: Iterable[Proof]) -> Proof:
 
 
 def numbers(model: Any, *, boundaries: bool = False) -> Numbers:
-    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows.
-
-    Args:
-        boundaries: the rows lie one behind the other, told apart by their boundaries (`varlen`).
-    """
+    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or of both one behind
+    the other, told apart by their `boundaries`."""
     draw = torch.Generator().manual_seed(1)
     device = next(model.parameters()).device
     ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=draw).to(device)
@@ -143,8 +135,6 @@ def _largest(figures: Iterable[float]) -> float:
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, order=True)
 class Heads:
     """Heads of queries and of keys, and their width."""
@@ -155,8 +145,7 @@ class Heads:
 
 
 def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
-    """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is
-    a call of its own. All ranks call it, and do the same."""
+    """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the same."""
     varlen.use_flash(used=False)
     if model_spec.attention.name != varlen.ATTENTION or plan.choice.step.one_by_one:
         return
@@ -186,8 +175,7 @@ def relative_error(
     kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> float:
     """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an
-    output's or gradient's difference in one chat, over that of its values; nan where any is. No random state changes.
-    """
+    output's or gradient's difference in one chat, over that of its values."""
     draw = torch.Generator().manual_seed(1)
     shapes = [(sum(LENGTHS), count, heads.width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
     *exact, weight = (torch.randn(shape, generator=draw).to(dtype).float() for shape in shapes)
@@ -211,8 +199,7 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
-    """The heads of a model on one of `parts` tensor-parallel ranks, with and without the window that it has; of all
-    its layers, where their sizes differ."""
+    """Of all layers, where their sizes differ."""
     if getattr(hf_config, "is_heterogeneous", False):
         layers = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
         return sorted({case for layer in layers for case in _cases(layer, parts)}, key=str)

@@ -1,7 +1,4 @@
-"""A small model of a class, with random weights: what it shows takes the place of lists of names.
-
-A few narrow layers of every kind, by the class's own config, compute in a second or two on a CPU.
-"""
+"""A small model of a class with random weights, a few narrow layers of every kind: it computes in a second or two."""
 
 from __future__ import annotations
 
@@ -63,12 +60,8 @@ def on_small_model(
     whole_depth: bool = False,
     **options: Any,
 ) -> tuple[Found | None, str]:
-    """What `look(config, trust_remote_code=..., **options)` finds with the config of a small model of the class: few
-    narrow layers of every kind, at full width where the class refuses the narrow sizes. None where no such model of at
-    most `most` parameters computes, and why. `whole_depth`: all layers are tried first, narrow.
-
-    It is looked at once a process: the stages of a job ask again.
-    """
+    """What `look` finds with the config of a small model of the class: few narrow layers of every kind, or full width
+    where the class refuses; None where none of at most `most` parameters computes, and why. Once a process."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
     key = look, type(hf_config), settings, most, whole_depth, tuple(sorted(options.items()))
@@ -105,8 +98,7 @@ def small_config(hf_config: Any) -> Any:
 
 
 def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
-    """A model in fp32 with weights so large that any influence shows in its logits, the same at every call; in
-    evaluation mode."""
+    """A model in fp32, the same at every call, with weights so large that any influence shows; in evaluation mode."""
     wanted = ["sdpa", "eager"] if "flash" in attention else [attention]
     for name in wanted:
         try:
@@ -140,13 +132,8 @@ class Passed:
 def passed(
     model: Any, rows: list[dict[str, Any]], *, flat: bool = False, masks: bool = True, trains: bool = True, **more: Any
 ) -> Passed:
-    """A pass over rows as in training, forward and, where it `trains`, backward.
-
-    Args:
-        flat: packs lie one behind the other, told apart by their boundaries.
-        masks: padded rows come with their mask.
-        more: what else the model is given.
-    """
+    """A pass over rows as in training, backward too where it `trains`; `flat`: packs lie one behind the other, told
+    apart by boundaries; `masks`: padded rows come with theirs; `more`: what else the model is given."""
     batch = Collator(pad_id=0, flat=flat, masks=masks, tells_lengths=flat)(rows)
     left_out = COUNTS if trains else (*COUNTS, "labels")
     inputs = {name: value for name, value in batch.items() if name not in left_out}
@@ -171,8 +158,7 @@ def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
 
 
 def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
-    """The config with a small vocabulary, short windows, and enough of its first layers to have one of every kind, or
-    all of them."""
+    """With a small vocabulary and short windows; all layers, or enough of the first to have one of every kind."""
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
@@ -188,7 +174,6 @@ def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
 
 
 def _cut_layers(small: Any, layers: int) -> None:
-    """Keep enough layers to have one of every kind, in each list of the config that has one entry per layer."""
     lists = {
         name: value for name, value in vars(small).items() if isinstance(value, list | tuple) and len(value) == layers
     }
@@ -220,8 +205,7 @@ def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
 
 
 def _narrow(small: Any) -> None:
-    """Give the config small widths. The kind of attention (one, some or all key heads) stays; absent sizes stay
-    absent."""
+    """The kind of attention (one, some or all key heads) stays; absent sizes stay absent."""
     overrides = _own_sizes(small)
     if overrides:  # which hide the config's own sizes of the same names
         small.per_layer_config = None
@@ -259,7 +243,6 @@ def _narrow(small: Any) -> None:
 
 
 def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> None:
-    """Give a rotation's lists the lengths for heads of so many frequencies."""
     for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
         if isinstance(rotation.get(name), list):
             rotation[name] = rotation[name][:frequencies]
@@ -269,8 +252,7 @@ def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> 
 
 
 def _in_proportion(size: int, turned: int) -> int:
-    """A head's size where the part that turns with the position, `turned`, becomes `_TURNED`: classes check that parts
-    add up to heads, and keep how large a share of a head turns."""
+    """Classes check that the parts add up to heads, and keep how large a share of a head turns."""
     return max(1, size * _TURNED // turned)
 
 
@@ -295,7 +277,6 @@ def _states(small: Any) -> dict[str, int]:
 
 
 def _set(small: Any, sizes: dict[str, int]) -> None:
-    """Set the sizes that the config has; one that is a list per layer becomes the same in all layers."""
     for name, size in sizes.items():
         value = field_of(small, name)
         if not value and name not in _SPECIAL:

@@ -1,7 +1,7 @@
 """A real all-reduce over every rank, started by the doctor: is the sum right, and how fast is it?
 
-Each rank writes how far it came into a file (`rank-N.json`), so that after a hang it is known who waits for whom. Rank
-0 writes the results of all (`result.json`). The process group is that of a run: gloo on the CPU, gloo and NCCL on GPUs.
+Each rank writes how far it came (`rank-N.json`), so that after a hang it is known who waits for whom; rank 0 the
+results of all (`result.json`).
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class _Note:
-    """How far this rank came, in a file that is replaced atomically."""
-
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
         self._path = folder / f"rank-{self.rank}.json"
@@ -67,7 +65,6 @@ class _Note:
         self.stage = ""
 
     def say(self, stage: str, **facts: Any) -> dict[str, Any]:
-        """Write the stage and new facts; returns all facts."""
         self.stage = stage
         self._facts |= {**facts, "stage": stage}
         atomic.write(self._path, json.dumps(self._facts))

@@ -1,8 +1,7 @@
 """What ranks send each other in a window of steps: counts, bytes and time by kind of collective, and who waits.
 
-Counts and bytes are those of the operators (`c10d::…`) that all collectives go through, of DDP's reducer, FSDP2 and
-DeepSpeed, with any backend: torch's profiler records them with their tensor arguments. Times are those of the backend's
-own work: NCCL's kernels, gloo's calls.
+Counts and bytes are those of the operators (`c10d::…`) that all collectives go through, as torch's profiler records
+them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ _KINDS = {
 
 
 class Counted(NamedTuple):
-    """What one rank recorded in a window: seconds of it, of communication (`busy_s`) and of the part of that in which
-    nothing is computed; each collective in order (kind, bytes, whether they are the whole message); and kind and
-    seconds of the backend's work for them."""
+    """What one rank recorded: seconds of the window, of communication and of its exposed part; each collective (kind,
+    bytes, whether they are the whole message); kind and seconds of the backend's work for them."""
 
     rank: int
     host: str
@@ -64,12 +62,9 @@ class Counted(NamedTuple):
 def communication_report(
     counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int
 ) -> dict[str, Any]:
-    """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step.
-
-    `planned` and `moved` are the plan's bytes of a step by kind, and what one rank sends in it. Of a kind, `bytes` are
-    of whole messages, `sent_bytes` by one rank, `seconds` on the mean rank. A rank's `waiting_s` is None where ranks
-    did not run the same collectives.
-    """
+    """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step, beside the
+    plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,
+    `seconds` on the mean rank."""
     kinds: dict[str, dict[str, Any]] = {}
     for kind, part, is_whole in counted[0].collectives:  # all ranks run the same ones
         one = kinds.setdefault(kind, {"count": 0, "bytes": 0})
@@ -110,13 +105,10 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         f"Communication of {report['steps']} steps, each: {kinds}; {report['communication_s']:.4f} of "
         f"{report['step_s']:.4f} s"
     ]
-    ranks = report["ranks"]
-    if all(one["waiting_s"] is not None for one in ranks):
-        last, first = (sorted(ranks, key=lambda one: one["waiting_s"])[place] for place in (0, -1))
-        lines.append(
-            f"Communication: ranks wait {last['waiting_s']:.4f} to {first['waiting_s']:.4f} s a step for others; rank "
-            f"{last['rank']} on {last['host']} the least: the others wait for it"
-        )
+    ranks = [one for one in report["ranks"] if one["waiting_s"] is not None]
+    if ranks:
+        last = min(ranks, key=lambda one: one["waiting_s"])
+        lines.append(f"Communication: rank {last['rank']} on {last['host']} waits the least: the others wait for it")
     if report["difference"] is not None:
         verdict = "agree" if report["agrees"] else f"are more than {TOLERANCE:.0%} apart"
         lines.append(
@@ -152,8 +144,7 @@ def waiting(timed: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
 
 
 def collectives_of(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
-    """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree of events, in
-    order."""
+    """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree, in order."""
     left, nodes = list(tree), []
     while left:
         node = left.pop()
@@ -189,11 +180,8 @@ def kind_of(name: str) -> str | None:
 def timed_of(
     work: Sequence[tuple[str, float, float]], collectives: Sequence[tuple[str, int, bool]]
 ) -> list[tuple[str, float]]:
-    """Kind and seconds of the backend's work (name, start and end in microseconds), in order.
-
-    gloo implements reduce-scatter by an all-reduce: where there is one piece of work for each collective, it gets the
-    collective's kind.
-    """
+    """Kind and seconds of the backend's work (name, start, end in microseconds). gloo implements reduce-scatter by an
+    all-reduce: where there is one piece for each collective, it gets that one's kind."""
     pieces = sorted((start, end, kind) for name, start, end in work if (kind := kind_of(name)) is not None)
     kinds = [kind for _, _, kind in pieces]
     if len(pieces) == len(collectives):

@@ -43,8 +43,7 @@ def world_size() -> int:
 
 
 def own_devices() -> list[int] | None:
-    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it; None
-    where torch's own choice is right."""
+    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
@@ -73,12 +72,8 @@ _patient: dict[Any, Any] = {}
 
 
 def patient(*, of: str = "the run") -> Any:
-    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up after
-    `distributed.timeout_s`; None for one process. All ranks call it.
-
-    Args:
-        of: whose it is: a thread that works beside the training needs one of its own.
-    """
+    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up; None for
+    one process. All ranks call it. `of`: whose it is: a thread that works beside the training needs one of its own."""
     if world_size() == 1:
         return None
     world = dist.group.WORLD
@@ -91,10 +86,8 @@ def patient(*, of: str = "the run") -> Any:
 
 @contextlib.contextmanager
 def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
-    """The process group of all ranks, made here so that it has our timeout, and destroyed at the end of the run.
-
-    DeepSpeed gets it at once: ZeRO-3 divides weights while they are read, and would otherwise see a world of one rank.
-    """
+    """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
+    since ZeRO-3 divides weights while they are read."""
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -176,11 +169,7 @@ def require_alike(facts: Mapping[str, str]) -> None:
 
 
 def require_disk(written: Path, plan: Plan) -> bool:
-    """Whether all ranks see what rank 0 has just written; logged where they do not.
-
-    Raises:
-        RunFolderError: they do not, and DeepSpeed is the engine, whose ranks each write a part of every checkpoint.
-    """
+    """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under DeepSpeed."""
     if plan.hardware.nodes == 1:
         return True
     seen = written.read_bytes() if written.is_file() else b""
@@ -193,12 +182,9 @@ def require_disk(written: Path, plan: Plan) -> bool:
         )
     if all(of_all(shared)):
         return True
-    logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to resume "
-                "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
-    if plan.memory.checkpoint == "sharded" and is_first():
-        logger.warning("Checkpoints: rank 0 gathers and writes all %.1f GiB, using %.1f GiB of its RAM: set output.dir "
-                       "to a disk that all nodes share, and each rank writes its part",
-                       plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB)  # fmt: skip
+    logger.info("The nodes have disks of their own: rank 0 gathers checkpoints (%.1f GiB, using %.1f GiB of its RAM); "
+                "to resume from one, copy %s to every node first",
+                plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, written.parent)  # fmt: skip
     return False
 
 
@@ -217,11 +203,8 @@ def batch_rank(layout: Layout) -> int:
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
-    """Join DeepSpeed's ranks, which torch's process group has where there is one: by gloo on CPUs, else by NCCL.
-
-    On CPUs DeepSpeed's shared-memory collectives stay out: DeepSpeed (0.19) compiles them before it begins, for more
-    than a minute on two cores, and only its inference calls them.
-    """
+    """Join DeepSpeed's ranks, by gloo on CPUs, else by NCCL. On CPUs its shared-memory collectives stay out, which it
+    compiles for more than a minute (0.19), and which only its inference calls."""
     if not on_cpu:
         from deepspeed import comm
 
@@ -242,8 +225,6 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 
 
 # --- the store beside the process group -------------------------------------------------------------------------------
-
-
 def meeting_point(name: str) -> Any:
     """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
     store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))

@@ -1,14 +1,9 @@
 """torch's launcher with readable endings: `python -m sft_play.training.ranks.elastic_agent` takes `torchrun`'s words.
 
 The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the report of a failed rank
-differs. The launcher prints a summary with its own traceback, and always exits with 1; here one rank's failure is
-reported, the first that is not the consequence of another, and the exit code is sft-play's: 2 for what the user can
-fix, 3 for what does not fit, 130 for a run that was told to stop. And a signal does not end the ranks after 30 s, too
-soon for a big checkpoint: it is passed on to them, and the agent waits.
-
-The rest is torch's: the ranks and their folders (`log_dir`), and the error files in which a rank records how it ended
-(`failures.py`). With `--shutdown-timeout` the launcher would not read them. `ChildFailedError.get_first_failure` takes
-the earliest failure, which may be a consequence: a connection breaks before the agent notices the SIGKILL behind it.
+differs: the launcher prints a traceback of its own and exits with 1; here the first failure that is not the consequence
+of another is told, with sft-play's exit codes. And a signal is passed on to the ranks, and waited for, where torch
+would end them after 30 s.
 """
 
 from __future__ import annotations
@@ -83,10 +78,7 @@ class Ended:
 
 
 def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
-    """The failure that caused the others: the first that is not a consequence.
-
-    A broken connection, or a rank that was told to end, is a consequence as long as there is another failure.
-    """
+    """The first failure that is no consequence: a broken connection or a rank told to end is one."""
 
     def order(one: Ended) -> tuple[int, float]:
         is_consequence = (one.own is not None and one.own.kind == "peer") or (one.was_told and not stopped)
@@ -96,18 +88,12 @@ def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
     return min(ended, key=order)
 
 
-def sentence(one: Ended, world: int | None, *, memory_ran_out: bool | None) -> str:
+def sentence(one: Ended, world: int | None) -> str:
     """How a rank ended, in one line."""
     name = f"rank {one.rank}" + (f" of {world}" if world else "") + f" (pid {one.pid})"
     at = f" at step {one.step}" if one.step else ""
     if one.own is None and one.signal is not None:
-        why = ""
-        if one.signal == "SIGKILL":
-            why = {
-                True: ": the machine ran out of memory (see dmesg)",
-                False: " (by hand or by a batch system: the kernel's out-of-memory killer ended no process)",
-                None: " (out of memory? see dmesg)",
-            }[memory_ran_out]
+        why = " (out of memory? see dmesg)" if one.signal == "SIGKILL" else ""
         return f"{name} was killed by {one.signal}{at}{why}"
     if one.own is None:
         return f"{name} ended with exit code {one.exit_code} and no message{at}"
@@ -119,7 +105,7 @@ def sentence(one: Ended, world: int | None, *, memory_ran_out: bool | None) -> s
     return own.message
 
 
-def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_ran_out: bool | None) -> tuple[str, int]:
+def report(ended: Sequence[Ended], world: int | None, *, stopped: bool) -> tuple[str, int]:
     """What is printed, and the exit code."""
     root = root_of(ended, stopped=stopped)
     own = root.own
@@ -139,39 +125,31 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
     stack = root.stack  # of a crash, else the traceback of a fault
     if own is not None:
         stack = own.traceback if own.kind == "fault" else ""
-    parts = [stack.rstrip(), f"[{COMMAND}] error: {sentence(root, world, memory_ran_out=memory_ran_out)}"]
+    parts = [stack.rstrip(), f"[{COMMAND}] error: {sentence(root, world)}"]
     others = _others(ended, root)
-    if others:
-        parts.append(f"[{COMMAND}] {others}")
+    parts += [f"[{COMMAND}] then {'; '.join(others)}"] if others else []
     return "\n".join(part for part in parts if part), 1
 
 
-def death(ended: Sequence[Ended], world: int | None, *, asked: bool, memory_ran_out: bool | None) -> str | None:
+def death(ended: Sequence[Ended], world: int | None, *, asked: bool) -> str | None:
     """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
-    another rank or waited in vain, or its GPU failed. None where the error would come again, or a stop was asked
-    for."""
+    another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
     root = root_of(ended, stopped=asked)
     own = root.own
     helps = own is None or own.kind in ("peer", "hung") or (own.kind == "fault" and own.name in _OF_A_GPU)
-    return sentence(root, world, memory_ran_out=memory_ran_out) if helps and not (asked or root.was_told) else None
+    return sentence(root, world) if helps and not (asked or root.was_told) else None
 
 
-def _others(ended: Sequence[Ended], root: Ended) -> str:
-    others = [one for one in ended if one is not root]
-    words = root.own and (root.own.kind, root.own.name, root.own.message)
-    same = [one.rank for one in others if one.own and (one.own.kind, one.own.name, one.own.message) == words]
-    lost = [one.rank for one in others if one.own and one.own.kind in ("peer", "hung") and one.rank not in same]
-    told = [one.rank for one in others if (one.own.kind == "stopped" if one.own else one.signal)]
-    parts = []
-    if same:
-        parts.append(f"{numbered(same)} ended with the same")
-    if lost:
-        parts.append(f"{numbered(lost)} lost the connection to it")
-    if told:
-        parts.append(f"{numbered(told)} {'was' if len(told) == 1 else 'were'} ended")
-    rest = [one for one in others if one.rank not in (*same, *lost, *told)]
-    parts += [sentence(one, None, memory_ran_out=None) for one in rest]
-    return "then " + "; ".join(parts) if parts else ""
+def _others(ended: Sequence[Ended], root: Ended) -> list[str]:
+    """The other ranks: those that ended with it or after it, and what else one of them says."""
+    after, rest = list[int](), list[str]()
+    for one in (one for one in ended if one is not root):
+        is_same = one.own and root.own and (one.own.name, one.own.message) == (root.own.name, root.own.message)
+        if is_same or (one.own.kind in ("peer", "hung", "stopped") if one.own else one.signal):
+            after.append(one.rank)
+        else:
+            rest.append(sentence(one, None))
+    return [*([f"{numbered(after)} ended too"] if after else []), *rest]
 
 
 class _Stopping:
@@ -192,7 +170,6 @@ class _Stopping:
                 rank.send_signal(signal.SIGTERM)
 
     def end(self, number: int) -> None:
-        """Kill the ranks and what they started."""
         self.at_once = True
         for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
             with contextlib.suppress(psutil.Error):
@@ -210,7 +187,6 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
     given = launcher.parse_args(sys.argv[1:] if words is None else list(words))
     given.signals_to_handle = "SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
-    killed_before = failures.out_of_memory_kills()
     with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as aside:
         given.log_dir = given.log_dir or aside
         code, text = 0, ""
@@ -219,12 +195,10 @@ def main(words: Sequence[str] | None = None) -> int:
             launcher.run(given)
         except ChildFailedError as error:
             ended = [_ended(rank, failure, Path(given.log_dir)) for rank, failure in error.failures.items()]
-            killed = failures.out_of_memory_kills()
-            more = None if killed is None or killed_before is None else killed > killed_before
-            text, code = report(ended, _world(given), stopped=stopping.asked, memory_ran_out=more)
+            text, code = report(ended, _world(given), stopped=stopping.asked)
             if stopping.at_once:
                 text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            died = death(ended, _world(given), asked=stopping.asked, memory_ran_out=more)
+            died = death(ended, _world(given), asked=stopping.asked)
             _note_in_run(text.splitlines(), code, died)
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
@@ -239,16 +213,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _tell(text: str, code: int) -> None:
-    """Say how the ranks ended, and answer with JSON where nobody else does."""
     if text:
-        _say(text)
+        sys.stdout.flush()
+        sys.stderr.write(redact(f"{escape_control(text)}\n"))
+        sys.stderr.flush()
     answer = os.environ.get(failures.ANSWER_VARIABLE)
     if answer is not None:
         write_json_line(with_ending(json.loads(answer), code, redact(_error_of(text.splitlines())) if code else None))
 
 
 def _error_of(lines: Sequence[str]) -> str:
-    """What a report says is wrong, without the traceback."""
     line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
     return line.partition("error: ")[2] or line
 
@@ -277,14 +251,7 @@ def _world(given: Any) -> int | None:
         return None
 
 
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(redact(f"{escape_control(text)}\n"))
-    sys.stderr.flush()
-
-
 def _note_in_run(lines: Sequence[str], code: int, died: str | None) -> None:
-    """Record the report in the run folder, where a rank could not: in the log, and as the run's end in its manifest."""
     path = os.environ.get(failures.RUN_VARIABLE)
     if not path:
         return

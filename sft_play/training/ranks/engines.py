@@ -1,9 +1,6 @@
-"""What runs a step over several ranks: DDP, FSDP2 or DeepSpeed, switched on by the Trainer's arguments.
-
-And the proof that it does (`check_engine`), read from live objects before the first step. transformers and accelerate
-can leave out an engine without a warning, so neither arguments nor config count there: only the wrapped model's class,
-and the bytes of weights that each rank holds.
-"""
+"""What runs a step over several ranks (DDP, FSDP2 or DeepSpeed, by the Trainer's arguments), and the proof that it
+does, read from live objects before the first step: transformers and accelerate can leave out an engine without a
+warning."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT, DtypeName
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks import distributed
-from sft_play.units import MIB
 
 
 def engine_arguments(
@@ -60,32 +56,24 @@ def engine_arguments(
 
 
 class _WithTensorParallel(ParallelismConfig):
-    """The axes of accelerate's device mesh, with one for tensor parallelism that accelerate does not prepare for.
-
-    Its own way (`Accelerator._prepare_tp` of 1.15) imports a class that transformers removed in 5.17, and refuses FSDP2
-    with one shard. Here the model is divided earlier (`tensor_parallel.divide`); all that accelerate has to know of the
-    axis is that ranks along it get the same rows.
-    """
+    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide` divides."""
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether accelerate is to divide the model: no."""
         return False
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether there is an axis for FSDP2: always, even of size 1."""
+        """Always, even of size 1."""
         return True
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The axes of the mesh."""
         return [*self.dp_dim_names, "tp"]
 
 
 def _axes(layout: Layout) -> dict[str, Any]:
-    """The Trainer's argument for layouts of more than one axis. Context parallelism needs none: to FSDP2 its ranks are
-    data-parallel ranks whose rows are shorter."""
+    """Context parallelism needs none: to FSDP2 its ranks are data-parallel ranks with shorter rows."""
     ranks = layout.gradient_ranks
     if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
         return {}
@@ -95,15 +83,8 @@ def _axes(layout: Layout) -> dict[str, Any]:
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP whatever is asked for.
-
-    `AcceleratorState` considers FSDP only where the distributed type is multi-GPU. So the type is changed between the
-    Trainer's arguments, which create the process group, and the Trainer, which creates that state; the device stays the
-    CPU. Used for CPU ranks only, and `check_engine` verifies the result.
-
-    Raises:
-        TrainingError: this version of accelerate keeps its state differently.
-    """
+    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to multi-GPU after the
+    Trainer's arguments have made the group; `check_engine` verifies it. Raises TrainingError: its state differs."""
     if not plan.choice.layout.is_fsdp or plan.hardware.device != "cpu":
         return
     from accelerate.state import PartialState
@@ -117,12 +98,8 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
 
 
 def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
-    """Tell the loop after how many passes ranks reduce gradients, and accelerate the dtypes of gathered weights and of
-    reduced gradients, before it wraps the model.
-
-    transformers' arguments cannot express them; accelerate's own objects can: DDP's communication hook and FSDP2's
-    mixed-precision policy. DeepSpeed reads them from its own configuration.
-    """
+    """Tell the loop after how many passes ranks reduce gradients, and accelerate's own objects the dtypes of gathered
+    weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
     if trainer.is_deepspeed_enabled:
         # how many passes make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
         trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
@@ -139,11 +116,6 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
         )
-
-
-def zero_stage(wrapped: Any) -> int | None:
-    """The ZeRO stage that DeepSpeed runs; None where another engine wraps the model."""
-    return int(wrapped.zero_optimization_stage()) if is_deepspeed(wrapped) else None
 
 
 def is_deepspeed(wrapped: Any) -> bool:
@@ -186,11 +158,7 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights on this rank, which its optimizer updates.
-
-    Raises:
-        TrainingError: this version of DeepSpeed keeps them elsewhere.
-    """
+    """DeepSpeed's fp32 partitions of the trained weights; raises TrainingError where it keeps them elsewhere."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         groups = getattr(optimizer, name, None)
@@ -201,11 +169,8 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 
 def release(trainer: Any) -> None:
-    """End the engine of a trainer that is done, so that its model is freed.
-
-    DeepSpeed keeps modules and parameters in tables of its own, which only destroying the engine empties; ZeRO-3 also
-    keeps the model in a list of modules and in the caches of its coordinator's methods (0.19).
-    """
+    """End the engine of a trainer that is done, so that its model is freed: DeepSpeed keeps modules in tables that only
+    destroying it empties; ZeRO-3 in a list and in the caches of its coordinator's methods too (0.19)."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return
@@ -222,9 +187,8 @@ def release(trainer: Any) -> None:
 
 
 def device_of(plan: Plan, config: RunConfig) -> str | None:
-    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them before they move; None for
-    ZeRO-3, which divides plain weights while they are read, and takes NF4's from this rank's device, where transformers
-    quantises them whole (it refuses a `device_map` under ZeRO-3)."""
+    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them there; None for ZeRO-3,
+    where transformers refuses a `device_map`."""
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None
@@ -244,16 +208,6 @@ def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
 # --- the proof --------------------------------------------------------------------------------------------------------
 SHARD_SLACK = 0.10
 """How much more than its share of the bytes a rank may hold: uneven parts are padded."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of some weights: whole, and what this rank holds of them. `device` counts those on the device that
-    computes; the rest is offloaded to RAM."""
-
-    whole: int
-    here: int
-    device: int
 
 
 @dataclass(frozen=True)
@@ -277,27 +231,11 @@ class EngineCheck:
     @property
     def line(self) -> str:
         """The proof in words."""
-        line = (
-            f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks; trained "
-            f"weights and their states per rank: {_mib(self.bytes_by_rank)} of {_mib([self.whole_bytes])} MiB"
-        )
-        if self.frozen_whole_bytes:
-            line += f"; frozen weights: {_mib(self.frozen_bytes_by_rank)} of {_mib([self.frozen_whole_bytes])} MiB"
-        if self.frozen_device_bytes_by_rank != self.frozen_bytes_by_rank:
-            line += f", {_mib(self.frozen_device_bytes_by_rank)} of them not in RAM"
-        return line
-
-
-def _mib(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / MIB:.1f}" for size in sizes)
+        return f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks"
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
-    """The proof that the wrapped model is what the plan says.
-
-    Raises:
-        TrainingError: it is not.
-    """
+    """The proof that the wrapped model is what the plan says. Raises TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     names = {kind.__name__ for kind in type(wrapped).__mro__}
@@ -307,27 +245,25 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
             f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a {wanted}: the "
             "engine was left out; nothing was trained"
         )
-    stage = zero_stage(wrapped)
-    if layout.is_zero and stage != int(layout.name[4]):  # zeroN, zeroN_offload
+    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
-    frozen, kept_whole = frozen_bytes(wrapped)
-    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all((frozen.here, frozen.device))
+    frozen, here, on_device, kept_whole = frozen_bytes(wrapped)
+    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all((here, on_device))
     engine_check = EngineCheck(
-        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen.whole,
+        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen,
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
     )  # fmt: skip
     trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
     expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
     _refuse_undivided(layout, "trained", whole, sizes, share=expected)
     cut = [size - kept_whole for size in engine_check.frozen_bytes_by_rank]
-    expected = _share(frozen.whole - kept_whole, frozen_alike, layout) if layout.shards_params else frozen.whole
-    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, share=expected)
+    expected = _share(frozen - kept_whole, frozen_alike, layout) if layout.shards_params else frozen
+    _refuse_undivided(layout, "frozen", frozen - kept_whole, cut, share=expected)
     return engine_check
 
 
 def _share(whole: int, alike: int, layout: Layout) -> float:
-    """A rank's share of `whole` bytes, of which every rank of a tensor-parallel group has `alike`."""
     return (alike + (whole - alike) / layout.tensor_parallel) / layout.shard
 
 
@@ -343,8 +279,6 @@ def _alike_over_tp(wrapped: Any, trains: bool) -> int:
 
 
 def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float) -> None:
-    """Raises TrainingError where a rank holds more than its share of `whole` bytes, or everything is on every rank of a
-    tensor-parallel group."""
     if layout.tensor_parallel > 1 and whole and share >= whole / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
     # the fixed part is for small models, where padding alone is more than the slack
@@ -362,8 +296,7 @@ def engine_check_of_one(trainer: Any) -> EngineCheck:
 
 
 def held_bytes(trainer: Any) -> tuple[int, int]:
-    """Bytes of the trained weights, whole and on this rank; under DeepSpeed of the fp32 partitions of them, which its
-    optimizer updates."""
+    """Bytes of the trained weights, whole and on this rank; under DeepSpeed of their fp32 partitions."""
     wrapped = trainer.model_wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     if is_deepspeed(wrapped):
@@ -372,9 +305,9 @@ def held_bytes(trainer: Any) -> tuple[int, int]:
     return sum(parameter.nbytes for parameter in trained), sum(local(parameter).nbytes for parameter in trained)
 
 
-def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
-    """The weights that do not train, and how many bytes of them DeepSpeed keeps whole on every rank on purpose (those
-    up to `stage3_param_persistence_threshold`)."""
+def frozen_bytes(wrapped: Any) -> tuple[int, int, int, int]:
+    """Bytes of the weights that do not train: whole, on this rank, of those on the device that computes, and what
+    DeepSpeed keeps whole on every rank on purpose (up to `stage3_param_persistence_threshold`)."""
     whole = here = device = persistent = 0
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -390,4 +323,4 @@ def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
         else:
             size, part, on_device = width * parameter.numel(), width * local(parameter).numel(), True
         whole, here, device = whole + size, here + part, device + (part if on_device else 0)
-    return Held(whole, here, device), persistent
+    return whole, here, device, persistent

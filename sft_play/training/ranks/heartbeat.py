@@ -1,10 +1,7 @@
 """Signs of life of every rank: where a rank stopped and who waits for it, reported before the run is ended.
 
-Ranks wait for each other in every step. One that hangs stops them all, and each of the others knows only that it
-waits. So each rank notes what it begins, a thread publishes the notes, and a rank that has waited too long reads the
-notes of all.
-Nothing in torch 2.13 reports "rank 1 (host b) stopped at step 7 (saving), 40 s ago, in …; rank 0 waits for it". The
-notes go through torch's own store.
+A rank that hangs stops them all, and each of the others knows only that it waits. So each notes what it begins, a
+thread publishes the notes in torch's store, and a rank that has waited too long reads those of all.
 """
 
 from __future__ import annotations
@@ -42,11 +39,8 @@ STORE_S = 10.0
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is.
-
-    `published` is in seconds since 1970 by the rank's own clock, `number` counts its signs of life. `file` has the
-    latest note at once; signs of life lag behind by up to their interval.
-    """
+    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is; `published`
+    is in seconds since 1970, `number` counts them. `file` has the latest note at once."""
 
     rank: int
     host: str
@@ -69,11 +63,8 @@ class Beat:
 
 
 def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
-    """Those that the others wait for: ranks without a sign of life, else those that began the fewest things.
-
-    Of ranks that write, those whose bytes still move are left out. Empty where all are equal: each of them waits, or
-    the one that hangs does so between two notes.
-    """
+    """Those that the others wait for: ranks without a sign of life, else those that began the fewest things and whose
+    bytes do not move. Empty where all are equal."""
     dead = [beat for beat in beats if beat.rank in silent]
     if dead:
         return dead
@@ -88,13 +79,8 @@ def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
 def worded(
     beats: Sequence[Beat], silent: Collection[int], *, missing: Sequence[int], waited_s: float, now: float
 ) -> str:
-    """Which rank stopped where, and who waits for it.
-
-    Args:
-        silent: ranks that published nothing between two looks.
-        missing: ranks that never published.
-        now: wall clock, in seconds since 1970, against which `published` is read.
-    """
+    """Which rank stopped where, and who waits for it. `silent`: ranks that published nothing between two looks;
+    `missing`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing]
     slow = laggards(beats, silent)
@@ -134,12 +120,9 @@ def _bytes_in(folder: Path) -> int:
 
 
 class Heartbeat:
-    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report.
-
-    The clock starts at the first `note`, so that loading a model may take as long as it takes, and restarts with every
-    `moved` byte, so that a disk may be slow. An exception that passes through is recorded at once, before the ranks'
-    connections are closed. Does nothing for one process.
-    """
+    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report. The
+    clock starts at the first `note`, and restarts with every `moved` byte. An exception that passes through is recorded
+    before the ranks' connections are closed. Does nothing for one process."""
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s
@@ -235,7 +218,6 @@ class Heartbeat:
             self._file = -1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         self._publish()
         # until the next sign of life, or until this rank has waited too long
@@ -255,10 +237,7 @@ class Heartbeat:
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
     def _look_at_others(self) -> None:
-        """Restart the clock where this rank waits and any rank has moved bytes since the last look.
-
-        All ranks add to one number, so that a look is one request.
-        """
+        """All ranks add to one number, so that a look is one request."""
         if self._store is None or (not self._waits and self._moved == self._moved_published):
             return
         moved = self._moved
@@ -272,7 +251,6 @@ class Heartbeat:
         self._moved_published, self._others = moved, total
 
     def _still_s(self) -> float:
-        """Seconds since the last note; 0 before the first."""
         return time.monotonic() - self._noted if self._noted is not None else 0.0
 
     def _publish(self) -> None:
@@ -301,7 +279,6 @@ class Heartbeat:
         return f"{chosen.f_code.co_name} ({os.path.basename(chosen.f_code.co_filename)}:{chosen.f_lineno})"  # noqa: PTH119
 
     def _tell(self) -> None:
-        """Record who stopped where, log it where no agent does, and kill this node's ranks that hang."""
         waited = max(self._still_s(), self.timeout_s)
         beats, silent = self._looked_twice()
         missing = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]

@@ -1,9 +1,7 @@
 """The nodes of a run meet before any rank starts: all are present, and all were told the same.
 
-They meet in a store of torch, the one that torchrun's rendezvous is made of: node 0 serves it at MASTER_PORT for as
-long as the meeting lasts, every node puts a card into it and reads those of the others, and what one node refuses all
-refuse. torchrun, which listens at the same port afterwards, would only say that some nodes did not come, would count a
-rank twice where two nodes have the same NODE_RANK, and would end in tracebacks.
+Node 0 serves a store of torch's at MASTER_PORT for as long as the meeting lasts; every node puts a card into it, and
+what one refuses all refuse. torchrun, which listens there afterwards, would only say that some nodes did not come.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ class Met:
 
 
 def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
-    """A node's description: its settings, package versions, device and number of ranks.
-
-    Paths and the output are left out: nodes may keep the same files in different places. The ranks, which read the
-    files, compare their content.
-    """
+    """A node's description, without paths, which may differ; the ranks compare the files' content."""
     packages = versions()
     return {
         "host": socket.gethostname(),
@@ -88,12 +82,8 @@ def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deep
 
 def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
-
-    Raises:
-        ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
-            settings differ.
-        HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped.
-    """
+    Raises ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
+    settings differ; HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped."""
     addresses = addresses_of(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
@@ -129,11 +119,7 @@ def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
 
 
 def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
-    """Node 0's store, as soon as node 0 serves it; raises HardwareError where it does not in time.
-
-    torch's own wait is deaf to Ctrl-C and logs tracebacks when its time is over, so the port is asked first. torch then
-    connects in a thread, as it waits without end where another program listens.
-    """
+    """torch's own wait is deaf to Ctrl-C, and without end where another program listens: a thread connects."""
     found: list[TCPStore] = []
     address, port, until = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
     logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.place, limit_s)
@@ -158,8 +144,7 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
 
 @contextlib.contextmanager
 def _until_it_ends(nodes: Nodes) -> Iterator[None]:
-    """Stay until node 0 no longer serves the meeting: torchrun, which calls at the same port next, would find this
-    store in place of its own, and lose it."""
+    """torchrun, which calls at the same port next, would find this store in place of its own, and lose it."""
     if nodes.rank == 0:
         yield
         return
@@ -174,7 +159,6 @@ def _until_it_ends(nodes: Nodes) -> Iterator[None]:
 
 
 def _refused(address: str, port: int) -> str | None:
-    """Why nothing answers there; None where something does."""
     try:
         socket.create_connection((address, port), timeout=_LEAVE_S).close()
     except OSError as error:
@@ -200,7 +184,6 @@ def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_
 
 
 def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
-    """The cards of all nodes in their order, as soon as the last one is there."""
     cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
     _check(nodes, mine, cards[nodes.rank])
     while len(cards) < nodes.count:

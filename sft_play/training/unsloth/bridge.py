@@ -1,8 +1,7 @@
 """Runs on Unsloth, from this side: what is handed over, the processes, and the adapter read back.
 
-Unsloth's process trains rows that are built, masked and checked here, in the loop of every other run, and writes into
-the run's own folder. It renders no template and masks no token: it gets a `Document`, and token rows with their labels.
-Both processes run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
+Unsloth's process trains rows that are built and masked here, in the loop of every other run, and writes into the run's
+own folder; both run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ PEER_S = 20.0
 _ROWS_AT_ONCE = 10_000
 _COLUMNS = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 
+
 # --- what is handed over ----------------------------------------------------------------------------------------------
-
-
 class Document(BaseModel):
     """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
 
@@ -93,19 +91,10 @@ def write_rows(dataset: Any, path: Path) -> str:
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-
-
 def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
-    """Train in Unsloth's processes with what was prepared here; returns the run's summary.
-
-    Args:
-        started: when the run started, in seconds since 1970.
-
-    Raises:
-        SftPlayError: as Unsloth's process raised it.
-        ModelError: the adapter that it wrote is not the run's.
-        RuntimeError: Unsloth's process failed with another error; its traceback has been printed.
-    """
+    """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
+    Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
+    whose traceback was printed."""
     python, answer = answer_here()
     job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
     logger.info("Unsloth: %s; its process is %s on %s", answer.words, python, answer.device)
@@ -135,7 +124,6 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
 
 
 def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Document:
-    """Everything that Unsloth's process needs to know; the rows and the tokenizer are written beside it."""
     config, plan = job.loaded.config, job.plan
     asks = bool(eval_set.asked or eval_set.asked_while_training)
     work = job.folder.path.absolute() / WORK
@@ -174,10 +162,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
 
 def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: Any, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
-
-    Raises:
-        ModelError: a tensor is missing, of another shape, not finite or never trained, or PEFT reads other settings.
-    """
+    Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
     from peft import PeftConfig
 
     expected = {name: tuple(shape) for name, shape in document.tensors.items()}
@@ -197,18 +182,13 @@ def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: An
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
-
-
 class _Worker(NamedTuple):
     process: subprocess.Popen[bytes]
     error_file: Path
 
 
 def _run(python: Path, document: Path, plan: Plan) -> None:
-    """Start Unsloth's processes, wait for all, and raise how the first of them failed.
-
-    The first signal is passed on, and they save and stop; a second one ends them at once.
-    """
+    """The first signal is passed on, and they save and stop; a second one ends them at once."""
     workers: list[_Worker] = []
     asked: list[int] = []
 
@@ -270,10 +250,7 @@ def _tell(workers: Sequence[_Worker], number: signal.Signals) -> None:
 
 
 def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
-    """Raises the error of the first process that failed, if any; `stopped` counts the signals that were passed on.
-
-    A process whose connection broke, or that was killed, is a consequence as long as there is another failure.
-    """
+    """A broken connection, or a killed process, is a consequence as long as there is another failure."""
     ended = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
     failed = [(code, own) for code, own in ended if code]
     if not failed:

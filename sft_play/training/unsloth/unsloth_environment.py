@@ -1,8 +1,5 @@
-"""Unsloth's own environment: where it is, what it can do, and how its Python is started.
-
-Unsloth's pins exclude this project's (trl<=1.15, datasets<5), and importing it patches transformers, PEFT and TRL in
-the whole process. So it is never imported here: what needs it runs `unsloth_worker.py` with the other Python.
-"""
+"""Unsloth's own environment: where it is, what it can do, and how its Python is started. Its pins exclude this
+project's, and importing it patches transformers, PEFT and TRL: it is never imported here."""
 
 from __future__ import annotations
 
@@ -48,11 +45,7 @@ class UnslothAnswer:
 
 
 def find_python(environment: Mapping[str, str]) -> Path | None:
-    """The Python of Unsloth's environment; None if there is no such environment.
-
-    Raises:
-        BackendError: UNSLOTH_VENV names a folder without a Python.
-    """
+    """The Python of Unsloth's environment, if there is one; raises BackendError where UNSLOTH_VENV names none."""
     given = environment.get(VARIABLE, "").strip()
     if given:
         python = Path(given) / "bin" / "python"
@@ -70,11 +63,8 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables for Unsloth's Python, without those of this Python's packages or a launcher's ranks.
-
-    Unsloth downloads a file that counts its users, and writes generated code into the working folder: the first is
-    turned off, the second goes into the cache.
-    """
+    """The variables for Unsloth's Python, without those of this one's packages or a launcher's ranks; its count of
+    users is turned off, and its generated code goes into the cache."""
     kept = for_another_run(environment)
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
         kept.pop(name, None)
@@ -86,11 +76,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(python: Path) -> UnslothAnswer:
-    """What the environment of this Python reports after importing Unsloth; asked once in a process.
-
-    Raises:
-        BackendError: Unsloth cannot be imported there, or lacks what the worker calls; with Unsloth's reason.
-    """
+    """What the environment reports after importing Unsloth, asked once; raises BackendError with its reason."""
     # part of the cache's key, since it decides which GPUs Unsloth sees
     return _ask(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
 

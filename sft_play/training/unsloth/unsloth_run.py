@@ -1,8 +1,5 @@
-"""A run on Unsloth: Unsloth's model and adapters in this project's training loop, on rows that were handed over.
-
-It runs in Unsloth's environment, after Unsloth was imported. The loop is `PlannedLoop` on transformers' Trainer, not on
-TRL's: order of rows, filling, evaluation, checkpoints and metrics are those of every other run.
-"""
+"""A run on Unsloth, in its environment: Unsloth's model and adapters in this project's training loop (on transformers'
+Trainer, not TRL's), on rows that were handed over."""
 
 from __future__ import annotations
 
@@ -50,12 +47,8 @@ _NOT_HANDED_OVER: Any = None
 
 
 def train(path: Path) -> None:
-    """Train as the document at `path` says; the run folder then holds what every run writes.
-
-    Raises:
-        BackendError: Unsloth would train something else.
-        SftPlayError: as any run.
-    """
+    """Train as the document at `path` says; the run folder then holds what every run writes. Raises BackendError:
+    Unsloth would train something else; SftPlayError: as any run."""
     document = Document.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
     job = _job(document)
@@ -116,8 +109,7 @@ class UnslothLoop(PlannedLoop):
     """The loop of every run, which generates answers in Unsloth's inference mode."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """The loss; in an evaluation the mean over this rank's batch, which `prediction_step` weights. The Trainer,
-        unlike TRL's, would divide by the tokens of all ranks' batches."""
+        """In an evaluation the mean over this rank's batch; the Trainer would divide by all ranks' tokens."""
         if not model.training:
             options["num_items_in_batch"] = None
         return super().compute_loss(model, inputs, *args, **options)
@@ -136,7 +128,6 @@ class UnslothLoop(PlannedLoop):
 def _trainer(
     document: Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
-    """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
     arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load(document, config, plan)
@@ -149,11 +140,7 @@ def _trainer(
 
 
 def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
-    """The Trainer's arguments. Checkpointing is left out: the Trainer would replace Unsloth's own with its.
-
-    Raises:
-        BackendError: Unsloth changed one of them, so that the run would not be the one that was asked for.
-    """
+    """Without checkpointing: the Trainer would replace Unsloth's own with its."""
     given: dict[str, Any] = {}
 
     def make(**options: Any) -> TrainingArguments:
@@ -179,11 +166,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
 
 
 def load(document: Document, config: RunConfig, plan: Plan) -> Any:
-    """Unsloth's model with the adapters of the document.
-
-    Raises:
-        BackendError: Unsloth cannot load it, or puts adapters elsewhere than the run says.
-    """
+    """Unsloth's model with the document's adapters; raises BackendError where they differ, or it cannot load."""
     from unsloth import FastLanguageModel
 
     model, lora = config.model, config.tuning.lora

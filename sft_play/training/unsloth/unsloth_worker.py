@@ -1,8 +1,5 @@
-"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it.
-
-It is run as a file, since that environment has no sft_play: the package is imported from the folder of this file, and
-nothing else of the environment that started it. Unsloth is imported first, because it patches transformers.
-"""
+"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it. It
+imports this package from its own folder, and Unsloth first, which patches transformers."""
 
 from __future__ import annotations
 
@@ -80,11 +77,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def start(path: Path) -> int:
-    """Train as the document at `path` says, in this rank; returns sft-play's exit code.
-
-    A failure is written into the file that the parent named, as a launcher's ranks do. Nothing that is imported here
-    loads torch: Unsloth has to be first, inside the handlers that turn its errors into messages.
-    """
+    """Train as the document at `path` says, in this rank; returns sft-play's exit code. A failure is written into the
+    file that the parent named. Nothing here loads torch before Unsloth, whose errors become messages."""
     from sft_play.errors import BackendError, SftPlayError
     from sft_play.log import one_line, set_up_logging, survive_lost_output
     from sft_play.process import endings, failures
