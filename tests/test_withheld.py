@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from sft_play.diagnose import gpu_info, gpu_page, gpus, memory_check, memory_page, surroundings
+from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page, surroundings
 from sft_play.facts.gpus import unseen, visible_gpus
 from sft_play.facts.hardware import detect
 from sft_play.units import GIB, MIB
@@ -150,15 +150,6 @@ class Machine:
     def _nvmlDeviceGetPowerManagementLimit(self, handle: Any) -> int:
         return 400_000
 
-    def _nvmlDeviceGetComputeMode(self, handle: Any) -> int:
-        return 0
-
-    def _nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
-        return 0, 0, 0, 0
-
-    def _nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, counter: int) -> int:
-        return 0
-
 
 CALLS = sorted(name[1:] for name in vars(Machine) if name.startswith("_nvml"))
 WITHHELD = [
@@ -173,8 +164,7 @@ def pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
     seen, memory = gpu_info.see_machine(Path("outputs"), {}), memory_check.see_memory(Path("outputs"), {})
     json.dumps([seen.as_json(), memory.as_json()])
-    around = surroundings.read_surroundings(detect({}), {})
-    gpus.check_health(around.gpus, gpus=len(around.hardware.gpus))
+    surroundings.read_surroundings(detect({}), {})
     return "\n".join([*gpu_page.machine_lines(seen), *memory_page.memory_lines(memory)])
 
 
@@ -201,7 +191,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
     for split in (False, True):
         machine(split=split)
         assert pages()
-    assert len(CALLS) == 32
+    assert len(CALLS) == 29
     assert set(CALLS) <= asked
 
 

@@ -1,7 +1,4 @@
-"""Python, packages, and shared memory.
-
-The checks read nothing themselves.
-"""
+"""Packages and shared memory. The checks read nothing themselves."""
 
 from __future__ import annotations
 
@@ -29,16 +26,6 @@ BATCH_TENSORS_BYTES = 4 * 8
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 _WORKER_SOURCE = "https://github.com/pytorch/pytorch/issues/5040"
-
-
-def check_python(python: str, wanted: str) -> Finding:
-    """The running Python compared with the project's `requires-python`."""
-    if not wanted:
-        return skipped("Python", f"{python}; the project's supported range was not found")
-    if _is_in(python, wanted):
-        return passed("Python", f"{python} ({wanted})")
-    return failed("Python", f"{python}, and the project needs {wanted}",
-                  "make setup PYTHON=/path/to/a/python of that range")  # fmt: skip
 
 
 def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, optional: frozenset[str]) -> Finding:

@@ -25,7 +25,6 @@ from sft_play.launch.command import visible_only
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
-from sft_play.planner import show
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import deepspeed_on_cpu
 
@@ -43,11 +42,9 @@ def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
     return hardware.without_gpus() if config.train.device == "cpu" else hardware
 
 
-def machine_of(options: LaunchOptions) -> Hardware:
-    """The machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU."""
-    hardware = detect()
-    for line in show.detected_lines(hardware):
-        logger.info("%s", line)
+def machine_of(options: LaunchOptions, hardware: Hardware) -> Hardware:
+    """This machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU; raises
+    HardwareError where it has not the GPUs that are asked for."""
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
@@ -155,8 +152,6 @@ def one_gpu(hardware: Hardware) -> Hardware:
 
     Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
     """
-    for line in show.detected_lines(hardware):
-        logger.info("%s", line)
     if len(hardware.gpus) < 2:
         return hardware
     first = hardware.gpus[0]

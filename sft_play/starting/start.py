@@ -31,6 +31,7 @@ from sft_play.launch.launch_options import (
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer, write_log_to
+from sft_play.planner import show
 from sft_play.planner.layout import DEEPSPEED
 from sft_play.planner.plan import Plan
 from sft_play.process import endings
@@ -240,10 +241,12 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
 
 
 def _machine(asked: Asked) -> Hardware:
-    if asked.over_ranks:
-        return machine_of(asked.options)
-    here = machine_for(asked.loaded.config, detect())
-    return one_gpu(here) if asked.ranks is None else machine_of_ranks(here, asked.ranks)
+    here = detect() if asked.over_ranks else machine_for(asked.loaded.config, detect())
+    if asked.ranks is not None and not asked.over_ranks:
+        return machine_of_ranks(here, asked.ranks)
+    for line in show.detected_lines(here):
+        logger.info("%s", line)
+    return machine_of(asked.options, here) if asked.over_ranks else one_gpu(here)
 
 
 def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
