@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.reproduce import code_words, compare_weights, first_other_loss
+from sft_play.finished.reproduce import code_words, compare_weights
 from sft_play.runs.manifest import code_facts, versions
 from tests import warm
 from tests.conftest import ROOT, chat
@@ -81,7 +81,6 @@ def test_a_run_trained_again_is_equal_bit_for_bit_and_from_any_folder(world, tmp
     again = Path(answer["path"])
     assert again == world / "outputs" / "first-reproduced"
     assert answer["first_differing"] is None
-    assert answer["losses_part"] is None
     assert answer["not_as_recorded"] == []
     assert answer["steps"] == 3
     one, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (first, again))
@@ -94,7 +93,7 @@ def test_a_run_trained_again_is_equal_bit_for_bit_and_from_any_folder(world, tmp
     assert "Next: make prune RUNS=first-reproduced-2" in said
 
 
-def test_another_seed_names_the_first_tensor_that_differs_and_the_step(copy):
+def test_another_seed_names_the_first_tensor_that_differs(copy):
     first = copy / "outputs" / "first"
     change(first / "resolved.json", train__seed=7)
     answer = reproduced(copy, "first", code=2)
@@ -106,8 +105,6 @@ def test_another_seed_names_the_first_tensor_that_differs_and_the_step(copy):
     assert answer["tensors_differing"] == len(differing)
     name = answer["first_differing"]["name"]
     assert answer["first_differing"]["max_diff"] == pytest.approx(differing[name])
-    assert answer["losses_part"]["step"] == 1
-    assert answer["losses_part"]["recorded"] != answer["losses_part"]["now"]
 
 
 def test_what_training_read_has_to_be_there_unchanged(copy, tiny_llama):
@@ -263,18 +260,3 @@ def test_zeros_of_two_signs_are_two_values_and_equal_nans_one(tmp_path):
         folder.mkdir()
         save_file({"nan": torch.tensor([float("nan")]), "zero": torch.tensor([zero])}, folder / "model.safetensors")
     assert compare_weights(one, other) == (2, {"zero": 0.0})
-
-
-def test_losses_part_at_the_first_step_that_both_have(tmp_path):
-    def log(name: str, *losses: float, stage: str | None = None) -> Path:
-        path = tmp_path / name
-        lines = [{"step": step, "loss": loss, **({"stage": stage} if stage else {})}
-                 for step, loss in enumerate(losses, start=1)]  # fmt: skip
-        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 9, "eval_loss": 1.0}]))
-        return path
-
-    one = log("one", 3.0, 2.0, 1.0)
-    assert first_other_loss(one, log("same", 3.0, 2.0, 1.0)) is None
-    assert first_other_loss(one, log("other", 3.0, 2.5, 1.5)) == (None, 2, 2.0, 2.5)
-    assert first_other_loss(log("a", 3.0, stage="x"), log("b", 3.1, stage="x")) == ("x", 1, 3.0, 3.1)
-    assert first_other_loss(one, tmp_path / "gone") is None

@@ -757,7 +757,7 @@ def test_a_target_gets_the_extras_that_it_needs_and_setup_hears_of_every_such_ta
     assert setup_env.needed_extras(["setup", "train"], {"TASKS": "gsm8k"}) == []
     assert [extra for extra, _ in setup_env.needed_extras(["eval"], {"TASKS": "gsm8k"})] == ["eval", "tasks"]
     heard = re.search(r"^override ADDING := (.*)$", (ROOT / "scripts/make.mk").read_text(encoding="utf-8"), re.M)
-    assert set(heard[1].split()) == needed | {"setup"}
+    assert set(heard[1].split()) == needed
 
 
 def test_an_extra_is_added_once_at_its_pins(ready, capfd):

@@ -33,7 +33,7 @@ from sft_play.finished.run import FinishedRun, base_folder, changed_data, next_l
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
-from sft_play.runs.files import metric_lines, read_json
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
 from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
@@ -57,8 +57,6 @@ class Reproduced:
     tensors: int
     differing: Mapping[str, float]
     """Tensors that are not equal bit for bit, with their largest difference, in the order of the files."""
-    first_loss: tuple[str | None, int, float, float] | None
-    """Stage, step and both values of the first logged loss that differs."""
     steps: int
 
     @property
@@ -69,13 +67,11 @@ class Reproduced:
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         first = next(iter(self.differing.items()), None)
-        stage, step, was, now = self.first_loss or (None, None, None, None)
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
             "not_as_recorded": list(self.told), "tensors": self.tensors,
             "tensors_differing": len(self.differing),
             "first_differing": {"name": first[0], "max_diff": first[1]} if first else None,
-            "losses_part": {"stage": stage, "step": step, "recorded": was, "now": now} if self.first_loss else None,
             "steps": self.steps,
         }  # fmt: skip
 
@@ -88,12 +84,6 @@ class Reproduced:
             name, largest = next(iter(self.differing.items()))
             differ = f"{len(self.differing)} of {self.tensors} tensors differ"
             lines.append(f"Weights: {differ}; the first is {name}, by up to {largest:.3g}")
-        if self.first_loss is not None:
-            stage, step, was, now = self.first_loss
-            of = f" of stage {stage}" if stage else ""
-            lines.append(f"Losses differ first at step {step}{of}: {was!r} then, {now!r} now")
-        elif not self.ok:
-            lines.append("Losses: every logged loss is the same")
         lines.append(f"Written to: {self.path}")
         if self.ok:
             return [*lines, next_line("prune", RUNS=self.path.name)]
@@ -130,9 +120,8 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
-    first_loss = first_other_loss(run.folder.metrics_path, new.metrics_path)
     steps = int(read_json(new.path / "summary.json")["steps"])
-    return Reproduced(old, new.path, code, tuple(_not_as_recorded(run, new)), tensors, differing, first_loss, steps)
+    return Reproduced(old, new.path, code, tuple(_not_as_recorded(run, new)), tensors, differing, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
@@ -239,23 +228,6 @@ def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> in
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
     return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
-
-
-def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:
-    """Stage, step and both values of the first logged loss that differs; None where all are the same."""
-    losses = [_losses(path) for path in (one, other)]
-    for key, value in losses[0].items():
-        now = losses[1].get(key)
-        if now is not None and now != value:
-            return (*key, value, now)
-    return None
-
-
-def _losses(path: Path) -> dict[tuple[str | None, int], float]:
-    if not path.is_file():
-        return {}
-    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
-            if "loss" in entry}  # fmt: skip
 
 
 def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:

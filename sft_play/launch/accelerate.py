@@ -28,7 +28,6 @@ from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.exported import nodes_of, rank_variables
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
-from sft_play.planner.mesh import Mesh
 from sft_play.runs.files import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
@@ -82,7 +81,7 @@ class AccelerateConfig(BaseModel):
     """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
     expected. Keys that are not here are not read."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True)
 
     path: Path
     distributed_type: DistributedType = "NO"
@@ -100,8 +99,6 @@ class AccelerateConfig(BaseModel):
     fsdp_config: dict[str, Any] = Field(default_factory=dict)
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
-    mesh: Mesh | None = None
-    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
 
     # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
     @field_validator("distributed_type", mode="before")
@@ -180,28 +177,14 @@ class AccelerateConfig(BaseModel):
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
+        yield from _refused_axes(self.parallelism_config)
 
 
-_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
-"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
-
-
-def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
-    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
-    the axes of FSDP and of copies, which are layouts themselves.
-
-    Raises:
-        ConfigError: a size is not a whole number from 1 on.
-    """
-    sizes = dict.fromkeys(_AXES.values(), 1)
-    for theirs, ours in _AXES.items():
-        key = f"parallelism_config_{theirs}_size"
-        given = str(block.get(key, 1)).strip()
-        if not (given.isascii() and given.isdigit() and int(given) > 0):
-            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
-        sizes[ours] *= int(given)
-    mesh = Mesh(**sizes)
-    return mesh if mesh.tp * mesh.cp > 1 else None
+def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a `parallelism_config`, or with the variables that accelerate makes of it."""
+    axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
+    if axes:
+        yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"
 
 
 def read_accelerate_file(path: Path) -> AccelerateConfig:
@@ -226,11 +209,8 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         if config.distributed_type == "NO" and config.num_processes is None:
             config = config.model_copy(update={"num_processes": 1})
         problems = list(config.contradictions())
-        config = config.model_copy(update={"mesh": mesh_in(config.parallelism_config)})
     except ValidationError as error:
         problems = _in_words(error, data)
-    except ConfigError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config
@@ -274,7 +254,8 @@ def is_of_accelerate(environment: Mapping[str, str]) -> bool:
 def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
     """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
 
-    Its flags and its file look the same here: both reach a rank as variables.
+    Its flags and its file look the same here: both reach a rank as variables. Raises ConfigError where they divide what
+    the run YAML alone divides.
     """
     if not is_of_accelerate(environment):
         return None
@@ -290,8 +271,9 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
         "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
         "deepspeed_config": {key: text for key, text in of_deepspeed.items() if text != "none"},
-        "mesh": mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
     }
+    for problem in _refused_axes({name.lower(): text for name, text in environment.items()}):
+        raise ConfigError(f"accelerate launch: {problem}")
     return AccelerateConfig.model_validate(given)
 
 

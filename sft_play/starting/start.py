@@ -26,13 +26,13 @@ from sft_play.launch.launch_options import (
     as_the_mesh_says,
     log_choices,
     take_choices,
-    with_choices,
-    with_mesh_of,
+    with_accelerate,
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner import show
 from sft_play.planner.layout import DEEPSPEED
+from sft_play.planner.mesh import mesh_of
 from sft_play.planner.plan import Plan
 from sft_play.process import endings
 from sft_play.runs import ran_out
@@ -179,9 +179,8 @@ def _settled(asked: Asked) -> Asked:
     loaded, options, ranks = asked.loaded, asked.options, asked.ranks
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
     if asked.over_ranks and not asked.watched:
-        # what the command line leaves open, accelerate's file fills in, then the mesh: of two meshes the YAML's wins
+        # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
-        loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
     else:
@@ -190,7 +189,7 @@ def _settled(asked: Asked) -> Asked:
         if ranks is None:
             options = dataclasses.replace(options, strategy="single")
         elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
-            options, loaded = with_choices(options, accelerate, loaded.config), with_mesh_of(accelerate, loaded)
+            options = with_accelerate(options, accelerate, mesh_of(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, ranks)
     loaded = tensorboard.with_curves(loaded) if options.board else loaded
     return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)
