@@ -221,9 +221,8 @@ def test_unknown_versions_are_no_accusation():
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def shm(free: int, total: int | None = None, **changes: Any) -> Finding:
-    settings = {"gpus_per_node": 0, "ranks_per_node": 2, "workers": 0, "batch_tokens": 4096, **changes}
-    return system.check_shared_memory(Space(total or free, free), **settings)
+def shm(free: int, **changes: Any) -> Finding:
+    return system.check_shared_memory(Space(free, free), **{"gpus_per_node": 0, **changes})
 
 
 def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
@@ -234,16 +233,7 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
     assert shm(64 * MIB).verdict == "PASS"
     assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
     assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
-
-
-def test_workers_of_the_data_loader_count_for_shared_memory():
-    # 2 ranks x 4 workers x 2 batches x 131,072 tokens x 32 bytes = 64 MiB
-    assert shm(65 * MIB, workers=4, batch_tokens=131_072).verdict == "PASS"
-    found = shm(63 * MIB, workers=4, batch_tokens=131_072)
-    assert found.verdict == "FAIL"
-    assert "too little for the data loader's workers, which may take 64.0 MiB" in found.found
-    none = system.check_shared_memory(None, gpus_per_node=2, ranks_per_node=2, workers=0, batch_tokens=1)
-    assert none.verdict == "SKIP"
+    assert system.check_shared_memory(None, gpus_per_node=2).verdict == "SKIP"
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

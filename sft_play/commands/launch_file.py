@@ -132,7 +132,6 @@ def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job
 
 
 def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
-    """What the run reads of this machine, as the config names it."""
     data, model = loaded.config.data, loaded.config.model.name
     named = [data.train_path, data.val_path, data.test_path, data.text_path, model, *more]
     named += [path for source in data.sources for path in (source.path, source.val_path)]
@@ -140,7 +139,6 @@ def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
-    """Write the file aside and rename it; raises ConfigError where another one is there or the disk refuses."""
     try:
         if path.is_dir() or (path.exists() and not force and path.read_text(encoding="utf-8") != text):
             raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")

@@ -78,7 +78,6 @@ def _named_after(request: Request) -> str:
 
 
 def _translated(request: Request, file: Path) -> _Written:
-    """Another tool's settings, with the model and data that are given beside it."""
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
     if request.data:
         seen = first_look(request.data).settings
@@ -92,7 +91,6 @@ def _translated(request: Request, file: Path) -> _Written:
 
 
 def _fresh(request: Request) -> _Written:
-    """The settings for a model and data; the mode is one that fits the machine."""
     assert request.model is not None
     assert request.data is not None
     folder = local_folder(request.model)
@@ -108,7 +106,6 @@ def _fresh(request: Request) -> _Written:
 
 
 def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
-    """The first mode whose plan fits the machine, and what it needs there; qlora where none does."""
     hardware = asked_machine(request)
     where = request.hardware or "this machine"
     why = f"nothing fits {where}; make plan shows what would"

@@ -63,13 +63,9 @@ def run(request: Request) -> Answer | int:
 
 
 def read(path: Path) -> dict[str, types.CodeType]:
-    """The code cells of a notebook that are not empty, compiled, by the names under which they run.
-
-    Raises:
-        ConfigError: there is no such file, it is not a notebook, or cells hold lines that only IPython understands: all
-            of them are named.
-        SyntaxError: a cell is not Python.
-    """
+    """The code cells of a notebook that are not empty, compiled, by the names under which they run. Raises ConfigError
+    where there is no such file, it is not a notebook, or cells hold lines that only IPython understands: all of them
+    are named; SyntaxError where a cell is not Python."""
     cells, refused = {}, []
     for number, source in enumerate(_sources(path), start=1):
         name = f"{path.name}, cell {number}"
@@ -115,11 +111,8 @@ def _sources(path: Path) -> Iterator[str]:
 
 
 def run_cells(cells: Mapping[str, types.CodeType], path: Path, *, rank: int) -> int:
-    """Run the cells in this process, from the notebook's folder; the exit code.
-
-    Raises:
-        SftPlayError: as a cell raised it, with the cell and its line.
-    """
+    """Run the cells in this process, from the notebook's folder; the exit code. Raises SftPlayError as a cell raised
+    it, with the cell and its line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines appear as they are printed, in a pipe too
     module = types.ModuleType("__main__")

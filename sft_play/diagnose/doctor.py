@@ -106,8 +106,6 @@ def _machine_findings(
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
-    workers = config.train.dataloader_num_workers if config else 0
-    here = machine.ranks
     quantised = config is not None and config.uses_bitsandbytes
     layout = plan.layout if plan else str(options.strategy or "")
     uses = {
@@ -121,18 +119,12 @@ def _machine_findings(
         *check_build(around),
         *known_bad.find_known_bad(
             around,
-            ranks=here * nodes,
+            ranks=machine.ranks * nodes,
             nodes=nodes,
             layout=layout,
             packages=planned.shape.kernel_packages if planned else (),
         ),
-        system.check_shared_memory(
-            around.shm,
-            gpus_per_node=len(machine.gpus),
-            ranks_per_node=here,
-            workers=workers,
-            batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
-        ),
+        system.check_shared_memory(around.shm, gpus_per_node=len(machine.gpus)),
     ]
 
 

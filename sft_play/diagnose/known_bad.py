@@ -60,9 +60,7 @@ def find_known_bad(
 ) -> list[Finding]:
     """A finding for each entry that applies; a single PASS if none does.
 
-    Args:
-        ranks: of all nodes.
-        packages: whose kernels the model's class runs where they are installed.
+    `ranks`: of all nodes. `packages`: whose kernels the model's class runs where they are installed.
     """
     facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout)
     words = {name: "?" if value is None else value for name, value in facts.items()}

@@ -75,7 +75,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
 
 
 def _requirements() -> tuple[str, ...]:
-    """Those of `pyproject.toml` beside the package, or of the installed distribution."""
     if _PYPROJECT.is_file():
         project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == DISTRIBUTION:
@@ -86,7 +85,6 @@ def _requirements() -> tuple[str, ...]:
 
 
 def _driver() -> tuple[str | None, tuple[int, int] | None]:
-    """The driver's version and the newest CUDA it can run; None without NVML."""
     with contextlib.suppress(Exception), nvml.opened() as library:  # its own exceptions differ between platforms
         return nvml.driver(library)
     return None, None

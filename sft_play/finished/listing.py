@@ -79,11 +79,9 @@ class RunList(Outcome):
     now: datetime
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return {"ok": True, "output": str(self.output), "runs": [run.as_json() for run in self.runs]}
 
     def lines(self) -> list[str]:
-        """A table in words."""
         if not self.runs:
             return [f"There are no runs in {self.output}", next_line("train")]
         rows = [("run", "status", "step", "best", "size", "age", "model")]
@@ -204,11 +202,9 @@ class Pruned(Outcome):
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was."""
         return not self.kept
 
     def lines(self) -> list[str]:
-        """In words."""
         return [
             *(f"Removed: {path}" for path in self.removed),
             f"Freed: {size_of(self.freed_bytes)}",

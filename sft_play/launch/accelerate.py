@@ -62,11 +62,8 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
-    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it.
-
-    Raises:
-        ConfigError: as `read_accelerate_file`; of accelerate's own file, with how to leave it out.
-    """
+    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
+    ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
     if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
         return read_accelerate_file(path), ()
     without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
@@ -188,12 +185,9 @@ def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_accelerate_file(path: Path) -> AccelerateConfig:
-    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
-
-    Raises:
-        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
-            contradict each other. All problems inside it at once.
-    """
+    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
+    ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
+    contradict each other. All problems inside it at once."""
     text = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     name = one_line(str(path))
     data = parse_value(text, name=name)
@@ -289,8 +283,7 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 
     On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
 
-    Args:
-        instead: what starts them.
+    `instead`: what starts them.
     """
     if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
@@ -331,28 +324,19 @@ def write_accelerate_file(
     *,
     mixed_precision: Precision,
     machines: Nodes = ALONE,
-    gpu_ids: Sequence[int] | None = None,
-    processes: int | None = None,
+    gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> WrittenConfig:
-    """Write a configuration for machines like this one.
-
-    `processes` is per machine (default: one per GPU; two ranks on a machine without GPUs); `gpu_ids` chooses GPUs by
-    their index (default: all). The engine is left to the plan.
-
-    Raises:
-        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs or processes that do not
-            exist; the file cannot be written. Nothing is written then.
-    """
-    ids = _chosen_gpus(hardware, gpu_ids)
-    per_machine = _processes(hardware, ids, processes)
-    total = per_machine * machines.count  # accelerate counts over all machines, torchrun on each
+    """Write a configuration for the ranks of a machine (`machine_of`), on `gpu_ids` of each node (none: all). The
+    engine is left to the plan. Raises ConfigError where the file is not ours or was edited and `overwrite` is False, or
+    it cannot be written; nothing is written then."""
+    total = hardware.ranks  # accelerate counts over all machines, torchrun on each
     kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": kind,
-        "gpu_ids": ("all" if gpu_ids is None else ",".join(map(str, ids))) if hardware.gpus else None,
+        "gpu_ids": (",".join(map(str, gpu_ids)) or "all") if hardware.gpus else None,
         "machine_rank": machines.rank,
         "main_process_ip": machines.address,
         "main_process_port": machines.port,
@@ -371,24 +355,6 @@ def write_accelerate_file(
         except OSError as error:
             raise ConfigError(f"ACCELERATE_CONFIG={path} cannot be written: {error.strerror}") from None
     return WrittenConfig(path, text, how)
-
-
-def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
-    indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
-    if gpu_ids is None:
-        return indices
-    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
-        has = ", ".join(map(str, indices)) or "no GPU"
-        raise ConfigError(f"GPUS={','.join(map(str, gpu_ids))} cannot be used: this machine has {has}; name each once")
-    return tuple(gpu_ids)
-
-
-def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
-    if processes is None:
-        return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
-    if hardware.gpus and processes > len(ids):
-        raise ConfigError(f"NPROC={processes} cannot be used; give a number up to {len(ids)}, one for each GPU")
-    return processes
 
 
 def _digest(body: str) -> str:
@@ -413,11 +379,8 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
 
 
 def machines_of(environment: Mapping[str, str]) -> Nodes:
-    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line.
-
-    Raises:
-        ConfigError: as `nodes_of`, or the address is none.
-    """
+    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line. Raises
+    ConfigError as `nodes_of` does, or where the address is none."""
     given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
     nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
     if nodes.address is not None and not is_address(nodes.address):

@@ -171,10 +171,8 @@ class Ranks:
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """The place that a launcher gave this process; None where nothing launched it.
 
-    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`node_variables`).
-
-    Raises:
-        ConfigError: the variables contradict each other or are not numbers.
+    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`node_variables`). Raises
+    ConfigError where the variables contradict each other or are not numbers.
     """
     given = rank_variables(environment)
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **given}]

@@ -149,9 +149,8 @@ def take_choices() -> AccelerateConfig | None:
 def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
     """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
 
-    Args:
-        max_grad_norm: the run's, which such a file may contradict.
-        with_count: whether the choices hold a number of processes.
+    `max_grad_norm`: the run's, which such a file may contradict. `with_count`: whether the choices hold a number of
+    processes.
     """
     for line in overridden_lines(
         choices,

@@ -87,10 +87,8 @@ def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> Non
     gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
     resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
     other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
-    may use several at once.
-
-    Raises:
-        ConfigError: MASTER_ADDR does not resolve here, so this rank would not find the others.
+    may use several at once. Raises ConfigError where MASTER_ADDR does not resolve here, so this rank would not find the
+    others.
     """
     host = environment.get("MASTER_ADDR")
     if ranks.world_size <= ranks.local_world_size or not host:
@@ -239,12 +237,9 @@ def require_machine(
 ) -> None:
     """Check, before anything loads, that a run on this machine is what its user expects and can take a step.
 
-    Args:
-        params: the model's parameters; asked for a run on the CPU only.
-
-    Raises:
-        HardwareError: there is an accelerator that would not be used, the model is too large for a CPU, Triton cannot
-            build what the loss needs, blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
+    `params`: the model's parameters; asked for a run on the CPU only. Raises HardwareError where there is an
+    accelerator that would not be used, the model is too large for a CPU, Triton cannot build what the loss needs,
+    blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
     """
     if config.train.compile:
         require_for_blocks(hardware, environment)

@@ -169,13 +169,12 @@ def start(
 ) -> tuple[Sidecar | None, str]:
     """A TensorBoard over `logdir` and a line about it; None and the reason where it cannot be started.
 
-    One that this project started for the same folder and host is reused. Otherwise the first free port from `port`
-    on is taken (0: any). No error is raised: a run is worth more than its curves. The folder need not exist yet, and
-    is not created.
+    One that this project started for the same folder and host is reused. Otherwise the first free port from `port` on
+    is taken (0: any). No error is raised: a run is worth more than its curves. The folder need not exist yet, and is
+    not created.
 
-    Args:
-        title: of the browser's window.
-        ends_with_me: whether it ends when this process does (on Linux: when the thread does that called this).
+    `title`: of the browser's window. `ends_with_me`: whether it ends when this process does (on Linux: when the thread
+    does that called this).
     """
     place = str(logdir.absolute().resolve())
     try:
@@ -234,7 +233,6 @@ def _start_process(
     is_ready: Callable[[], bool],
     timeout_s: float,
 ) -> psutil.Process:
-    """A TensorBoard that is ready; one that does not get so is ended, and ConfigError says what it printed."""
     with tempfile.TemporaryFile() as output:
         started = subprocess.Popen(
             [*program, *(f"--{name}={value}" for name, value in flags.items())], cwd="/", env=environment,

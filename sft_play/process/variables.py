@@ -155,7 +155,6 @@ def _no_target(goal: str) -> str:
 
 
 def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
-    """What is wrong with one variable, whatever its value."""
     if name in VARIABLES:
         if any(is_taken(name, goal) for goal in asked):
             return None
@@ -182,6 +181,5 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
 
 
 def _takers(name: str) -> str:
-    """The targets that use a variable, the first of them by name."""
     named = [spoken(one) for one in VARIABLES[name].commands]
     return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"

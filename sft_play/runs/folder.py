@@ -153,12 +153,8 @@ class RunFolder:
         """The settings that the run was trained with. The folder may be somebody else's, so that its word alone lets no
         code run that comes with a model.
 
-        Args:
-            trusts: whether the user allows code of others, at this command.
-
-        Raises:
-            RunFolderError: they cannot be read, or allow code that the user does not.
-            ConfigError: they are not valid.
+        `trusts`: whether the user allows code of others, at this command. Raises RunFolderError where they cannot be
+        read, or allow code that the user does not; ConfigError where they are not valid.
         """
         path = self.path / "resolved.json"
         try:

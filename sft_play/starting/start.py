@@ -86,12 +86,9 @@ class Started:
 
 
 def start(asked: Asked) -> Started:
-    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches,
-    and with MAX_RESTARTS= a run of which a process died.
-
-    Raises:
-        SftPlayError: what the user can fix; where possible before a library is imported.
-    """
+    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
+    with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
+    before a library is imported."""
     endings.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
     restarts = Restarts(asked.options.restarts)
     if restarts.most and asked.ranks is None and not asked.over_ranks:
@@ -107,9 +104,6 @@ def _start(asked: Asked) -> Started:
     """Start a run once; what is cheap to refuse comes first.
 
     Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
-
-    Raises:
-        SftPlayError: what the user can fix; where possible before a library is imported.
     """
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
@@ -165,7 +159,6 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
 
 
 def _log_base(loaded: LoadedConfig) -> None:
-    """The first line of every run: which weights it trains, and which file says so."""
     name = loaded.config.model.name
     base = f"{name} ({loaded.path})"
     if name == BASE_NAME:
@@ -205,8 +198,6 @@ def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContext
 
 
 def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
-    """Look at the machine, the folder and the data, count the rows, and plan; the folder's lock and its report to come
-    are left in `held`."""
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
     hardware = _machine(asked)
     if starts:
@@ -249,8 +240,6 @@ def _machine(asked: Asked) -> Hardware:
 
 
 def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
-    """The folder that the run has or will have, and whether a run in it is resumed; None on several nodes, where rank 0
-    names it."""
     output, path = asked.loaded.config.output, asked.loaded.path
     if asked.folder is not None:
         return asked.folder, True
@@ -263,7 +252,6 @@ def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
 
 
 def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) -> Decided:
-    """What a rank's parent has decided, or rank 0, which hands it to the others."""
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
         return handed
@@ -313,7 +301,6 @@ def take_death(folder: RunFolder) -> str | None:
 
 
 def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
-    """The step from which a run goes on that is resumed, and in words."""
     from sft_play.training.checkpoints.checkpoints import last_complete, step_of
 
     begun = [stage for one in loaded.config.curriculum if (stage := folder.of_stage(one.name)).has_begun]
@@ -326,7 +313,6 @@ def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _logged(folder: RunFolder) -> Iterator[None]:
-    """While open, what is logged goes to the run's log too."""
     file = write_log_to(folder.log_path)
     try:
         yield

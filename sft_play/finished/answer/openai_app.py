@@ -179,8 +179,6 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
 
 
 class _Answers(GenerateManager):
-    """Answers up to the first stop text, one after the other."""
-
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
         return _Pieces(queue, gen_config.stop_strings or ()), streamer
@@ -198,8 +196,6 @@ class _Answers(GenerateManager):
 
 
 class _Pieces:
-    """The queue from which the server streams, up to the first stop text."""
-
     def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
         self._queue, self._until, self._ready = queue, requests.UntilStop(stops), deque[Any]()
 

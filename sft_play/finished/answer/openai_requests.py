@@ -47,8 +47,6 @@ class _Strict(BaseModel):
 
 
 class _PlainText(_Strict):
-    """`{"type": "text"}`: an answer in no particular format."""
-
     type: Literal["text"]
 
 

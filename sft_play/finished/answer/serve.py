@@ -63,11 +63,9 @@ class Serving(Outcome):
         return f"{_origin(self.host, self.port)}/v1"
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return super().as_json() | {"url": self.url}
 
     def lines(self) -> list[str]:
-        """Address, name, and how to ask, in a shell and in Python."""
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
         name = json.dumps(self.model, ensure_ascii=False)

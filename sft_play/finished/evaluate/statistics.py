@@ -92,7 +92,6 @@ def paired_bootstrap(
 def _drawn(
     parts: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], *, resamples: int, seed: int
 ) -> npt.NDArray[np.float64]:
-    """The ratio of sums of each resample [resamples]."""
     generator = np.random.default_rng(seed)
     number, ratios = len(parts), np.empty(resamples)
     is_even = bool((weight == weight[0]).all())

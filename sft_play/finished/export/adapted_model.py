@@ -154,7 +154,6 @@ class AdaptedModel:
 
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """What PEFT makes of a layer whose base weight is this one."""
     base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
     empty = getattr(base, name)
     setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))

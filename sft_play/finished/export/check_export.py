@@ -77,11 +77,9 @@ class ExportTest(Outcome):
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison was made and none failed."""
         return all(check.ok is True for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         weights = self.weights
         return {
             "ok": self.ok, "run": str(self.run), "file": str(self.file), "types": list(self.types),
@@ -96,7 +94,6 @@ class ExportTest(Outcome):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words."""
         types = ", ".join(self.types)
         lines = [f"Compared: {self.file.name} ({types}) with {self.run.name}: {self.prompts} prompts ({self.split})"]
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
@@ -113,8 +110,6 @@ class ExportTest(Outcome):
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one model gave: its answers, and its log-probabilities."""
-
     answers: list[tuple[int, ...]]
     scored: list[Scored]
     dtype: str
@@ -143,12 +138,8 @@ class _Material:
 def export_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
 ) -> ExportTest:
-    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows.
-
-    Raises:
-        RunFolderError: there is no GGUF.
-        DataError: the run's data is gone.
-    """
+    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
+    RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
@@ -198,7 +189,6 @@ def _prompt_checks(
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
 ) -> tuple[_Seen | None, gguf_model.Weights | None, ExportCheck]:
-    """The file as transformers reads it: its answers, and its weights compared with the merged model's."""
     whole, rows = load_folder(model), gguf_model.embedding_rows(file)
     try:
         read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=rows)
@@ -221,7 +211,6 @@ def _read_and_answer(
 def _beside_trained(
     run: FinishedRun, material: _Material, seen: _Seen, types: set[str]
 ) -> tuple[float | None, Answering]:
-    """The divergence of the base from the trained model, and the file's answers beside the trained model's own."""
     model = load_as_trained(run)
     trained, base_divergence = material.seen_by(model), None
     if run.is_adapter:

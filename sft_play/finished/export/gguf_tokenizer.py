@@ -194,7 +194,6 @@ def write_pieces(tokenizer: Any, path: Path) -> None:
 
 
 def _sentencepiece_file(entries: Iterable[tuple[str, float, int]], *, prefixes_space: bool) -> Any:
-    """SentencePiece's own file of a BPE: of each token its text, its score and its type."""
     from sentencepiece import sentencepiece_model_pb2
 
     file = sentencepiece_model_pb2.ModelProto()

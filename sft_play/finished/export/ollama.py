@@ -210,7 +210,6 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str]:
-    """The text between marks that it holds once each, in this order."""
     pieces, rest = [], text
     for mark in marks:
         before, there, rest = rest.partition(mark)

@@ -84,12 +84,8 @@ class Prompts:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
     ) -> str:
-        """The folder's chat template, on the day of the run.
-
-        Raises:
-            RenderError: it refuses these messages.
-            TokenizerError: there is none.
-        """
+        """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
+        TokenizerError where there is none."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise TokenizerError(f"{self._model} has no chat template")

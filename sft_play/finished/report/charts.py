@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any
 
 from sft_play.finished.report.record import Points, Record
 from sft_play.log import escape_control, one_line, redact
@@ -120,7 +118,6 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float
 
 
 def _spec(chart: Chart) -> dict[str, Any]:
-    """The chart in Vega-Lite 6."""
     names: list[str] = []
     for curve in chart.curves:
         named = _plain(curve.name)
@@ -255,59 +252,36 @@ def _by_source(record: Record) -> tuple[Curve, ...]:
 
 # --- curves in the terminal, by plotext -------------------------------------------------------------------------------
 
-HEIGHT = 12
-"""Lines of a plot, its axis included."""
-_COLOURS = ("blue+", "orange+", "green+", "red+", "magenta+", "cyan+")
+WIDTH, HEIGHT = 80, 12
+"""Columns and lines of a plot, its axis included."""
 _SIGNS = "*o+x#@"
 _ASCII = str.maketrans("┌┐└┘├┤┬┴┼─│", "+++++++++-|")
 
 
-@dataclass(frozen=True)
-class Screen:
-    """How to draw: columns; whether colours (escape codes) are wanted; whether only ASCII is."""
-
-    width: int = 80
-    colour: bool = False
-    ascii: bool = True
-
-
-def screen_of(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> Screen:
-    """The terminal that a stream is; ASCII without colours where it is a file or a pipe."""
-    if stream is None or not stream.isatty():
-        return Screen()
-    is_plain = bool(environment.get("NO_COLOR")) or environment.get("TERM") == "dumb"
-    is_unicode = (stream.encoding or "").lower().replace("-", "") == "utf8"
-    return Screen(max(40, min(100, shutil.get_terminal_size().columns)), not is_plain, not is_unicode)
-
-
-def plot_lines(title: str, curves: Sequence[Curve], screen: Screen, *, is_log: bool = False) -> list[str]:
-    """The curves as lines of text, a legend first; none where there is nothing to draw."""
-    shown = [curve for curve in curves if curve.points]
-    if not shown or all(len(curve.points) < 2 for curve in shown):
+def plot_lines(chart: Chart) -> list[str]:
+    """A chart as lines of ASCII, a legend first; none where there is nothing to draw."""
+    shown = [curve for curve in chart.curves if curve.points]
+    if all(len(curve.points) < 2 for curve in shown):
         return []
     import plotext
 
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(screen.width, HEIGHT - 1)
+    figure.plot_size(WIDTH, HEIGHT - 1)
     figure.theme("simple")
     legend = []
     for number, curve in enumerate(shown):
-        colour, sign = _COLOURS[number % len(_COLOURS)], _SIGNS[number % len(_SIGNS)]
-        steps, values = zip(*thinned(curve.points, 2 * screen.width), strict=True)
-        # with colours one dense marker does for all curves; without them each needs a sign of its own
-        symbol = sign if screen.ascii or not screen.colour or curve.marked else "hd"
-        signal = figure.signal(list(steps), list(values), marker=plotext.marker(symbol, colour))
+        sign = _SIGNS[number % len(_SIGNS)]
+        steps, values = zip(*thinned(curve.points, 2 * WIDTH), strict=True)
+        signal = figure.signal(list(steps), list(values), marker=plotext.marker(sign, "blue+"))
         figure.draw(signal if curve.marked else signal.lines())
-        named = one_line(redact(curve.name), limit=24)
-        key = "─" if symbol == "hd" else symbol
-        legend.append(f"{plotext.colorize(key, colour).string() if screen.colour else key} {named}")
+        legend.append(f"{sign} {one_line(redact(curve.name), limit=24)}")
     figure.legend(False)
-    if is_log:
+    if chart.is_log:
         figure.ruler("y").scale("log")
     first, last = min(curve.points[0][0] for curve in shown), max(curve.points[-1][0] for curve in shown)
     ticks = sorted({round(first + (last - first) * part / 4) for part in range(5)})  # whole steps
     figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    text = figure.build().string(not screen.colour)
-    lines = [f"{title}{' (logarithmic)' if is_log else ''}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
-    return [(line.translate(_ASCII) if screen.ascii else line).rstrip() for line in lines]
+    text = figure.build().string(True)
+    lines = [f"{chart.heading}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
+    return [line.translate(_ASCII).rstrip() for line in lines]

@@ -112,24 +112,6 @@ def layout_of(
     return LAYOUTS[stage, states]
 
 
-def layout_notes(config: Config, *, planned: LayoutName = "zero2") -> tuple[str, ...]:
-    """Where a file differs from the layout that it is planned as."""
-    zero = config.get("zero_optimization") or {}
-    notes = []
-    layout = layout_of(config, planned=planned)
-    states, weights = offloads(zero, "offload_optimizer"), offloads(zero, "offload_param")
-    if states and layout == "zero1":
-        notes.append("optimizer states go to RAM; the plan for zero1 has them on the GPUs, so it needs less than that")
-    if weights and layout == "zero3":
-        notes.append("weights go to RAM; the plan for zero3 has them on the GPUs, so it needs less than that")
-    if keeps_params(config, layout):
-        notes.append("no offload_param: the weights stay on the GPUs, and are planned there")
-    for key in ("offload_optimizer", "offload_param"):
-        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
-            notes.append(f"{key} goes to NVMe ({zero[key].get('nvme_path')}); its speed is not planned")
-    return tuple(notes)
-
-
 def keeps_params(config: Config, layout: LayoutName) -> bool:
     """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
     return layout == "zero3_offload" and not offloads(config.get("zero_optimization") or {}, "offload_param")
@@ -155,12 +137,10 @@ def with_batch(
     """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
     each value taken from it.
 
-    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set
-    one; where both others are known it is their product with the data-parallel `ranks`.
-
-    Raises:
-        ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
-            named, all contradictions at once.
+    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set one;
+    where both others are known it is their product with the data-parallel `ranks`. Raises ConfigError where a number of
+    the file contradicts one that the run YAML gives, or they do not multiply; both are named, all contradictions at
+    once.
     """
     given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
     if not given_batch:
@@ -257,12 +237,9 @@ _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 
 def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tuple[Config, tuple[str, ...]]:
-    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out.
-
-    Raises:
-        ConfigError: a key is unknown (the nearest known one is named), was removed while it is switched on, or holds
-            a value of the wrong kind. All of them at once.
-    """
+    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
+    where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
+    the wrong kind. All of them at once."""
     config = copy.deepcopy(raw)
     notes: list[str] = []
     for path, section in sections_of(config):
@@ -297,7 +274,6 @@ def _rename(config: Config, notes: list[str]) -> Iterator[str]:
 
 
 def _drop_removed(config: Config, notes: list[str]) -> Iterator[str]:
-    """Leave out removed keys that are switched off; yields the others."""
     for path, reason in _TABLE["removed"].items():
         holder, key = holder_of(config, path)
         if holder is None or key not in holder:
