@@ -33,7 +33,6 @@ SCHEDULERS = {
     "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),
     "kubeflow": ("kubeflow.yaml.jinja", ".kubeflow.yaml", "kubectl apply -f"),
 }
-"""By their names for FOR=: the template, how a job's file is named, and what submits it."""
 GRACE_S = 300
 """Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`."""
 _SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
@@ -72,12 +71,10 @@ class Job:
     nodes: int
     gpus_per_node: int
     gpu: str
-    """The GPU's name in the catalogue (`H100`, `RTX 4090`)."""
     checkout: Path
     folder: Path
     """Where the command was given: relative paths of the config begin here."""
     bucket: str
-    """A name for a bucket of this run."""
     venv: str | None = None
     local: Mapping[str, Path] = field(default_factory=dict)
     """Files and folders of this machine that the run reads, by their names in the config."""

@@ -23,7 +23,6 @@ from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 
 _MODES = ("lora", "qlora")
-"""The modes that are tried, in this order: 16-bit weights where they fit, else 4 bits."""
 _SUFFIXES = (".yaml", ".yml")
 _Written = tuple[list[str], Mapping[str, Plain], list[str]]
 """Lines for the file's head, its settings, and comments below them."""

@@ -38,7 +38,6 @@ from sft_play.starting.row_survey import count_if_quick, known_rows
 logger = logging.getLogger(__name__)
 
 FIRST_NODE = "NODE0"
-"""A placeholder: the plan does not know the address of node 0."""
 
 
 def run(request: Request) -> Answer:

@@ -62,7 +62,6 @@ class Cell:
     """One combination, read, checked and planned."""
 
     words: tuple[str, ...]
-    """The settings that differ between the cells."""
     loaded: LoadedConfig
     folder: RunFolder
     plan: Plan

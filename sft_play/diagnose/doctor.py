@@ -43,7 +43,6 @@ class Planned:
 
 
 Planner = Callable[[Hardware], Planned]
-"""Plans the run on the given machine; an SftPlayError that it raises becomes a finding."""
 
 
 def examine(

@@ -21,7 +21,6 @@ from sft_play.findings import Finding, passed
 from sft_play.launch.machine import P2P_OFF, refuses_p2p
 
 Condition = Mapping[str, Any]
-"""By the name of a fact: a range of versions or numbers, a list of words, or whether it is true."""
 Facts = Mapping[str, Any]
 """None: not known, which meets no condition."""
 

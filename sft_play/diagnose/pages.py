@@ -75,9 +75,7 @@ def each_once(words: Iterable[object]) -> str:
 
 
 STATES = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
-"""What `make check` calls each verdict; skipped: not looked at, and the finding says why."""
 _SHOWN = {**STATES, "FAIL": "PROBLEM"}
-"""The same on its page: a problem is in capitals, to be seen among the other lines."""
 
 
 def finding_lines(findings: Sequence[Finding], words: Mapping[str, str] = _SHOWN) -> list[str]:

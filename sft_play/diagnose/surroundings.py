@@ -39,7 +39,6 @@ class Surroundings:
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     requirements: tuple[str, ...] = ()
-    """What the project requires of other packages."""
     torch_cuda: str | None = None
     nccl: str | None = None
     driver: str | None = None

@@ -31,7 +31,6 @@ Status = Literal["running", "finished", "stopped", "failed"]
 What = Literal["run", "checkpoints", "curves"]
 """What of a run is removed: all of it, its checkpoints, or TensorBoard's event files."""
 CURVES = "events.out.tfevents.*"
-"""The names of TensorBoard's event files."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class ListedRun:
     status: Status
     """`failed` also where the manifest says running and no process writes it: it was killed."""
     step: int | None
-    """The last step that was logged."""
     best: tuple[str, float] | None
     """The best held-out figure: name (`exact_match`, else `loss`) and value."""
     bytes: int

@@ -66,10 +66,8 @@ class FinishedRun:
 
     folder: RunFolder
     config: RunConfig
-    """Its settings; those of the last stage, of a run with stages."""
     manifest: dict[str, Any]
     weights: Path
-    """`adapter/` or `model/`."""
 
     @property
     def is_adapter(self) -> bool:

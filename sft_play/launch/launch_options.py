@@ -47,13 +47,9 @@ class LaunchOptions:
     nodes: Nodes = field(default_factory=Nodes)
     deepspeed: DeepspeedRequest | None = None
     board: bool = False
-    """Whether TensorBoard runs beside the ranks."""
     show_only: bool = False
-    """Whether the command is shown and nothing is started (`make launch-command`)."""
     restarts: int = 0
-    """How often a run of which a process died is started again."""
     notes: tuple[str, ...] = ()
-    """Log lines about values that the user did not type, with their source."""
 
 
 def launch_options_of(

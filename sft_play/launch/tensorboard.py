@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 MARK = "SFT_PLAY_TENSORBOARD"
 """In the environment of a TensorBoard of this project: the cache folder of whoever started it."""
 DEFAULT_PORT = 6006
-"""TensorBoard's own."""
 PORTS_TRIED = 100
 START_TIMEOUT_S = 60.0
 """TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""

@@ -89,7 +89,6 @@ class Kept:
 
 
 NOTHING_KEPT = Kept()
-"""A new run."""
 
 
 def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:

@@ -60,7 +60,6 @@ class Asked:
     watched: bool = False
     """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
     ranks: Ranks | None = None
-    """This process's place among ranks that a launcher has started."""
     resume: bool = False
     """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run`."""
     folder: RunFolder | None = None

@@ -45,7 +45,6 @@ class Inferred(Outcome):
     path: Path
     prompts: int
     resumed: int
-    """Answers that were there already."""
 
     def lines(self) -> list[str]:
         there = f" ({self.resumed:,} were there already)" if self.resumed else ""

@@ -41,7 +41,6 @@ from sft_play.finished.answer import openai_requests as requests
 from sft_play.finished.answer.respond import Responder
 
 SERVED = ("/v1/chat/completions", "/v1/models", "/health")
-"""The endpoints that there are."""
 _LEAST_BODY_BYTES = 2**20
 _BYTES_A_POSITION = 16
 """A token of a request is some four characters, which JSON may write as six bytes each."""

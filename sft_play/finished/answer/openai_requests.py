@@ -29,7 +29,6 @@ answer only once it has sent everything."""
 _MARGIN_TOKENS = 16
 """Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither."""
 _SHOWN = 60
-"""Characters of a wrong value that an error shows."""
 
 
 _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]

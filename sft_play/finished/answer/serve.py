@@ -50,9 +50,7 @@ class Serving(Outcome):
     run: Path
     engine: str
     model: str
-    """The model's name for clients."""
     weights: Path
-    """The folder that is served: adapter, whole model, or merged."""
     host: str
     port: int
     pid: int

@@ -36,9 +36,7 @@ class EvalRows:
     name: str
     """`val`, `test`, or the file that DATA= named."""
     is_own: bool
-    """Whether they are a split of the run."""
     rows: Any
-    """A Dataset with `input_ids` and `labels`."""
     numbers: list[int]
     whole: int
     """Rows of the split, of which LIMIT= takes some."""

@@ -32,12 +32,10 @@ logger = logging.getLogger(__name__)
 Compare = Callable[[str, str, Sequence[Message]], float]
 """(answer, reference, messages before the answer) to a figure; higher is better."""
 NONE = "none"
-"""The name that asks for no metric, so that no answers are generated."""
 PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
 """Metrics that need a package of the extra `eval`."""
 BUILT_IN = ("exact_match", *PACKAGES)
 TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
-"""Names of figures as they are printed."""
 _INSTALL = "pip install 'sft-play[eval]'"
 _ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
 """Characters of scripts that put no spaces between words."""
@@ -156,7 +154,6 @@ def _checked(name: str, function: Any, answer: str, reference: str, messages: Se
 
 
 LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
-"""Of the intervals (`statistics.paired_bootstrap`)."""
 
 
 @dataclass(frozen=True)

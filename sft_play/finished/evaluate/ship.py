@@ -41,7 +41,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 ROWS = 300
-"""Held-out rows that are read."""
 SHIP_FILE = "ship.json"
 VERSION = "general-1"
 """Of the general sample; a change of a row is a new one."""
@@ -67,7 +66,6 @@ class Shipped(Outcome):
     thresholds: rule.Thresholds
     verdict: rule.Verdict
     about: dict[str, Any]
-    """Digests, versions and date."""
 
     @property
     def ok(self) -> bool:

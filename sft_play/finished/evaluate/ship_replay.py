@@ -28,7 +28,6 @@ class Replayed(Outcome):
     verdict: Verdict
     thresholds: Thresholds
     differences: tuple[str, ...]
-    """Figures of the file that do not follow from its evidence, by name."""
     before: str | None = None
     """The adapter that the run continued, as the file names it."""
 

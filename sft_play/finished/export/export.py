@@ -67,7 +67,6 @@ class Exported(Outcome):
     path: Path
     bytes: int
     commands: tuple[str, ...]
-    """What serves it."""
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None

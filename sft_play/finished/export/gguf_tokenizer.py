@@ -20,7 +20,6 @@ from sft_play.finished.export.prompts import PairedPrompt, Prompts
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`)."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
 
 
 class UnreadableTokenizer(ModelError):

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-"""Of llama_cpp_python-0.3.36.tar.gz (76.6 MB), as PyPI lists it."""
 CONVERTER = "convert_hf_to_gguf.py"
 VOCABULARIES = Path("src") / "llama-vocab.cpp"
 """The file that names the pre-tokenizers which llama.cpp knows, with their expressions."""

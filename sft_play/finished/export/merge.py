@@ -64,12 +64,10 @@ class Merged(Outcome):
     base: Base | None
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
-    """Layers whose adapter was merged."""
     untied: bool
     """Whether input and output embeddings, one tensor in the base, are two now."""
     bytes: int
     streamed: bool
-    """Whether no more than an output file was ever in RAM."""
     wall_s: float
     notes: tuple[str, ...] = ()
 

@@ -21,7 +21,6 @@ from sft_play.finished.report.record import Points, Record
 from sft_play.log import escape_control, one_line, redact
 
 COLOURS = ("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd", "#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b")
-"""Of the curves, in their order; each is readable on white and on near-black."""
 GREY = "#8a8a8a"
 _MOST_POINTS = 300
 """Of a curve: neighbouring points of a longer one are averaged. A chart is about 400 pixels wide."""
@@ -68,10 +67,8 @@ class Chart:
     form: str = ",~r"
     from_zero: bool = False
     is_share: bool = False
-    """Whether the vertical axis goes from 0 to 1."""
     may_be_log: bool = False
     starts: tuple[int, ...] = ()
-    """The first step of each stage, marked by a rule."""
     with_legend: bool = True
 
     @property
@@ -253,7 +250,6 @@ def _by_source(record: Record) -> tuple[Curve, ...]:
 # --- curves in the terminal, by plotext -------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 80, 12
-"""Columns and lines of a plot, its axis included."""
 _SIGNS = "*o+x#@"
 _ASCII = str.maketrans("┌┐└┘├┤┬┴┼─│", "+++++++++-|")
 

@@ -30,7 +30,6 @@ from sft_play.runs.folder import RunFolder
 PAGE = "compare.html"
 """In the folder of the first run that is named."""
 _NOT_COMPARED = ("output.",)
-"""Settings that only name a run."""
 _ABSENT = "-"
 
 
@@ -59,7 +58,6 @@ class Comparison(Outcome):
     figures: tuple[ResultRow, ...]
     path: Path
     loss: Chart | None
-    """Drawn in the terminal."""
 
     def as_json(self) -> dict[str, Any]:
         return {

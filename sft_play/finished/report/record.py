@@ -22,7 +22,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB
 
 Points = Sequence[tuple[float, float]]
-"""A curve: (step, value)."""
 
 _OF_RANK = re.compile(r"_rank_\d+$")
 _WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
@@ -41,7 +40,6 @@ class RunPart:
     name: str | None
     plan: dict[str, Any]
     settings: dict[str, Any]
-    """Its resolved.json."""
     summary: dict[str, Any]
     curves: Mapping[str, Points]
     """By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out."""
@@ -85,7 +83,6 @@ class Record:
     manifest: dict[str, Any]
     settings: dict[str, Any]
     summary: dict[str, Any]
-    """Of the whole run; empty until it has ended."""
     parts: tuple[RunPart, ...]
     warnings: tuple[str, ...]
     """Of the log, each once, with the time of its first."""

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 MOST_WARNINGS = 60
 REPORT = "report.html"
-"""In a run folder: its report."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class RunReport(Outcome):
     sections: tuple[str, ...]
     charts: int
     loss: Chart | None
-    """Drawn in the terminal."""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -35,7 +35,6 @@ STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
 }
 """Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are."""
 LAYOUTS = {(stage, states): name for name, (stage, states, _) in STAGES.items()} | {(1, True): "zero1"}
-"""The layout of a stage, with its optimizer states offloaded or not."""
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 
 
@@ -128,7 +127,6 @@ BATCH_KEYS = {
     "gradient_accumulation_steps": "grad_accum",
     "train_batch_size": "effective_batch_size",
 }
-"""DeepSpeed's batch keys and the run YAML's."""
 
 
 def with_batch(
@@ -178,9 +176,7 @@ def with_batch(
 
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-"""DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
 SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
-"""DeepSpeed's names for our dtypes."""
 
 
 def with_dtypes(
@@ -210,7 +206,6 @@ def with_dtypes(
 
 
 Config = dict[str, Any]
-"""DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
 
 AUTO = "auto"
 """Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
