@@ -69,6 +69,12 @@ def lines_of(content: RenderableType, *, width: int | None = WIDTH) -> list[str]
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of short texts, all of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def each_once(words: Iterable[object]) -> str:
     """Each word once, with commas."""
     return ", ".join(dict.fromkeys(str(word) for word in words))

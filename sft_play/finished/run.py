@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class Outcome:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value.isoformat() if isinstance(value, datetime) else str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)

@@ -296,9 +296,9 @@ def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Conve
         if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
             raise TokenizerError(
-                f"{converter.version} wrote a GGUF that is not the trained model: {check.words}; {way_out}"
+                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {way_out}"
             )
-    notes = [f"{check.name}: {check.words}" for check in checks.values() if check.ok is not True]
+    notes = [f"{check.name}: {check.reason}" for check in checks.values() if check.ok is not True]
     return len(asked) if checks["Tokenizer"].ok else 0, notes
 
 

@@ -109,7 +109,7 @@ class ExportCheck:
 
     name: str
     ok: bool | None
-    words: str
+    reason: str
 
 
 def file_checks(
