@@ -1,5 +1,4 @@
-"""How the packages of an environment are installed: by uv where it fits, else by pip; with a log and a check of the
-disk.
+"""How the packages of an environment are installed: by uv where it fits, else by pip; with a log.
 
 Standard library only, and nothing newer than Python 3.6, like setup_env.py.
 """
@@ -9,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
@@ -117,49 +115,6 @@ def beside_index(installer: Installer, url: str) -> List[str]:
     """The usual index and this one; each pin comes from the one that has it."""
     strategy = ["--index-strategy", "unsafe-best-match"] if installer.name == "uv" else []
     return ["--extra-index-url", url, *strategy]
-
-
-# Room
-
-
-def missing_room(installer: Installer, venv: Path, environ: Mapping[str, str], download: int, disk: int) -> str:
-    """Which disks lack room for it, as text; empty where it fits.
-
-    pip keeps every wheel in the folder for temporary files until all are unpacked. uv unpacks into its cache, and links
-    from there where that is on the environment's disk.
-    """
-    if installer.name == "uv":
-        home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/") / ".cache")
-        cache = Path(environ.get("UV_CACHE_DIR") or Path(home) / "uv")
-        needs = [(cache, disk, "UV_CACHE_DIR")]
-        if device(cache) != device(venv):
-            needs.append((venv, disk, ""))
-    else:
-        needs = [(venv, disk, ""), (Path(tempfile.gettempdir()), download, "TMPDIR")]
-    lines = []
-    for place in dict.fromkeys(device(path) for path, _, _ in needs):
-        here = [need for need in needs if device(need[0]) == place]
-        wanted, free = sum(size for _, size, _ in here), shutil.disk_usage(str(there(here[0][0]))).free
-        if free < wanted:
-            folders = " and ".join(str(path) for path, _, _ in here)
-            moved = " or ".join(f"{name}=/path" for _, _, name in here if name)
-            lines.append(
-                f"{folders}: {wanted / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB free"
-                + (f" ({moved} before make puts that part on another disk)" if moved else "")
-            )
-    return "\n    ".join(lines)
-
-
-def there(path: Path) -> Path:
-    """The nearest folder of a path that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def device(path: Path) -> int:
-    """The disk that a path is on, or will be."""
-    return there(path).stat().st_dev
 
 
 # The log

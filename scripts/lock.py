@@ -22,9 +22,6 @@ from setup_env import NEWEST, ROOT, Python, SetupError, named_python, search_pyt
 LOCK = ROOT / "requirements.lock"
 # torch's CUDA builds pin these exactly themselves; our pins would only break a CPU build.
 TORCH_OWN = re.compile(r"nvidia-|cuda-|triton$")
-# Since this version a dry run reads a wheel's metadata without downloading the wheel (torch: gigabytes;
-# pypa/pip#13482); fast-deps does the same with an index that does not serve metadata as separate files.
-OLDEST_PIP = (25, 3)
 
 HEADER = """\
 # The versions that `make setup` installs: one tested set within the ranges of pyproject.toml.
@@ -105,16 +102,6 @@ def call(*command: str | Path) -> None:
         )
 
 
-def check_pip(python: Path) -> None:
-    """Raises when the pip of an environment would download whole wheels in a dry run."""
-    version = subprocess.check_output([python, "-m", "pip", "--version"], text=True).split()[1]
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_PIP:
-        raise SetupError(
-            f"pip {show(OLDEST_PIP)} or newer is needed, so that resolving torch does not download it; the "
-            f"newest that was found is {version}.\n  Check which index pip uses (pip config list)"
-        )
-
-
 def resolve(wanted: list[str], torch: str, python: Python) -> dict[str, Any]:
     """pip's report of what it would install for these requirements, newest versions first."""
     with tempfile.TemporaryDirectory(prefix="sft-play-lock-") as name:
@@ -123,8 +110,8 @@ def resolve(wanted: list[str], torch: str, python: Python) -> dict[str, Any]:
         constraint, report = folder / "torch.txt", folder / "report.json"
         constraint.write_text(f"torch=={torch}\n", encoding="utf-8")
         call(python.path, "-I", "-m", "venv", folder / "venv")
-        call(inside, "-m", "pip", "install", "--quiet", "--upgrade", "pip", "setuptools")
-        check_pip(inside)
+        # from 25.3 on a dry run does not download whole wheels (torch: gigabytes; pypa/pip#13482)
+        call(inside, "-m", "pip", "install", "--quiet", "--upgrade", "pip>=25.3", "setuptools")
         # No isolation: deepspeed comes as source, and its metadata needs nothing but setuptools.
         options = [
             "--quiet",

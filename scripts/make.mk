@@ -52,8 +52,8 @@ override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.spl
   ["-n3", "--dist=loadfile", "--no-loadscope-reorder"]))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
-# The targets for which setup does more than make .venv: those that add an extra (EXTRAS of scripts/setup_env.py).
-override ADDING := setup dapt-docx eval ship serve export export-test test coverage fuzz
+# The targets that add an extra to .venv (EXTRAS of scripts/setup_env.py).
+override ADDING := dapt-docx eval ship serve export export-test test coverage fuzz
 
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
 override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \

@@ -3,8 +3,8 @@
 `make` runs this before every target that needs the environment; it is silent and quick when there is nothing to do.
 It reads three environment variables: VENV (the user's own environment, which is only checked), PYTHON (the Python to
 build with) and TORCH (the build of torch; by default the one that the driver runs). With the word `unsloth` it builds
-.venv-unsloth instead, whose pins conflict with those of .venv; `setup` means that a person asked for .venv itself; a
-target that needs an extra (`dapt-docx`, `eval`, …) adds it.
+.venv-unsloth instead, whose pins conflict with those of .venv; a target that needs an extra (`dapt-docx`, `eval`, …)
+adds it.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
 builds first; only a failure writes the object that JSON=1 asks for to stdout.
@@ -109,10 +109,6 @@ UNSLOTH = Environment(
 
 class SetupError(Exception):
     """A problem that the user can solve; its text is the whole message."""
-
-
-class NoTorchError(SetupError):
-    """pytorch.org did not deliver the chosen build of torch."""
 
 
 def say(text: str) -> None:
@@ -364,22 +360,14 @@ def build(
     empty(venv)
     take(f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)], root, run, what)
     by, torch = how(venv, environ, asked)
-    try:
-        announce(by, torch, venv, environ, root / what.log_file)
-        install(root, by, torch, run, what, start)
-    except NoTorchError:
-        if torch.name != "cpu" or asked == "cpu":
-            raise
-        say(f"{torch.source} did not deliver it ({root / what.log_file})")
-        torch = Choice(torch_build.OF_INDEX, None, "every build runs on a CPU")
-        announce(by, torch, venv, environ, root / what.log_file)
-        install(root, by, torch, run, what, start)
+    announce(by, torch, venv, root / what.log_file)
+    install(root, by, torch, run, what, start)
     (venv / STAMP).write_text(ready_text(root, python.version, what, torch.name), encoding="utf-8")
     say(f"{time.monotonic() - start:3.0f} s: {what.folder} is ready")
 
 
 def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environment, start: float) -> None:
-    """Install every package, with a line for each step; raises NoTorchError where pytorch.org did not deliver torch."""
+    """Install every package, with a line for each step."""
     for title, command in install_steps(root, by, torch, what):
         say(f"{time.monotonic() - start:3.0f} s: {title}")
         try:
@@ -387,20 +375,21 @@ def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environ
         except SetupError as error:
             if torch.source not in command or "--no-deps" not in command:
                 raise
-            raise NoTorchError(
+            raise SetupError(
                 f"{error}\n  Without a way to pytorch.org: name a mirror in pip's settings, or take the build that "
                 f"your package index has (make setup TORCH={torch_build.OF_INDEX})"
             ) from None
 
 
-def announce(by: Installer, torch: Choice, venv: Path, environ: Mapping[str, str], log: Path) -> None:
-    """Log what is installed, from where and how much; raises where a disk lacks room."""
-    download, disk, text = torch_build.sizes(torch)
+def announce(by: Installer, torch: Choice, venv: Path, log: Path) -> None:
+    """Log what is installed, from where and how much; raises where the disk lacks room."""
+    _, disk, text = torch_build.sizes(torch)
     say(f"{torch_build.label(torch)}: {torch.why}")
     say(f"{text}; {by.why}, its log is {log}")
-    short = installer.missing_room(by, venv, environ, download, disk)
-    if short:
-        raise SetupError(f"{venv.name} does not fit:\n    {short}\n  Make room, then run make again")
+    free = shutil.disk_usage(str(venv)).free
+    if free < disk:
+        needs = f"{disk / 2**30:.1f} GiB are needed at {venv}, {free / 2**30:.1f} GiB free"
+        raise SetupError(f"{venv.name} does not fit: {needs}.\n  Make room, then run make again")
 
 
 def take(title: str, command: Sequence[str], root: Path, run: Runner, what: Environment) -> None:
@@ -469,36 +458,14 @@ def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
         yield
 
 
-def other_build(venv: Path, environ: Mapping[str, str], what: Environment) -> str:
-    """A line about the build of torch that a new environment would get; empty where this one has it.
-
-    The environment is not rebuilt for it: a node without GPUs may share the disk with nodes that have some.
-    """
-    present = (venv / STAMP).read_text(encoding="utf-8").split()[-1]
-    try:
-        best = how(venv, environ, "")[1]
-    except BuildError as error:
-        return str(error)
-    if present in (best.name, torch_build.OF_INDEX):
-        return ""
-    return (
-        f"{what.folder} has the build {present} of torch, and this machine would get {best.name} ({best.why}); "
-        f"to rebuild: make {what.target} TORCH=auto"
-    )
-
-
 def ensure(
     root: Path,
     environ: Mapping[str, str],
     run: Optional[Runner] = None,
     *,
     what: Environment = MAIN,
-    by_name: bool = False,
 ) -> None:
-    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be.
-
-    `by_name`: a person asked for the environment itself, and gets a line about a better build of torch.
-    """
+    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
     if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])
         return
@@ -510,9 +477,8 @@ def ensure(
     if asked == "auto":
         torch = how(venv, environ, asked)[1].name if live_version(venv) else ""
     if is_ready(root, venv, wanted, what, torch):
-        hint = other_build(venv, environ, what) if by_name and not asked else ""
-        if what is not MAIN or hint:
-            say(f"{what.folder} is ready" + (f"\n  {hint}" if hint else ""))
+        if what is not MAIN:
+            say(f"{what.folder} is ready")
         return
     with build_lock(root, what):
         refuse_foreign(venv)
@@ -521,11 +487,11 @@ def ensure(
             build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 
 
-def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False, targets: Sequence[str] = ()) -> int:
+def main(root: Path = ROOT, what: Environment = MAIN, *, targets: Sequence[str] = ()) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        ensure(root, os.environ, what=what, by_name=by_name)
+        ensure(root, os.environ, what=what)
         if not os.environ.get("VENV"):
             for extra, purpose in needed_extras(targets, os.environ):
                 add_extra(extra, purpose, root, os.environ)
@@ -565,10 +531,4 @@ def answer(code: int, error: str) -> None:
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
-    sys.exit(
-        main(
-            what=UNSLOTH if asked == ["unsloth"] else MAIN,
-            by_name="setup" in asked or "unsloth" in asked,
-            targets=asked,
-        )
-    )
+    sys.exit(main(what=UNSLOTH if asked == ["unsloth"] else MAIN, targets=asked))

@@ -81,7 +81,7 @@ def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(t
         [words[0], "-n", *words[1:]], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
     )
     assert dry.returncode == 0, dry.stderr
-    assert "scripts/setup_env.py setup" in dry.stdout
+    assert "scripts/setup_env.py" in dry.stdout
     assert (tmp_path / "requirements.lock").is_file()
 
 

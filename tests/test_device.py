@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import gpus as rules
+from sft_play.diagnose import doctor as rules
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler

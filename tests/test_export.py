@@ -100,8 +100,8 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     assert tested.ok, "\n".join(tested.lines())
     assert tested.weights.equal == tested.weights.tensors > 15
     assert (tested.weights.rounded > 0) == (written not in ("bf16", "f32"))
-    of_file = tested.answering
-    assert of_file.divergence < tested.divergence_of_base / 10
+    of_file = tested.answers
+    assert of_file.kl < tested.kl_base / 10
 
 
 # --- fewer than 8 bits ------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
     assert tested.weights.equal == tested.weights.tensors
     bits = min(bits for name in found if (bits := gguf_model.bits_of(name)))
     assert 0.05 * 2.0**-bits < tested.weights.relative_rounding < 2.0 ** (1 - bits)
-    of_file = tested.answering
-    assert 0 < of_file.divergence < of_file.limit == limit_of(f"q{bits}", tested.divergence_of_base)
+    of_file = tested.answers
+    assert 0 < of_file.kl < of_file.kl_limit == limit_of(f"q{bits}", tested.kl_base)
     assert 0 <= of_file.equal_answers <= 1
 
 
@@ -192,7 +192,7 @@ def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
     run, file = exported
     tested = export_test(run, rows=5)
     assert tested.ok, "\n".join(tested.lines())
-    assert tested.answering.equal_answers == 1.0
+    assert tested.answers.equal_answers == 1.0
     assert tested.prompts == 5
     assert tested.as_json()["ok"] is True
     assert tested.lines()[-1] == f"Next: llama-server --jinja -m {file}"

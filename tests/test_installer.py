@@ -1,4 +1,4 @@
-"""Which program installs, what it is told, where its output goes, and whether the disks hold it."""
+"""Which program installs, what it is told and where its output goes."""
 
 import os
 import re
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -123,64 +122,6 @@ def test_pip_knows_the_words_that_it_is_given():
         capture_output=True, text=True, env={**environ, "PIP_CONFIG_FILE": os.devnull},
     )  # fmt: skip
     assert "no matching distribution found for no-such-package==1" in done.stderr.lower()
-
-
-# Room
-
-
-Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture
-def disks(tmp_path, monkeypatch):
-    """A home, a temporary folder and an environment, each on a disk of its own with so many bytes free."""
-    free = dict.fromkeys(("home", "tmp", "venv"), 1000)
-    for name in free:
-        (tmp_path / name).mkdir()
-
-    def disk_of(path):
-        return next((i for i, name in enumerate(free) if str(path).startswith(str(tmp_path / name))), 9)
-
-    monkeypatch.setattr(installer, "device", disk_of)
-    monkeypatch.setattr(installer.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    monkeypatch.setattr(installer.shutil, "disk_usage", lambda path: Usage(0, 0, free[list(free)[disk_of(path)]]))
-    return free
-
-
-@pytest.mark.parametrize(
-    ("by", "sizes", "named"),
-    [
-        (PIP, {"venv": 700, "tmp": 300}, None),
-        (PIP, {"venv": 699, "tmp": 300}, "venv"),
-        (PIP, {"venv": 700, "tmp": 299}, "TMPDIR=/path"),
-        (PIP, {"venv": 700, "tmp": 300, "home": 0}, None),
-        (UV, {"venv": 700, "home": 700, "tmp": 0}, None),
-        (UV, {"venv": 700, "home": 699}, "UV_CACHE_DIR=/path"),
-        (UV, {"venv": 699, "home": 700}, "venv"),
-    ],
-)
-def test_what_does_not_fit_is_named_with_the_way_out(by, sizes, named, disks, tmp_path):
-    disks.update(sizes)
-    short = installer.missing_room(by, tmp_path / "venv", {"HOME": str(tmp_path / "home")}, 300, 700)
-    assert bool(short) is bool(named)
-    assert (named or "") in short
-    assert len(short.splitlines()) <= 1
-
-
-def test_on_one_disk_the_parts_add_up(disks, tmp_path, monkeypatch):
-    monkeypatch.setattr(installer, "device", lambda path: 0)
-    home = {"HOME": str(tmp_path / "home")}
-    for free, fits in ((1000, True), (999, False)):
-        disks["home"] = free
-        monkeypatch.setattr(installer.shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
-        assert (installer.missing_room(PIP, tmp_path / "venv", home, 300, 700) == "") is fits
-    monkeypatch.setattr(installer.shutil, "disk_usage", lambda path: Usage(0, 0, 700))
-    assert installer.missing_room(UV, tmp_path / "venv", home, 300, 700) == ""  # links, no second copy
-
-
-def test_folders_that_are_not_there_yet_count_for_the_disk_they_will_be_on(tmp_path):
-    assert installer.there(tmp_path / "a/b/c") == tmp_path
-    assert installer.device(tmp_path / "a/b/c") == tmp_path.stat().st_dev
 
 
 # The log

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.gpus import check_start
+from sft_play.diagnose.doctor import check_start
 from sft_play.diagnose.known_bad import find_known_bad
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError

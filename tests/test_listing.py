@@ -41,17 +41,19 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     finally:
         holder.kill()
         holder.communicate()
-    assert [(run.folder.path.name, run.status) for run in listed.runs] == [
+    assert [(run.name, run.status) for run in listed.runs] == [
         ("d", "running"), ("c", "failed"), ("b", "stopped"), ("a", "finished"),
     ]  # fmt: skip
-    assert [run.best for run in listed.runs] == [("exact_match", 0.25), None, None, ("loss", 1.5)]
+    assert [(run.best_metric, run.best_value) for run in listed.runs] == [
+        ("exact_match", 0.25), (None, None), (None, None), ("loss", 1.5),
+    ]  # fmt: skip
     assert ["exact match 25.0%" in listed.lines()[1], "loss 1.5" in listed.lines()[4]] == [True, True]
     assert {run.step for run in listed.runs} == {4}
     ages = [line.split("  ") for line in listed.lines()[1:-2]]
     assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
     assert "50" not in listed.lines()[-3]
     assert "2 d" in listed.lines()[-3]
-    assert listed.runs[1].folder == killed
+    assert listed.runs[1].path == killed.path
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 
 
@@ -140,13 +142,13 @@ def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path, seed):
     after = draw.uniform(0, 5)
     write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
     (run,) = list_runs(tmp_path).runs
-    assert run.best == ("loss", min(*losses, after))
+    assert (run.best_metric, run.best_value) == ("loss", min(*losses, after))
 
 
 def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
     stopped = make_run(tmp_path, "stopped", status="stopped")
-    sizes = {run.folder.path.name: run for run in list_runs(tmp_path).runs}
+    sizes = {run.name: run for run in list_runs(tmp_path).runs}
     chosen = to_prune(tmp_path, ["one"], "checkpoints")
     assert chosen == {one.path / "checkpoints": 1000} == {one.path / "checkpoints": sizes["one"].checkpoint_bytes}
     assert prune(tmp_path, chosen).freed_bytes == 1000

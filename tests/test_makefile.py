@@ -515,8 +515,8 @@ def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, erro
         assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_only_a_person_who_asks_for_setup_is_told_of_its_torch(copy):
-    asked = (("setup", "setup"), ("train", ""), ("setup plan", "setup"), ("setup-unsloth", "unsloth"), ("check", ""))
+def test_setup_hears_of_the_targets_that_add_an_extra(copy):
+    asked = (("setup", ""), ("train", ""), ("setup plan", ""), ("setup-unsloth", "unsloth"), ("check", ""))
     for goals, words in (*asked, ("dapt-docx", "dapt-docx"), ("test", "test"), ("process", "")):
         shown = make("-n", *goals.split(), cwd=copy).stdout
         assert set(re.findall(r"scripts/setup_env\.py ?([a-z-]*);", shown)) == {words}, goals

@@ -105,7 +105,7 @@ OTHER = os.getpid()
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machine, tmp_path):
+def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     ranks = (rank(0, 11, workers=(12,), workers_rss_bytes=GIB), rank(1, 21))
     output = machine(
@@ -115,13 +115,13 @@ def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machin
     )
     check = see_memory(output, {})
     one, two = check.gpus
-    assert (one.ranks, one.run_bytes, one.others_bytes, one.unlisted_bytes) == ((0,), 31 * GIB, 0, GIB)
-    assert (two.ranks, two.run_bytes, two.others_bytes, two.unlisted_bytes) == ((1,), 30 * GIB, 4 * GIB, GIB)
+    assert (one.ranks, one.run_bytes, one.others_bytes) == ((0,), 31 * GIB, GIB)
+    assert (two.ranks, two.run_bytes, two.others_bytes) == ((1,), 30 * GIB, 5 * GIB)
     assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
     text = memory_lines(check)
     assert text[0] == f"Run {folder.path}: 2 ranks on this machine, pid 11, 21"
     row = next(line for line in text if line.startswith("  1 "))
-    assert row.split()[:8] == ["1", "1", "80.0", "30.00", "4.00", "1.00", "45.00", "30.00"]
+    assert row.split()[:7] == ["1", "1", "80.0", "30.00", "5.00", "45.00", "30.00"]
     joined = "\n".join(text)
     for term in ("weights           40.00 GiB", "loss head         15.00 GiB", "= allocated       55.00 GiB",
                  "+ margin           5.00 GiB", "= needed          65.00 GiB"):  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, 
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
     check = see_memory(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
-        assert (use.run_bytes, use.others_bytes, use.unlisted_bytes, use.peak_bytes) == (None, None, None, None)
+        assert (use.run_bytes, use.others_bytes, use.peak_bytes) == (None, None, None)
         assert use.used_bytes == 71 * GIB
     assert not check.warnings
     assert any("the driver names no process of this run there" in line for line in memory_lines(check))

@@ -23,7 +23,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate import accelerate_choices, drop_accelerate, mesh_in, read_accelerate_file
+from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_choices, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -442,7 +442,7 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
             monkeypatch.setattr(module, "detect", lambda machine=machine: machine)
         planned = launch_options.machine_of_mesh(config, machine)
         try:
-            started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config))
+            started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config), machine)
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp} \(one for each GPU: "):
                 make_plan(PlanRequest(config, shape_of(LLAMA), planned))
@@ -549,50 +549,23 @@ def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
 # --- accelerate's own words for one -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_parallelism_config_of_accelerate_is_a_mesh(tmp_path, seed):
-    draw = random.Random(seed)
-    for _ in range(50):
-        sizes = {key: draw.choice([1, 1, 2, 4]) for key in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-        block = {f"parallelism_config_{key}_size": draw.choice([int, str])(size) for key, size in sizes.items()}
-        found = mesh_in(block)
-        wanted = Mesh(sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"], sizes["cp"] * sizes["sp"])
-        assert found == (wanted if wanted.tp * wanted.cp > 1 else None)
-        variables = {
-            "ACCELERATE_MIXED_PRECISION": "no",
-            "ACCELERATE_DYNAMO_BACKEND": "NO",
-            "ACCELERATE_USE_FSDP": "true",
-        }
-        variables |= {name.upper(): str(size) for name, size in block.items()}
-        choices = accelerate_choices(variables)
-        assert choices is not None
-        assert choices.mesh == found
-        drop_accelerate(variables)
-        assert not [name for name in variables if name.startswith("PARALLELISM")]
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: two}\n")
-    with pytest.raises(ConfigError, match="parallelism_config_tp_size: two is not a whole number from 1 on"):
-        read_accelerate_file(file)
+def test_a_parallelism_config_of_accelerate_is_refused_where_it_divides(tmp_path):
+    file, by_accelerate = tmp_path / "accelerate.yaml", dict.fromkeys(_SET_BY_ACCELERATE, "no")
+    for axis, size in itertools.product(("dp_replicate", "dp_shard", "tp", "cp", "sp"), (1, 2)):
+        key = f"parallelism_config_{axis}_size"
+        file.write_text(f"distributed_type: FSDP\nparallelism_config: {{{key}: {size}}}\n")
+        variables = {**by_accelerate, key.upper(): str(size)}
+        if size > 1 and not axis.startswith("dp"):
+            for ask in (lambda: read_accelerate_file(file), lambda: accelerate_choices(variables)):  # noqa: B023
+                with pytest.raises(ConfigError, match=rf"divides by {axis}, which model.mesh_shape"):
+                    ask()
+        else:
+            assert read_accelerate_file(file).layout == "fsdp"
+            assert accelerate_choices(variables) is not None
 
 
-def test_a_file_of_accelerate_with_context_parallelism_is_launched_so(world, tmp_path):
-    """The file of TRL's example (examples/sft_qwen3_8b_1m_context), over two ranks."""
-    file = tmp_path / "context_parallel.yaml"
-    file.write_text(
-        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n"
-        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
-        "parallelism_config: {parallelism_config_cp_size: 2}\n"
-    )
+def test_fsdp_in_a_file_of_accelerate_is_the_mesh_of_the_run(world, tmp_path):
     asked = [*words(world, "lora"), "output.name=never"]
-    shown = start(world, "launch-command", *asked, ACCELERATE_CONFIG=str(file))
-    assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "its parallelism_config is model.mesh_shape=[[2], [cp]]" in shown.stdout
-    assert "Choice: fsdp_cp" in shown.stdout
-    assert "'model.mesh_shape=[[2], [cp]]'" in shown.stdout.split("Launch:")[1]
-    own = start(world, "launch-command", *asked, "model.mesh_shape=[1,2]", ACCELERATE_CONFIG=str(file))
-    assert own.returncode == 0, own.stdout + own.stderr
-    assert "the run YAML model.mesh_shape=[1, 2]: the run YAML wins" in own.stdout
-    assert "Choice: tp " in own.stdout
     plain = tmp_path / "fsdp.yaml"
     plain.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     divided = start(world, "launch-command", *asked, "model.mesh_shape=[1,2]", ACCELERATE_CONFIG=str(plain))

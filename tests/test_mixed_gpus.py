@@ -35,6 +35,10 @@ def own_environment(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
 
 
+def machine_here(values: dict[str, str]) -> Hardware:
+    return of_ranks.machine_of(launch_options_of(values), of_ranks.detect())
+
+
 def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypatch):
     draw = random.Random(3)
     kinds = set()
@@ -51,11 +55,11 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
         numbers = [int(n) for n in asked["GPUS"].split(",")] if "GPUS" in asked else list(range(len(names)))
         used = {names[n] for n in numbers[: int(asked.get("NPROC", len(names)))]}
         if len(used) == 1:
-            assert {gpu.name for gpu in of_ranks.machine_of(launch_options_of(asked)).gpus} == used
+            assert {gpu.name for gpu in machine_here(asked).gpus} == used
             kinds.add("one kind")
             continue
         with pytest.raises(HardwareError, match="the GPUs differ") as refused:
-            of_ranks.machine_of(launch_options_of(asked))
+            machine_here(asked)
         groups = str(refused.value).partition("are alike: ")[2].split(" or ")
         sizes = []
         for group in groups:
@@ -63,7 +67,7 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
             assert found, group
             processes, gpus, count, name = found.groups()
             given = {**asked, "GPUS": gpus, **({"NPROC": processes} if processes else {})}
-            made = of_ranks.machine_of(launch_options_of(given))
+            made = machine_here(given)
             assert [gpu.name for gpu in made.gpus] == [name] * int(count)
             assert {names[int(n)] for n in gpus.split(",")} == {name}
             sizes.append((names.count(name), KINDS[name]))
@@ -77,16 +81,16 @@ def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
     monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, a100, other, a100))
     with pytest.raises(HardwareError) as refused:
-        of_ranks.machine_of(launch_options_of({}))
+        machine_here({})
     assert str(refused.value).endswith(f"GPUS=1,3 (2 x {a100}) or GPUS=0,2 (2 x {other})")
     with pytest.raises(HardwareError, match=rf"alike: NPROC=2 GPUS=1,3 \(2 x {a100}\) or NPROC=2 GPUS=0,2"):
-        of_ranks.machine_of(launch_options_of({"NPROC": "3"}))
+        machine_here({"NPROC": "3"})
 
 
 def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):
     """CUDA's own order puts the fastest first: two ranks would take the A100 and an L4."""
     monkeypatch.setattr(of_ranks, "detect", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))
-    of_ranks.machine_of(launch_options_of({"NPROC": "2"}))
+    machine_here({"NPROC": "2"})
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 

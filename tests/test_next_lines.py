@@ -97,26 +97,25 @@ def record() -> Any:
 def report() -> Any:
     from sft_play.finished.report.report import RunReport
 
-    return RunReport(record(), OTHER, (), 0)
+    return RunReport(record(), OTHER, (), 0, None)
 
 
 def compare() -> Any:
     from sft_play.finished.report.compare import Comparison
 
-    return Comparison(("first", "other"), (record(), record()), {}, (), (), OTHER)
+    return Comparison(("first", "other"), (record(), record()), {}, (), OTHER, None)
 
 
 def reproduce(*differing: Any) -> Any:
     from sft_play.finished.reproduce import Reproduced
 
-    return Reproduced(RUN, OTHER, "here", (), 1, dict.fromkeys(differing, 0.1), None, 1)
+    return Reproduced(RUN, OTHER, "here", 1, dict.fromkeys(differing, 0.1), 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
     from sft_play.finished.listing import ListedRun, RunList
-    from sft_play.runs.folder import RunFolder
 
-    listed = ListedRun(RunFolder(RUN), "base", "lora", "finished", 3, None, 10, 0, None)
+    listed = ListedRun(RUN.name, RUN, "base", "lora", "finished", 3, None, None, None, None, 10, 0, None)
     return RunList(RUN.parent, () if is_empty else (listed,), datetime.now(UTC))
 
 

@@ -35,35 +35,27 @@ def book(folder: Path, *cells: str, **changes: Any) -> Path:
     return path
 
 
-def words_of(cell: notebook.Cell) -> str:
-    import ast
-
-    return ast.unparse(cell.tree)
-
-
 def test_cells_are_read_in_order_with_lines_as_text_or_list(tmp_path):
-    path = book(tmp_path, "a = 1\n", "", "# nothing", "b = (7\n% 4)")
+    path = book(tmp_path, "a = 1\n", "", " \n", "b = (7\n% 4)")
     data = json.loads(path.read_text())
     data["cells"][1]["source"] = ["a = 1\n", "a += 1"]
     path.write_text(json.dumps(data))
     cells = notebook.read(path)
-    assert [(cell.number, cell.name) for cell in cells] == [(1, "work.ipynb, cell 1"), (4, "work.ipynb, cell 4")]
-    assert [words_of(cell) for cell in cells] == ["a = 1\na += 1", "b = 7 % 4"]
+    assert list(cells) == ["work.ipynb, cell 1", "work.ipynb, cell 4"]
+    values: dict[str, Any] = {}
+    for code in cells.values():
+        exec(code, values)
+    assert (values["a"], values["b"]) == (2, 3)
 
 
-def test_magic_that_changes_nothing_is_left_out_and_a_text_of_it_is_kept(tmp_path):
-    path = book(tmp_path, '%matplotlib inline\n%load_ext autoreload\nif True:\n    %autoreload 2\nx = """\n%time\n"""')
-    assert words_of(notebook.read(path)[0]) == "pass\npass\nif True:\n    pass\nx = '\\n%time\\n'"
-    assert words_of(notebook.read(book(tmp_path, "%%time\na = 1"))[0]) == "a = 1"
-
-
-def test_other_magic_is_refused_all_at_once_before_anything_runs(tmp_path):
-    path = book(tmp_path, "!pip install x\na = 1", "%%bash\nls", "a = 1\nfiles = !ls\nprint?")
+def test_what_only_ipython_understands_is_refused_in_every_cell_before_anything_runs(tmp_path):
+    cells = ("!pip install x\na = 1", "%%bash\nls", "a = 1\nfiles = !ls", "print?", "%matplotlib inline", "b = 7 % 4")
     with pytest.raises(ConfigError) as caught:
-        notebook.read(path)
+        notebook.read(book(tmp_path, *cells))
     for said in ("cell 1, line 1: !pip install x", "cell 2, line 1: %%bash", "cell 3, line 2: files = !ls",
-                 "cell 3, line 3: print?"):  # fmt: skip
+                 "cell 4, line 1: print?", "cell 5, line 1: %matplotlib inline"):  # fmt: skip
         assert said in str(caught.value)
+    assert "cell 6" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,6 @@ def test_other_magic_is_refused_all_at_once_before_anything_runs(tmp_path):
         (b'{"nbformat": 4, "cells": 5}', "is not a notebook of format 4"),
         (b'{"nbformat": 4, "cells": [], "metadata": {}}', "has no code cell"),
         (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}], "metadata": null}', "has no code cell"),
-        (b'{"nbformat": 4, "cells": [], "metadata": {"kernelspec": {"language": "R"}}}', "is written in R"),
         (None, "does not exist"),
     ],
 )
@@ -101,20 +92,15 @@ def test_a_folder_none_and_what_is_not_python(tmp_path, command):
 
 def test_ranks_are_the_gpus_or_two(tmp_path):
     path = book(tmp_path, "a = 1")
-    cpu = Hardware((), "cpu", 8, 2**30, 2**30)
-    made = notebook.launch_of(path, cpu, processes=None)
+    made = notebook.launch_of(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
     assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.line
     assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
-    made = notebook.launch_of(path, named("4xH200"), processes=None)
+    made = notebook.launch_of(path, named("4xH200"))
     assert "--nproc-per-node 4 " in made.line
     assert "OMP_NUM_THREADS" not in made.environment
-    made = notebook.launch_of(path, named("4xH200"), processes=None, gpus=(1, 3))
+    made = notebook.launch_of(path, named("2xH200"), gpus=(1, 3))
     assert "--nproc-per-node 2 " in made.line
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-    with pytest.raises(ConfigError, match=r"NPROC=5: this machine has 4 GPUs"):
-        notebook.launch_of(path, named("4xH200"), processes=5)
-    with pytest.raises(ConfigError, match="this machine has 0 GPUs"):
-        notebook.launch_of(path, cpu, processes=None, gpus=(0, 1))
 
 
 def clean() -> dict[str, str]:
@@ -132,9 +118,9 @@ def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
     path = book(
         tmp_path,
         "import os, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\nprint('hello from', rank)",
-        "%matplotlib inline\nPath(f'ran{rank}').write_text(__name__)\nrank + 40",
-        "rank + 50;\nwhile not Path(f'ran{1 - rank}').exists():\n    time.sleep(0.05)",
-        "rank + 50;",
+        "Path(f'ran{rank}').write_text(__name__)\ndisplay(rank + 40)",
+        "while not Path(f'ran{1 - rank}').exists():\n    time.sleep(0.05)",
+        "rank + 50",
         "def broken(number):\n    return 1 / number\n\nbroken(0)",
         "Path(f'never{rank}').touch()",
     )
@@ -142,7 +128,6 @@ def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
     assert re.findall(r"Error (\d+)$", answer.stdout.strip()) == ["1"]
     assert answer.stdout.count("hello from") == 1
     assert "hello from 0\n40\n" in answer.stdout
-    assert "50" not in answer.stdout.partition("40\n")[2].partition("Traceback")[0]
     assert sorted(item.name for item in tmp_path.iterdir()) == ["ran0", "ran1", "work.ipynb"]
     assert (tmp_path / "ran1").read_text() == "__main__"
     said = answer.stdout.partition("Traceback")[2]

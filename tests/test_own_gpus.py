@@ -53,7 +53,7 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
         refuse_tasks(given, nodes=1)
         of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
         assert ranks_of(of_a_node) is None
-        with pytest.raises(ConfigError, match="srun started this command"):
+        with pytest.raises(ConfigError, match="this command was started"):
             refuse_tasks(of_a_node, nodes=1)
         assert ranks_of(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
         assert ranks_of(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number

@@ -4,6 +4,7 @@ The recipes are run on CPU ranks with the text that people type; what decides is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -37,8 +38,6 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
 )
 from sft_play.launch.exported import (
-    _MPI,
-    Ranks,
     meeting_variables,
     node_variables,
     rank_variables,
@@ -64,30 +63,6 @@ BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND"
 
 
 @QUICK
-@given(
-    rank=st.integers(0, 9), more=st.integers(1, 9), local=st.integers(0, 3), family=st.integers(0, 2),
-    has_size=st.booleans(), own=st.booleans(),
-)  # fmt: skip
-def test_mpis_words_are_ranks_of_several_processes_and_torchruns_win(rank, more, local, family, has_size, own):
-    world, local = rank + more, min(local, rank)
-    on_node = local + 1
-    names = _MPI[family]
-    environment = dict(zip(names, map(str, (rank, world, local, on_node)), strict=True))
-    if not has_size:
-        del environment[names[3]]
-    if own:
-        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = ranks_of(environment)
-    if own:
-        assert place == Ranks(0, 0, 1, 1)
-    elif world == 1:
-        assert place is None
-    else:
-        assert place == Ranks(rank, local, world, on_node if has_size else world)
-    assert ranks_of({name: text for name, text in environment.items() if name != names[2]} if not own else {}) is None
-
-
-@QUICK
 @given(rank=st.integers(0, 5), more=st.integers(1, 5), local=st.one_of(st.none(), st.integers(0, 5)))
 def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more, local):
     environment = {"RANK": str(rank), "WORLD_SIZE": str(rank + more), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
@@ -105,28 +80,6 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         several = Nodes(rank + more, rank, "10.0.0.1", 1234)
         assert options.nodes == (several if rank + more > 1 else Nodes())
         assert bool(options.notes) == (rank + more > 1)
-
-
-@QUICK
-@given(
-    nodes=st.integers(1, 12), per_node=st.integers(1, 9), node=st.integers(0, 11), first=st.booleans(),
-    name=st.sampled_from(["SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", None]),
-)  # fmt: skip
-def test_a_world_size_of_all_gpus_is_read_by_the_schedulers_number_of_nodes(nodes, per_node, node, first, name):
-    node %= nodes
-    rank, world = node * per_node + (0 if first else 1), nodes * per_node
-    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.0.0.1"}
-    environment |= {name: str(nodes)} if name else {}
-    found, lines = node_variables(environment)
-    if name and per_node > 1 and first:
-        assert found == {"NODE_RANK": str(node), "NNODES": str(nodes), "NPROC": str(per_node)}
-        assert f"this is node {node} of {nodes} nodes" in lines[0]
-        options = read_request(["train", "--config", "x.yaml"], environment).options
-        if nodes > 1:
-            assert (options.nodes, options.processes) == (Nodes(nodes, node, "10.0.0.1", 29_500), per_node)
-    else:
-        assert found == {"NODE_RANK": str(rank), "NNODES": str(world)}
-    assert node_variables({**environment, "NNODES": "1"}) == ({}, ())
 
 
 @pytest.mark.parametrize(
@@ -190,10 +143,24 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
     environment = {"SLURM_PROCID": "0"} | ({"SLURM_STEP_NUM_TASKS": tasks} if tasks else {})
     environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
     if tasks == "4" and nodes == 1 and local is None:
-        with pytest.raises(ConfigError, match="srun started this command 4 times"):
+        with pytest.raises(ConfigError, match="this command was started 4 times"):
             refuse_tasks(environment, nodes=nodes)
     else:
         refuse_tasks(environment, nodes=nodes)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"])
+def test_copies_that_mpi_starts_are_refused_unless_they_are_ranks_or_nodes(name):
+    for copies, nodes, more, is_refused in (
+        ("2", 1, {}, True), ("1", 1, {}, False), ("2", 2, {}, False), ("2", 1, {"LOCAL_RANK": "0"}, False),
+    ):  # fmt: skip
+        asked = (
+            pytest.raises(ConfigError, match=rf"started 2 times \({name}=2\)")
+            if is_refused
+            else contextlib.nullcontext()
+        )
+        with asked:
+            refuse_tasks({name: copies, **more}, nodes=nodes)
 
 
 # --- an address without a number of nodes -----------------------------------------------------------------------------
@@ -523,16 +490,6 @@ def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_p
     assert ended.returncode != 0
     assert "accelerate launch was asked for several processes" in ended.stdout
     assert not (world / "outputs" / "too-few").exists()
-
-
-@build
-@pytest.mark.slow
-def test_ranks_that_mpi_starts_find_each_other(world, alone):
-    """What `mpirun -np 2 python scripts/train.py` gives its ranks, without MPI: Open MPI's variables."""
-    port = str(free_port())
-    ranks = [dict(zip(_MPI[0], map(str, (rank, 2, rank, 2)), strict=True)) | {"MASTER_PORT": port} for rank in (0, 1)]
-    words = [*run_words(world, "by-mpi"), "--strategy", "ddp"]
-    assert_trained(world, "by-mpi", alone, together(world, [words, words], ranks), DDP)
 
 
 @pytest.mark.parametrize("given_port", [True, False])

@@ -14,7 +14,6 @@ from types import ModuleType
 
 _TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
 FILES = {command: row["file"] for command, row in _TABLE.items()}
-"""Each command and its file, in the order of the help."""
 INTERNAL = {"rank": "launching"}
 """Commands that the program starts itself, and help does not name."""
 

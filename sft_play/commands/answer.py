@@ -70,12 +70,8 @@ def agreed(request: Request, question: str, *, refusal: str) -> bool:
 
 
 def give(answer: Answer | int, request: Request) -> int:
-    """Write an answer to OUT, show it as JSON or in words, and return the exit code.
-
-    Raises:
-        ConfigError: OUT cannot be written.
-        SftPlayError: the answer's `refused`.
-    """
+    """Write an answer to OUT, show it as JSON or in words, and return the exit code. Raises ConfigError where OUT
+    cannot be written, and the answer's `refused`."""
     if isinstance(answer, int):
         return answer
     code = answer.refused.exit_code if answer.refused else answer.exit_code

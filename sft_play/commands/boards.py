@@ -116,7 +116,6 @@ def _logdir(request: Request) -> Path:
 
 
 def _inside(folder: Path) -> list[Sidecar]:
-    """The TensorBoards over a folder and over what is in it."""
     place = folder.absolute().resolve()
     return [one for one in tensorboard.running() if Path(one.logdir).is_relative_to(place)]
 

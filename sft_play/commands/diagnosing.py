@@ -68,7 +68,6 @@ def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) 
 
 
 def _doctor(request: Request) -> Answer:
-    """Every finding about this machine, and about the run that `make train` with the same words would start."""
     options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
         options = with_accelerate(options, read_found_file(file, os.environ)[0])

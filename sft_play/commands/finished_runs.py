@@ -12,7 +12,6 @@ from sft_play.commands.answer import Answer, agreed, answer_of, give, refuse_pla
 from sft_play.commands.request import Request, finished_run, output_dir_of, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import What, list_runs, prune, to_prune
-from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
@@ -69,29 +68,19 @@ def _run_models(request: Request) -> Answer:
 
 
 def _show(request: Request) -> Answer:
-    """The page is written; the curves are not logged, which would keep no colours."""
-    output, screen = output_dir_of(request), screen_of(sys.stdout)
+    output = output_dir_of(request)
     written: RunReport | Comparison
     if request.command == "report":
-        written = report(read_record(find_any(output, request.run)), path=request.out, screen=screen)
+        written = report(read_record(find_any(output, request.run)), path=request.out)
     elif not request.runs:
         raise ConfigError('RUNS= names no runs: make compare RUNS="first second" (make runs lists them)')
     else:
         folders = [find_any(output, name) for name in request.runs]
-        written = compare(folders, path=request.out or folders[0].path / PAGE, screen=screen)
-    draw(request, written)
+        written = compare(folders, path=request.out or folders[0].path / PAGE)
     return answer_of(written, to_out=False)
 
 
-def draw(request: Request, written: RunReport | Comparison) -> None:
-    """The curves of a page on the terminal itself."""
-    if written.plot and not request.json:
-        sys.stdout.write("\n".join(written.plot) + "\n")
-        sys.stdout.flush()
-
-
 def _prune(request: Request) -> Answer:
-    """Remove after asking (YES=1 where there is no terminal to ask on)."""
     output = output_dir_of(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")

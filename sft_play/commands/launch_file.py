@@ -33,7 +33,6 @@ SCHEDULERS = {
     "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),
     "kubeflow": ("kubeflow.yaml.jinja", ".kubeflow.yaml", "kubectl apply -f"),
 }
-"""By their names for FOR=: the template, how a job's file is named, and what submits it."""
 GRACE_S = 300
 """Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`."""
 _SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
@@ -72,12 +71,10 @@ class Job:
     nodes: int
     gpus_per_node: int
     gpu: str
-    """The GPU's name in the catalogue (`H100`, `RTX 4090`)."""
     checkout: Path
     folder: Path
     """Where the command was given: relative paths of the config begin here."""
     bucket: str
-    """A name for a bucket of this run."""
     venv: str | None = None
     local: Mapping[str, Path] = field(default_factory=dict)
     """Files and folders of this machine that the run reads, by their names in the config."""
@@ -132,7 +129,6 @@ def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job
 
 
 def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
-    """What the run reads of this machine, as the config names it."""
     data, model = loaded.config.data, loaded.config.model.name
     named = [data.train_path, data.val_path, data.test_path, data.text_path, model, *more]
     named += [path for source in data.sources for path in (source.path, source.val_path)]
@@ -140,7 +136,6 @@ def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
-    """Write the file aside and rename it; raises ConfigError where another one is there or the disk refuses."""
     try:
         if path.is_dir() or (path.exists() and not force and path.read_text(encoding="utf-8") != text):
             raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")

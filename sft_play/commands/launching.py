@@ -26,7 +26,7 @@ from sft_play.launch.accelerate import (
     write_accelerate_file,
 )
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
-from sft_play.launch.machine import machine_for
+from sft_play.launch.machine import machine_for, machine_of
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
@@ -82,7 +82,6 @@ def asked_for(request: Request) -> Asked:
 
 
 def _own_place() -> Ranks:
-    """This process's place among the ranks that this program's own launch has started."""
     ranks = ranks_of(os.environ)
     if ranks is None:
         raise ConfigError("rank is what make train-distributed starts in each of its processes; to train here: train")
@@ -115,7 +114,6 @@ def _answer(started: Started) -> Answer:
 
 
 def _command(started: Started) -> Answer:
-    """The command that was shown; null where no launcher starts the ranks."""
     launch = started.launch
     shown = launch and {"line": launch.line, "words": list(launch.words), "environment": launch.environment}
     return Answer({"launch": shown, "plan": started.plan.as_json() if started.plan else None})
@@ -135,10 +133,8 @@ def accelerate_names_machines() -> bool:
 
 
 def launched_ranks(request: Request) -> Ranks | None:
-    """This process's place among the ranks that a launcher started; None where it is the only process.
-
-    Raises:
-        ConfigError: the launcher was asked for several processes and started one, or started a run for each of them.
+    """This process's place among the ranks that a launcher started; None where it is the only process. Raises
+    ConfigError where the launcher was asked for several processes and started one, or started a run for each of them.
     """
     refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
@@ -157,7 +153,6 @@ def launched_ranks(request: Request) -> Ranks | None:
 
 
 def _setup_accelerate(request: Request) -> Answer:
-    """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
     path = accelerate_path(os.environ)
     if os.environ.get("INTERACTIVE", "") not in ("", "0"):
         if not (sys.stdin and sys.stdin.isatty()):
@@ -167,15 +162,15 @@ def _setup_accelerate(request: Request) -> Answer:
             code = subprocess.call(words)
         return Answer({"ok": code == 0, "path": str(path)}, exit_code=code)
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware = machine_for(loaded.config, detect())
+    options = dataclasses.replace(request.options, nodes=machines_of(os.environ))
+    hardware = machine_of(options, machine_for(loaded.config, detect()))
     precision = choose_precision(loaded.config, hardware).compute
     written = write_accelerate_file(
         path,
         hardware,
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
-        gpu_ids=request.options.gpus or None,
-        processes=request.options.processes,
+        gpu_ids=options.gpus,
         overwrite=request.force,
-        machines=machines_of(os.environ),
+        machines=options.nodes,
     )
     return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)

@@ -23,7 +23,6 @@ from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 
 _MODES = ("lora", "qlora")
-"""The modes that are tried, in this order: 16-bit weights where they fit, else 4 bits."""
 _SUFFIXES = (".yaml", ".yml")
 _Written = tuple[list[str], Mapping[str, Plain], list[str]]
 """Lines for the file's head, its settings, and comments below them."""
@@ -78,7 +77,6 @@ def _named_after(request: Request) -> str:
 
 
 def _translated(request: Request, file: Path) -> _Written:
-    """Another tool's settings, with the model and data that are given beside it."""
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
     if request.data:
         seen = first_look(request.data).settings
@@ -92,7 +90,6 @@ def _translated(request: Request, file: Path) -> _Written:
 
 
 def _fresh(request: Request) -> _Written:
-    """The settings for a model and data; the mode is one that fits the machine."""
     assert request.model is not None
     assert request.data is not None
     folder = local_folder(request.model)
@@ -108,7 +105,6 @@ def _fresh(request: Request) -> _Written:
 
 
 def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
-    """The first mode whose plan fits the machine, and what it needs there; qlora where none does."""
     hardware = asked_machine(request)
     where = request.hardware or "this machine"
     why = f"nothing fits {where}; make plan shows what would"

@@ -38,7 +38,6 @@ from sft_play.starting.row_survey import count_if_quick, known_rows
 logger = logging.getLogger(__name__)
 
 FIRST_NODE = "NODE0"
-"""A placeholder: the plan does not know the address of node 0."""
 
 
 def run(request: Request) -> Answer:
@@ -140,7 +139,6 @@ def _page(
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
-    """Why a run with this plan would not start; None where it would."""
     try:
         with in_stage(loaded.stage):
             require_fit(plan, loaded.config)
@@ -158,7 +156,6 @@ def _starts_here(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> bool:
 
 
 def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
-    """The settings of each cell of WHATIF; raises ConfigError where it is not a grid."""
     if text is None:
         return ()
     try:
@@ -172,7 +169,6 @@ def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
 def _stage_plans(
     loaded: LoadedConfig, hardware: Hardware, strategy: LayoutName | None, *, trace: bool, keeps_params: bool
 ) -> list[tuple[str, RunConfig, Plan]]:
-    """Name, settings and plan of each stage of a curriculum, all in one layout; empty without one."""
     stages = loaded.stages
     if not stages:
         return []
@@ -245,11 +241,8 @@ def budget_for(
     """The machines on which the run fits, with its hours and their cost.
 
     The user's own price (PRICE=, price=) applies to the machine that it is given with, and no other machine is
-    compared. A machine without a price gets the lowest one of the list.
-
-    Raises:
-        ConfigError: the run's length is not known, a price is given without a machine that has GPUs, or the list has no
-            price for the machine that is named.
+    compared. A machine without a price gets the lowest one of the list. Raises ConfigError where the run's length is
+    not known, a price is given without a machine that has GPUs, or the list has no price for the machine that is named.
     """
     today = datetime.now(UTC).date()
     shape, evaluates = shape_for(config), has_eval(config)

@@ -57,7 +57,6 @@ def _and_next(answer: Answer, request: Request, data: DataConfig) -> Answer:
 
 
 def _reading(folder: Path, data: DataConfig) -> list[str]:
-    """The settings with which a run reads the splits in a folder."""
     settings = ["data.sources=[]"] if data.sources else []
     settings.append(f"data.train_path={_plain(folder / 'train.jsonl')}")
     for split in ("val", "test"):

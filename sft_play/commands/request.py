@@ -231,14 +231,11 @@ def _value(name: str, text: str | None) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are those of the project's error tree."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{escape_control(message)}; see sft-play --help")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """All flags; of a command, the help shows only its own."""
     about = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
     commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
     parser = _Parser(prog="sft-play", description=about, epilog=commands, allow_abbrev=False)
@@ -267,7 +264,6 @@ def flags_of_commands() -> dict[str, Sequence[str]]:
 
 
 def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
-    """Raises ConfigError for flags that are unknown, of another command, empty or given twice."""
     command, flags = given.command, flags_of_commands()
     wrong = [_unknown_flag(command, word, words, flags) for word in unknown]
     if wrong:

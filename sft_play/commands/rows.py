@@ -57,13 +57,8 @@ def run(request: Request) -> Answer | int:
 
 def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
     """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
-    rows alone, or a folder for all.
-
-    Raises:
-        DataError: rows that cannot be used (unless data.on_bad_row=skip), or a file that was edited since; nothing is
-            written then.
-        TokenizerError: the tokenizer or its template cannot be used.
-    """
+    rows alone, or a folder for all. Raises DataError where rows cannot be used (unless data.on_bad_row=skip), or a file
+    was edited since; nothing is written then; TokenizerError where the tokenizer or its template cannot be used."""
     loaded, of_stage = first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)
@@ -100,7 +95,6 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
 def _rows(
     source: AnySource, part: str, written: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
 ) -> RowStats:
-    """Write every row of a file, whole, and count them."""
     split, stats, target = split_of(part), RowStats(str(source)), written.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
@@ -177,7 +171,6 @@ class Rendered:
 
 
 def _refuse_bad(files: Sequence[Rendered], data: DataConfig) -> None:
-    """Raises DataError where rows cannot be used and are not to be skipped, or none is left."""
     bad = [file for file in files if file.stats.bad]
     if bad and data.on_bad_row == "fail":
         lines = [line for file in bad for line in file.bad_lines()]
@@ -234,12 +227,8 @@ class Preview:
 
 def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool) -> Preview:
     """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
-    one row, counted from 1.
-
-    Raises:
-        DataError: the file cannot be read, has no such row, or the page was edited since.
-        TokenizerError: the tokenizer or its template cannot be used.
-    """
+    one row, counted from 1. Raises DataError where the file cannot be read, has no such row, or the page was edited
+    since; TokenizerError where the tokenizer or its template cannot be used."""
     loaded, of_stage = first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.finished_runs import draw
 from sft_play.commands.launching import launched_ranks
 from sft_play.commands.request import Request, refuse_own_model
 from sft_play.config.load import LoadedConfig, load_config
@@ -32,7 +30,6 @@ from sft_play.data.sources.files import data_paths
 from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stage
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
@@ -65,7 +62,6 @@ class Cell:
     """One combination, read, checked and planned."""
 
     words: tuple[str, ...]
-    """The settings that differ between the cells."""
     loaded: LoadedConfig
     folder: RunFolder
     plan: Plan
@@ -117,9 +113,7 @@ def _compared(request: Request, cells: list[Cell]) -> Comparison | None:
     folders = [cell.folder for cell in cells if cell.state == "finished"]
     if len(folders) < 2:
         return None
-    compared = compare(folders, path=request.out or folders[0].path / PAGE, screen=screen_of(sys.stdout))
-    draw(request, compared)
-    return compared
+    return compare(folders, path=request.out or folders[0].path / PAGE)
 
 
 # --- read -------------------------------------------------------------------------------------------------------------
@@ -141,7 +135,6 @@ def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...]
 
 
 def _with_name(loaded: LoadedConfig, words: Sequence[str]) -> LoadedConfig:
-    """The run under the name of its cell; one of that name is resumed, where the run YAML does not say `replace`."""
     output = loaded.config.output
     base = output.name or name_of_config(loaded.path)
     exists = "replace" if output.if_exists == "replace" else "resume"
@@ -201,13 +194,11 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
 
 
 def _sum(of: Sequence[Plan | Cell]) -> float | None:
-    """The hours of all; None where those of one are not known."""
     known = [one.hours for one in of if one.hours is not None]
     return sum(known) if known and len(known) == len(of) else None
 
 
 def _hardware(loaded: LoadedConfig) -> Hardware:
-    """The machine as `make train` uses it by itself: one GPU, or those of the mesh."""
     config, machine = loaded.config, machine_for(loaded.config, detect())
     as_the_mesh_says(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
     machine = machine_of_mesh(config, machine)
@@ -217,7 +208,6 @@ def _hardware(loaded: LoadedConfig) -> Hardware:
 def _plans(
     loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...], folder: RunFolder | None
 ) -> list[Plan]:
-    """The plan of the run, or of each stage; one that was stopped keeps its batch."""
     if loaded.stages and len(only) > 1:
         only = (common_layout([stage.config for stage in loaded.stages], hardware, only=only),)
     plans = []
@@ -231,7 +221,6 @@ def _plans(
 
 
 def _found(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
-    """What is in a cell's folder; raises RunFolderError where it is another run, or is being written."""
     manifest = folder.manifest()
     is_finished = manifest.get("status") == "finished"
     if not is_finished:
@@ -299,11 +288,8 @@ class Sweep:
 def train_cells(cells: Sequence[Cell], environment: Mapping[str, str]) -> list[Cell]:
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
 
-    Args:
-        environment: that of this process before it planned, which may have set variables for one cell's libraries.
-
-    Raises:
-        Interrupted: the user stopped the sweep.
+    `environment`: that of this process before it planned, which may have set variables for one cell's libraries. Raises
+    Interrupted where the user stopped the sweep.
     """
     ended, trained = [], [cell for cell in cells if cell.trains]
     for cell in cells:

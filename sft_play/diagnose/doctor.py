@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import gpus, known_bad, ranks, surroundings, system
+from sft_play.diagnose import known_bad, ranks, surroundings, system
 from sft_play.diagnose.disk import disk_findings
 from sft_play.diagnose.pages import DoctorReport, each_once
 from sft_play.diagnose.surroundings import Surroundings
@@ -19,7 +19,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import Nodes
 from sft_play.findings import Finding, failed, passed, skipped
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import without_bad_p2p
+from sft_play.launch.machine import machine_of, require_machine, without_bad_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 
@@ -43,7 +43,6 @@ class Planned:
 
 
 Planner = Callable[[Hardware], Planned]
-"""Plans the run on the given machine; an SftPlayError that it raises becomes a finding."""
 
 
 def examine(
@@ -62,17 +61,30 @@ def examine(
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
     whole = detect(environment).without_gpus() if on_cpu else detect(environment)
-    machine, chosen = gpus.choose(whole, options)
-    planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
-    around = surroundings.read_surroundings(machine, environment)
+    here, everywhere, chosen = _choose(whole, options)
+    planned, plan_findings = _plan(planner, everywhere, chosen)
+    around = surroundings.read_surroundings(here, environment)
     findings = [
         *_machine_findings(around, options, planned, chosen),
         *plan_findings,
-        *([gpus.check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
+        *([check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
         *(disk_findings(planned.config, planned.shape, planned.plan, options) if planned else ()),
         *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
     ]
     return DoctorReport(tuple(findings), time.monotonic() - started)
+
+
+def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
+    """What the ranks of this node use, the same over all nodes, and whether that is what was asked for."""
+    try:
+        here = machine_of(replace(options, nodes=Nodes()), whole)
+    except SftPlayError as error:
+        found, _, remedy = str(error).partition("; ")
+        return whole, whole, failed("GPUs", found, remedy or "GPUS= and NPROC= name GPUs that there are")
+    everywhere = machine_of(options, whole)
+    if not here.gpus:
+        return here, everywhere, skipped("GPUs", f"none found; {here.ranks} CPU ranks are used instead")
+    return here, everywhere, passed("GPUs", f"{len(here.gpus)} x {here.gpus[0].name}")
 
 
 def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned | None, list[Finding]]:
@@ -93,8 +105,6 @@ def _machine_findings(
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
-    workers = config.train.dataloader_num_workers if config else 0
-    here = machine.ranks
     quantised = config is not None and config.uses_bitsandbytes
     layout = plan.layout if plan else str(options.strategy or "")
     uses = {
@@ -103,26 +113,50 @@ def _machine_findings(
     }
     optional = frozenset(name for name, used in uses.items() if not used)
     return [
-        system.check_python(around.python, around.python_wanted),
         system.check_packages(around.versions, around.requirements, optional=optional),
         chosen,
-        *gpus.check_build(around),
-        *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
+        *check_build(around),
         *known_bad.find_known_bad(
             around,
-            ranks=here * nodes,
+            ranks=machine.ranks * nodes,
             nodes=nodes,
             layout=layout,
             packages=planned.shape.kernel_packages if planned else (),
         ),
-        system.check_shared_memory(
-            around.shm,
-            gpus_per_node=len(machine.gpus),
-            ranks_per_node=here,
-            workers=workers,
-            batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
-        ),
+        system.check_shared_memory(around.shm, gpus_per_node=len(machine.gpus)),
     ]
+
+
+def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int) -> Finding:
+    """What a run on this machine is refused for before anything loads: an accelerator that it would not use, a model
+    too large for a CPU, no compiler for its kernels."""
+    try:
+        require_machine(config, machine, environment, params=lambda: params)
+    except SftPlayError as error:
+        found, _, remedy = str(error).partition("; ")
+        return failed("machine", found, remedy or "see docs/setup.md")
+    return passed("machine", "a run would start: its device, compiler and kernels are here")
+
+
+def check_build(around: Surroundings) -> list[Finding]:
+    """What torch is built for, compared with the newest CUDA that the driver runs."""
+    if "torch" not in around.versions:
+        return []
+    torch, gpus = around.versions["torch"], around.hardware.gpus
+    if not gpus:
+        return [skipped("driver", f"no GPU; torch {torch} is {_built_for(around)}")]
+    torch_words = f"torch {torch} is {_built_for(around)}"
+    if around.torch_cuda is None:
+        return [failed("driver", f"{torch_words}, but there are GPUs",
+                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+    if around.driver is None or around.driver_cuda is None:
+        return [skipped("driver", f"NVML does not answer; {torch_words}")]
+    newest = ".".join(map(str, around.driver_cuda))
+    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {torch_words}")]
+
+
+def _built_for(around: Surroundings) -> str:
+    return f"built for CUDA {around.torch_cuda}" if around.torch_cuda else "a build without CUDA"
 
 
 def _together(
@@ -142,8 +176,8 @@ def _together(
         if variables is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
         given |= variables
-    if chosen.verdict == "FAIL" and not around.hardware.gpus:
-        return [*findings, skipped(ranks.NAME, "GPUs were requested, but there are none")]
+    if chosen.verdict == "FAIL":
+        return [*findings, skipped(ranks.NAME, "not over other GPUs than were asked for; see above")]
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
     without_bad_p2p(around.hardware, given)  # as a run's ranks communicate

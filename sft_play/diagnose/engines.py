@@ -27,7 +27,6 @@ ENGINES: Mapping[str, Mapping[str, Any]] = _TABLE["engines"]
 MODELS: Mapping[str, frozenset[str]] = {name: frozenset(one["names"]) for name, one in _TABLE["models"].items()}
 """Classes by the names of config.json, as the engines know them."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that `--max-lora-rank` takes."""
 _CLASSIFIERS = {"classifier", "score"}
 """Whole modules that vLLM takes beside an adapter: heads of classifiers."""
 
@@ -47,7 +46,6 @@ class Served:
     adapts_experts: bool = False
     """Stacked experts get one too."""
     architecture: str | None = None
-    """By config.json."""
 
     @property
     def scale(self) -> float:

@@ -21,7 +21,6 @@ from sft_play.findings import Finding, passed
 from sft_play.launch.machine import P2P_OFF, refuses_p2p
 
 Condition = Mapping[str, Any]
-"""By the name of a fact: a range of versions or numbers, a list of words, or whether it is true."""
 Facts = Mapping[str, Any]
 """None: not known, which meets no condition."""
 
@@ -60,9 +59,7 @@ def find_known_bad(
 ) -> list[Finding]:
     """A finding for each entry that applies; a single PASS if none does.
 
-    Args:
-        ranks: of all nodes.
-        packages: whose kernels the model's class runs where they are installed.
+    `ranks`: of all nodes. `packages`: whose kernels the model's class runs where they are installed.
     """
     facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout)
     words = {name: "?" if value is None else value for name, value in facts.items()}

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from sft_play.diagnose.gpu_info import all_gpus
 from sft_play.diagnose.pages import gib, value_text
 from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
@@ -46,11 +44,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`: None where the driver does not say whose it is.
-
-    `unlisted_bytes` is used and held by no process that the driver lists. `peak_bytes` is the most that this run was
-    seen to hold.
-    """
+    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used: None where the driver
+    does not say whose it is. `peak_bytes` is the most that this run was seen to hold."""
 
     index: int
     name: str | None
@@ -60,7 +55,6 @@ class GpuUse:
     free_bytes: int | None
     run_bytes: int | None
     others_bytes: int | None
-    unlisted_bytes: int | None
     peak_bytes: int | None
     others: tuple[GpuProcess, ...] = ()
 
@@ -202,27 +196,20 @@ def _gpus_of(group: Group) -> dict[int, list[int]]:
 
 
 def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: HighestSeen) -> GpuUse:
-    listed = gpu.all_processes
-    own = [item for item in listed if item.pid in pids]
-    others = tuple(item for item in listed if item.pid not in pids)
-    # A rank holds memory of its GPU from its first steps on: where the driver lists no process, or some that do not
-    # exist here and none of the run, it counts those outside this container.
-    is_foreign = bool(ranks) and not own and not all(psutil.pid_exists(item.pid) for item in others)
-    is_foreign = is_foreign or (bool(ranks) and not listed and bool(gpu.used_bytes))
-    is_told = gpu.processes is not None or any(item.processes is not None for item in gpu.instances)
-    is_told = is_told and not is_foreign and all(item.used_bytes is not None for item in listed)
+    own = [item for item in gpu.all_processes if item.pid in pids]
+    others = tuple(item for item in gpu.all_processes if item.pid not in pids)
+    # A rank holds memory of its GPU from its first steps on: where the driver lists none of the run's, it counts those
+    # outside this container, or none at all.
+    is_told = (bool(own) or not ranks) and all(item.used_bytes is not None for item in own)
     run = sum(item.used_bytes or 0 for item in own) if is_told else None
-    other = sum(item.used_bytes or 0 for item in others) if is_told else None
-    unlisted = None
-    if gpu.used_bytes is not None and run is not None and other is not None:
-        unlisted = max(0, gpu.used_bytes - run - other)
+    rest = None if run is None or gpu.used_bytes is None else max(0, gpu.used_bytes - run)
     # the driver's own peak (accounting mode) knows moments between two looks
-    accounted = [item.peak_bytes for item in own if item.peak_bytes]
-    highest = max(peaks.gpus.get(gpu.index, 0), run or 0, sum(accounted)) if run is not None else None
+    accounted = sum(item.peak_bytes or 0 for item in own)
+    highest = max(peaks.gpus.get(gpu.index, 0), run, accounted) if run is not None else None
     if highest is not None:
         peaks.gpus[gpu.index] = highest
     return GpuUse(
-        gpu.index, gpu.name, ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes, run, other, unlisted, highest,
+        gpu.index, gpu.name, ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes, run, rest, highest,
         others if is_told else (),
     )  # fmt: skip
 
@@ -250,9 +237,9 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
 
 def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
     peak = prediction.reserved + prediction.outside_allocator  # by the plan, not by what the run holds at the moment
-    if use.total_bytes is None or use.others_bytes is None or use.unlisted_bytes is None:
+    if use.total_bytes is None or use.others_bytes is None:
         return
-    taken = use.others_bytes + use.unlisted_bytes
+    taken = use.others_bytes
     left = use.total_bytes - taken - peak
     if left >= prediction.margin or not taken:  # a tight plan without others is no news: `make plan` said so
         return

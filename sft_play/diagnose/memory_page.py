@@ -60,10 +60,10 @@ def _shows_ranks(check: MemorySeen) -> bool:
 def _gpu_table(check: MemorySeen) -> Table | None:
     if not check.gpus:
         return None
-    heads = ("GPU", "rank", "total", "this\nrun", "others", "not\nlisted", "free", "peak\nseen")
+    heads = ("GPU", "rank", "total", "this\nrun", "others", "free", "peak\nseen")
     rows = []
     for use in check.gpus:
-        sizes = (use.run_bytes, use.others_bytes, use.unlisted_bytes, use.free_bytes, use.peak_bytes)
+        sizes = (use.run_bytes, use.others_bytes, use.free_bytes, use.peak_bytes)
         ranks = ",".join(map(str, use.ranks)) or "-"
         rows.append([str(use.index), ranks, gib(use.total_bytes), *(gib(size, digits=2) for size in sizes)])
     return table_of(heads, rows)

@@ -69,15 +69,19 @@ def lines_of(content: RenderableType, *, width: int | None = WIDTH) -> list[str]
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of short texts, all of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def each_once(words: Iterable[object]) -> str:
     """Each word once, with commas."""
     return ", ".join(dict.fromkeys(str(word) for word in words))
 
 
 STATES = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
-"""What `make check` calls each verdict; skipped: not looked at, and the finding says why."""
 _SHOWN = {**STATES, "FAIL": "PROBLEM"}
-"""The same on its page: a problem is in capitals, to be seen among the other lines."""
 
 
 def finding_lines(findings: Sequence[Finding], words: Mapping[str, str] = _SHOWN) -> list[str]:

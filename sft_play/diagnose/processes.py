@@ -99,7 +99,6 @@ def _names(process: _Process, place: Path) -> bool:
 
 
 def _own_processes() -> Iterator[_Process]:
-    """This user's living processes, without this one."""
     user = os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -46,7 +46,6 @@ class Outcome:
     """What the ranks reported. `notes` are this node's, by rank; `result` is rank 0's, on its node."""
 
     expected: tuple[int, ...]
-    """The ranks of this node."""
     world: int
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None

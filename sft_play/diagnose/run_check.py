@@ -70,8 +70,6 @@ def check(
 
 
 class _Checks:
-    """The parts of `make check`; each uses what the earlier ones loaded."""
-
     def __init__(
         self, loaded: LoadedConfig, hardware: Hardware, planner: Planner, *, serve: Sequence[str] = ()
     ) -> None:
@@ -346,7 +344,6 @@ def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def _weights_problem(config: RunConfig) -> str:
-    """What is wrong with the model's weights, by the names of its files; empty where they are available."""
     name = config.model.name
     folder = local_folder(name)
     if folder is None:

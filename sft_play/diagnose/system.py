@@ -1,7 +1,4 @@
-"""Python, packages, and shared memory.
-
-The checks read nothing themselves.
-"""
+"""Packages and shared memory. The checks read nothing themselves."""
 
 from __future__ import annotations
 
@@ -22,23 +19,8 @@ DOCKER_SHM_BYTES = 64 * MIB
 """Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342)."""
 NCCL_WANTS_BYTES = GIB
 """NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory)."""
-PREFETCHED = 2
-"""Batches that a worker of torch's data loader keeps ready (`prefetch_factor`)."""
-BATCH_TENSORS_BYTES = 4 * 8
-"""Token numbers, labels, mask and positions of a token, as 64-bit integers."""
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
-_WORKER_SOURCE = "https://github.com/pytorch/pytorch/issues/5040"
-
-
-def check_python(python: str, wanted: str) -> Finding:
-    """The running Python compared with the project's `requires-python`."""
-    if not wanted:
-        return skipped("Python", f"{python}; the project's supported range was not found")
-    if _is_in(python, wanted):
-        return passed("Python", f"{python} ({wanted})")
-    return failed("Python", f"{python}, and the project needs {wanted}",
-                  "make setup PYTHON=/path/to/a/python of that range")  # fmt: skip
 
 
 def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, optional: frozenset[str]) -> Finding:
@@ -80,25 +62,19 @@ def _is_in(version: str, wanted: str) -> bool:
         return True  # a version of somebody's own build cannot be compared
 
 
-def check_shared_memory(
-    space: Space | None, *, gpus_per_node: int, ranks_per_node: int, workers: int, batch_tokens: int
-) -> Finding:
-    """Whether /dev/shm has room for what NCCL and the data loader's workers put there."""
+def check_shared_memory(space: Space | None, *, gpus_per_node: int) -> Finding:
+    """Whether /dev/shm has room for what NCCL puts there."""
     if space is None:
         return skipped("shared memory", "/dev/shm is not a separate file system here")
-    nccl = DOCKER_SHM_BYTES if gpus_per_node > 1 else 0
-    # workers hand batches over through shared memory, each up to `PREFETCHED` ahead
-    loader = ranks_per_node * workers * PREFETCHED * batch_tokens * BATCH_TENSORS_BYTES
     free_words = f"{size_of(space.free)} free of {size_of(space.total)} at /dev/shm"
-    who = " and ".join([*(["NCCL"] if nccl else []), *(["the data loader's workers"] if loader else [])])
+    if gpus_per_node < 2:
+        return passed("shared memory", free_words)
     remedy = (
         "in a container: docker run --shm-size=8g (or --ipc=host; Kubernetes: an emptyDir with medium Memory at "
         "/dev/shm); else mount -o remount,size=8G /dev/shm"
     )
-    sources = (*(_SHM_SOURCES if nccl else ()), *((_WORKER_SOURCE,) if loader else ()))
-    if who and space.free <= nccl + loader:
-        found = f"{free_words}: too little for {who}, which may take {size_of(nccl + loader)}"
-        return failed("shared memory", found, remedy, *sources)
-    if nccl and space.free < NCCL_WANTS_BYTES:
-        return warned("shared memory", f"{free_words}; NVIDIA advises 1 GiB for NCCL", remedy, *sources)
-    return passed("shared memory", free_words if who else f"{free_words}; this run puts nothing there")
+    if space.free <= DOCKER_SHM_BYTES:
+        return failed("shared memory", f"{free_words}: too little for NCCL", remedy, *_SHM_SOURCES)
+    if space.free < NCCL_WANTS_BYTES:
+        return warned("shared memory", f"{free_words}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
+    return passed("shared memory", free_words)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.diagnose.pages import aligned
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
@@ -31,43 +32,27 @@ Status = Literal["running", "finished", "stopped", "failed"]
 What = Literal["run", "checkpoints", "curves"]
 """What of a run is removed: all of it, its checkpoints, or TensorBoard's event files."""
 CURVES = "events.out.tfevents.*"
-"""The names of TensorBoard's event files."""
 
 
 @dataclass(frozen=True)
 class ListedRun:
     """A run at a glance."""
 
-    folder: RunFolder
+    name: str
+    path: Path
     model: str
     mode: str
     status: Status
     """`failed` also where the manifest says running and no process writes it: it was killed."""
     step: int | None
-    """The last step that was logged."""
-    best: tuple[str, float] | None
-    """The best held-out figure: name (`exact_match`, else `loss`) and value."""
+    best_metric: str | None
+    """Of the best held-out figure: `exact_match`, else `loss`."""
+    best_value: float | None
+    best_step: int | None
+    best_checkpoint: str | None
     bytes: int
     checkpoint_bytes: int
     started: datetime | None
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        name, value = self.best or (None, None)
-        return {
-            "name": self.folder.path.name,
-            "path": str(self.folder.path),
-            "model": self.model,
-            "mode": self.mode,
-            "status": self.status,
-            "step": self.step,
-            "best_metric": name,
-            "best_value": value,
-            **best_checkpoint(self.folder),
-            "bytes": self.bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "started": self.started.isoformat() if self.started else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -78,29 +63,21 @@ class RunList(Outcome):
     runs: tuple[ListedRun, ...]
     now: datetime
 
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {"ok": True, "output": str(self.output), "runs": [run.as_json() for run in self.runs]}
-
     def lines(self) -> list[str]:
-        """A table in words."""
         if not self.runs:
             return [f"There are no runs in {self.output}", next_line("train")]
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
-            name, value = run.best or ("", 0.0)
-            best = f"exact match {value:.1%}" if name == "exact_match" else f"{name} {value:.4g}" if name else "-"
-            step, called = "-" if run.step is None else str(run.step), one_line(run.folder.path.name, limit=48)
-            model = one_line(f"{run.mode} {run.model}", limit=48)
-            rows.append((called, run.status, step, best, size_of(run.bytes), _age(run.started, self.now), model))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+            form = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
+            step, age = "-" if run.step is None else str(run.step), _age(run.started, self.now)
+            name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
+            rows.append((name, run.status, step, form.format(run.best_value), size_of(run.bytes), age, model))
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
-            *table,
+            *aligned(rows),
             f"{count} run{'s' * (count != 1)}, {size_of(total)}, of which checkpoints {size_of(checkpoints)}",
-            next_line("report", RUN=self.runs[0].folder.path),
+            next_line("report", RUN=self.runs[0].path),
         ]
 
 
@@ -108,7 +85,7 @@ def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
     listed = [_listed(folder) for folder in runs_in(output, replaced=True)]
     # runs without a start (their manifest is damaged) go last once the order is reversed
-    listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
+    listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
 
 
@@ -117,13 +94,17 @@ def _listed(folder: RunFolder) -> ListedRun:
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
     metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
+    metric, value = best_of(metrics, read_json(folder.path / "summary.json")) or (None, None)
     return ListedRun(
-        folder,
+        folder.path.name,
+        folder.path,
         model=str((resolved.get("model") or {}).get("name", "?")),
         mode=str((resolved.get("tuning") or {}).get("mode", "?")),
         status=status_of(folder, manifest),
         step=max((entry["step"] for entry in metrics), default=None),
-        best=best_of(metrics, read_json(folder.path / "summary.json")),
+        best_metric=metric,
+        best_value=value,
+        **best_checkpoint(folder),
         bytes=_bytes(folder.path),
         checkpoint_bytes=sum(_bytes(place) for place in folder.path.rglob("checkpoints") if place.is_dir()),
         started=_date(manifest.get("started")),
@@ -204,11 +185,9 @@ class Pruned(Outcome):
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was."""
         return not self.kept
 
     def lines(self) -> list[str]:
-        """In words."""
         return [
             *(f"Removed: {path}" for path in self.removed),
             f"Freed: {size_of(self.freed_bytes)}",

@@ -169,7 +169,6 @@ class HeldOut:
     name: str
     split: Split
     train: Split
-    """The rows that it was trained on."""
 
 
 def held_out(run: FinishedRun) -> HeldOut:

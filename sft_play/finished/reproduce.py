@@ -1,9 +1,9 @@
 """`make reproduce`: a finished run trained again from what its folder records, and compared with it bit for bit.
 
 The manifest names the code (a digest of its files, and the commit), the versions, the machine, and a digest of every
-file that training read. If one of these has changed it would be another run, and is refused. Other versions or another
-machine are reported: they may be why the result differs. Where the code has changed since, a checkout of the recorded
-commit trains the run again.
+file that training read. If code or data have changed it would be another run, and is refused. Other versions or another
+machine may be why the result differs: `make compare` names them. Where the code has changed since, a checkout of the
+recorded commit trains the run again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.report.compare import differences
-from sft_play.finished.report.record import read_record
-from sft_play.finished.run import FinishedRun, base_folder, changed_data, next_line
+from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
-from sft_play.runs.files import metric_lines, read_json
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
 from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
@@ -46,70 +44,50 @@ SUFFIX = "-reproduced"
 
 
 @dataclass(frozen=True)
-class Reproduced:
+class Reproduced(Outcome):
     """A run and its repetition."""
 
     run: Path
     path: Path
     code: str
-    told: tuple[str, ...]
-    """What is not as the manifest says."""
     tensors: int
     differing: Mapping[str, float]
     """Tensors that are not equal bit for bit, with their largest difference, in the order of the files."""
-    first_loss: tuple[str | None, int, float, float] | None
-    """Stage, step and both values of the first logged loss that differs."""
     steps: int
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is equal bit for bit."""
         return not self.differing
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         first = next(iter(self.differing.items()), None)
-        stage, step, was, now = self.first_loss or (None, None, None, None)
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
-            "not_as_recorded": list(self.told), "tensors": self.tensors,
+            "tensors": self.tensors,
             "tensors_differing": len(self.differing),
             "first_differing": {"name": first[0], "max_diff": first[1]} if first else None,
-            "losses_part": {"stage": stage, "step": step, "recorded": was, "now": now} if self.first_loss else None,
             "steps": self.steps,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words."""
-        lines = [f"Not as recorded: {line}" for line in self.told]
+        written = f"Written to: {self.path}"
         if self.ok:
-            lines.append(f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps")
-        else:
-            name, largest = next(iter(self.differing.items()))
-            differ = f"{len(self.differing)} of {self.tensors} tensors differ"
-            lines.append(f"Weights: {differ}; the first is {name}, by up to {largest:.3g}")
-        if self.first_loss is not None:
-            stage, step, was, now = self.first_loss
-            of = f" of stage {stage}" if stage else ""
-            lines.append(f"Losses differ first at step {step}{of}: {was!r} then, {now!r} now")
-        elif not self.ok:
-            lines.append("Losses: every logged loss is the same")
-        lines.append(f"Written to: {self.path}")
-        if self.ok:
-            return [*lines, next_line("prune", RUNS=self.path.name)]
-        return [*lines, next_line("compare", RUNS=f"{self.run.name} {self.path.name}")]
+            equal = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
+            return [equal, written, next_line("prune", RUNS=self.path.name)]
+        name, largest = next(iter(self.differing.items()))
+        differ = f"{len(self.differing)} of {self.tensors} tensors differ"
+        first = f"Weights: {differ}; the first is {name}, by up to {largest:.3g}"
+        following = next_line("compare", RUNS=f"{self.run.name} {self.path.name}")
+        return [first, written, f"{following} says whether versions, machine or plan are others"]
 
 
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
 
-    `by_this_code`: where the code has changed since, the present one trains all the same.
-
-    Raises:
-        DataError, ModelError: a file that training read is gone, or has changed.
-        RunFolderError: it was trained by other code, or its settings cannot be read.
-        TrainingError: the training of the repetition failed.
-        Interrupted: the user stopped it.
+    `by_this_code`: where the code has changed since, the present one trains all the same. Raises DataError or
+    ModelError where a file that training read is gone, or has changed; RunFolderError where it was trained by other
+    code, or its settings cannot be read; TrainingError where the training of the repetition failed; Interrupted where
+    the user stopped it.
     """
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
@@ -130,9 +108,8 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
-    first_loss = first_other_loss(run.folder.metrics_path, new.metrics_path)
     steps = int(read_json(new.path / "summary.json")["steps"])
-    return Reproduced(old, new.path, code, tuple(_not_as_recorded(run, new)), tensors, differing, first_loss, steps)
+    return Reproduced(old, new.path, code, tensors, differing, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
@@ -159,16 +136,6 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
         if content_digest_of(file) != adapter.get("sha256"):
             why = f"{file}, which it began from, has changed since"
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
-
-
-def _not_as_recorded(run: FinishedRun, new: RunFolder) -> Iterator[str]:
-    """How versions, machine and plan of the repetition differ from the run's."""
-    if run.manifest.get("resumed"):
-        yield f"the run was resumed {len(run.manifest['resumed'])} times, and repeated without a break"
-    differing = differences([read_record(run.folder), read_record(new)])
-    for name, (was, now) in differing.items():
-        if name.startswith(("plan: ", "version of ", "machine", "CPU instructions")):
-            yield f"{name}: {was} then, {now} now"
 
 
 def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
@@ -207,7 +174,6 @@ def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) ->
 
 
 def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFolder, RunConfig]]:
-    """Each part of a run: what its keys begin with as words, its folder, its settings."""
     if not loaded.stages:
         yield "", folder, loaded.config
     for stage in loaded.stages:
@@ -215,7 +181,6 @@ def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFo
 
 
 def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
-    """Words that fix what the plan had decided, since free memory and earlier runs decide it too."""
     batch, plan = folder.manifest().get("batch"), read_json(folder.path / "plan.json")
     if not isinstance(batch, dict) or not plan:
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
@@ -233,29 +198,11 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> int:
-    """Run `sft-play` with these words as a process of its own; returns its exit code."""
     environment = for_another_run(os.environ) | {"PYTHONPATH": str(PACKAGE.parent)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
     return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
-
-
-def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:
-    """Stage, step and both values of the first logged loss that differs; None where all are the same."""
-    losses = [_losses(path) for path in (one, other)]
-    for key, value in losses[0].items():
-        now = losses[1].get(key)
-        if now is not None and now != value:
-            return (*key, value, now)
-    return None
-
-
-def _losses(path: Path) -> dict[tuple[str | None, int], float]:
-    if not path.is_file():
-        return {}
-    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
-            if "loss" in entry}  # fmt: skip
 
 
 def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:

@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,17 @@ class Outcome:
         """`ok` and the fields, as plain data."""
         return {"ok": self.ok} | {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
+    def lines(self) -> list[str]:
+        """In words, the next command last."""
+        raise NotImplementedError
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value.isoformat() if isinstance(value, datetime) else str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,8 @@ class FinishedRun:
 
     folder: RunFolder
     config: RunConfig
-    """Its settings; those of the last stage, of a run with stages."""
     manifest: dict[str, Any]
     weights: Path
-    """`adapter/` or `model/`."""
 
     @property
     def is_adapter(self) -> bool:
@@ -89,12 +94,8 @@ class FinishedRun:
 def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
     """The finished run that `name` means: `last` (or None), a run's name in the output folder `base`, or a path.
 
-    Args:
-        trusts: see `RunFolder.settings`.
-
-    Raises:
-        RunFolderError: there is none, it is not finished, its settings allow what `trusts` does not, or its trained
-            weights are gone.
+    `trusts`: see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings
+    allow what `trusts` does not, or its trained weights are gone.
     """
     folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
     if folder is None:
@@ -207,11 +208,8 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within it, what the operating system refuses of writing `path`, or beside it, is one message.
-
-    Raises:
-        ConfigError: the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are.
-    """
+    """Within it, what the operating system refuses of writing `path`, or beside it, is one message. Raises ConfigError
+    where the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are."""
     try:
         yield
     except SftPlayError:
@@ -226,7 +224,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _is_of(path: Path, named: str | bytes | None) -> bool:
-    """Whether an error names `path`, a folder above it, or what is written aside for it."""
     if named is None:
         return False
     other, whole = Path(os.fsdecode(named)).absolute(), path.absolute()

@@ -28,7 +28,6 @@ from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.exported import nodes_of, rank_variables
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
-from sft_play.planner.mesh import Mesh
 from sft_play.runs.files import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
@@ -63,11 +62,8 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
-    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it.
-
-    Raises:
-        ConfigError: as `read_accelerate_file`; of accelerate's own file, with how to leave it out.
-    """
+    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
+    ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
     if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
         return read_accelerate_file(path), ()
     without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
@@ -82,7 +78,7 @@ class AccelerateConfig(BaseModel):
     """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
     expected. Keys that are not here are not read."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True)
 
     path: Path
     distributed_type: DistributedType = "NO"
@@ -100,8 +96,6 @@ class AccelerateConfig(BaseModel):
     fsdp_config: dict[str, Any] = Field(default_factory=dict)
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
-    mesh: Mesh | None = None
-    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
 
     # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
     @field_validator("distributed_type", mode="before")
@@ -180,37 +174,20 @@ class AccelerateConfig(BaseModel):
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
+        yield from _refused_axes(self.parallelism_config)
 
 
-_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
-"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
-
-
-def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
-    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
-    the axes of FSDP and of copies, which are layouts themselves.
-
-    Raises:
-        ConfigError: a size is not a whole number from 1 on.
-    """
-    sizes = dict.fromkeys(_AXES.values(), 1)
-    for theirs, ours in _AXES.items():
-        key = f"parallelism_config_{theirs}_size"
-        given = str(block.get(key, 1)).strip()
-        if not (given.isascii() and given.isdigit() and int(given) > 0):
-            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
-        sizes[ours] *= int(given)
-    mesh = Mesh(**sizes)
-    return mesh if mesh.tp * mesh.cp > 1 else None
+def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a `parallelism_config`, or with the variables that accelerate makes of it."""
+    axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
+    if axes:
+        yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"
 
 
 def read_accelerate_file(path: Path) -> AccelerateConfig:
-    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
-
-    Raises:
-        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
-            contradict each other. All problems inside it at once.
-    """
+    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
+    ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
+    contradict each other. All problems inside it at once."""
     text = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     name = one_line(str(path))
     data = parse_value(text, name=name)
@@ -226,11 +203,8 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         if config.distributed_type == "NO" and config.num_processes is None:
             config = config.model_copy(update={"num_processes": 1})
         problems = list(config.contradictions())
-        config = config.model_copy(update={"mesh": mesh_in(config.parallelism_config)})
     except ValidationError as error:
         problems = _in_words(error, data)
-    except ConfigError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config
@@ -274,7 +248,8 @@ def is_of_accelerate(environment: Mapping[str, str]) -> bool:
 def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
     """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
 
-    Its flags and its file look the same here: both reach a rank as variables.
+    Its flags and its file look the same here: both reach a rank as variables. Raises ConfigError where they divide what
+    the run YAML alone divides.
     """
     if not is_of_accelerate(environment):
         return None
@@ -290,8 +265,9 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
         "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
         "deepspeed_config": {key: text for key, text in of_deepspeed.items() if text != "none"},
-        "mesh": mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
     }
+    for problem in _refused_axes({name.lower(): text for name, text in environment.items()}):
+        raise ConfigError(f"accelerate launch: {problem}")
     return AccelerateConfig.model_validate(given)
 
 
@@ -307,8 +283,7 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 
     On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
 
-    Args:
-        instead: what starts them.
+    `instead`: what starts them.
     """
     if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
@@ -349,28 +324,19 @@ def write_accelerate_file(
     *,
     mixed_precision: Precision,
     machines: Nodes = ALONE,
-    gpu_ids: Sequence[int] | None = None,
-    processes: int | None = None,
+    gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> WrittenConfig:
-    """Write a configuration for machines like this one.
-
-    `processes` is per machine (default: one per GPU; two ranks on a machine without GPUs); `gpu_ids` chooses GPUs by
-    their index (default: all). The engine is left to the plan.
-
-    Raises:
-        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs or processes that do not
-            exist; the file cannot be written. Nothing is written then.
-    """
-    ids = _chosen_gpus(hardware, gpu_ids)
-    per_machine = _processes(hardware, ids, processes)
-    total = per_machine * machines.count  # accelerate counts over all machines, torchrun on each
+    """Write a configuration for the ranks of a machine (`machine_of`), on `gpu_ids` of each node (none: all). The
+    engine is left to the plan. Raises ConfigError where the file is not ours or was edited and `overwrite` is False, or
+    it cannot be written; nothing is written then."""
+    total = hardware.ranks  # accelerate counts over all machines, torchrun on each
     kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": kind,
-        "gpu_ids": ("all" if gpu_ids is None else ",".join(map(str, ids))) if hardware.gpus else None,
+        "gpu_ids": (",".join(map(str, gpu_ids)) or "all") if hardware.gpus else None,
         "machine_rank": machines.rank,
         "main_process_ip": machines.address,
         "main_process_port": machines.port,
@@ -389,24 +355,6 @@ def write_accelerate_file(
         except OSError as error:
             raise ConfigError(f"ACCELERATE_CONFIG={path} cannot be written: {error.strerror}") from None
     return WrittenConfig(path, text, how)
-
-
-def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
-    indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
-    if gpu_ids is None:
-        return indices
-    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
-        has = ", ".join(map(str, indices)) or "no GPU"
-        raise ConfigError(f"GPUS={','.join(map(str, gpu_ids))} cannot be used: this machine has {has}; name each once")
-    return tuple(gpu_ids)
-
-
-def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
-    if processes is None:
-        return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
-    if hardware.gpus and processes > len(ids):
-        raise ConfigError(f"NPROC={processes} cannot be used; give a number up to {len(ids)}, one for each GPU")
-    return processes
 
 
 def _digest(body: str) -> str:
@@ -431,11 +379,8 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
 
 
 def machines_of(environment: Mapping[str, str]) -> Nodes:
-    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line.
-
-    Raises:
-        ConfigError: as `nodes_of`, or the address is none.
-    """
+    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line. Raises
+    ConfigError as `nodes_of` does, or where the address is none."""
     given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
     nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
     if nodes.address is not None and not is_address(nodes.address):

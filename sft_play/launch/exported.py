@@ -1,8 +1,8 @@
 """What schedulers and other launchers export, and what a person gives in variables: ranks and nodes.
 
-The names are those of MPI's three families (as accelerate reads them: `accelerate/state.py`, `get_int_from_env`), of
-torchrun (`PET_` before its flags' names, https://docs.pytorch.org/docs/stable/elastic/run.html), and of Kubernetes'
-PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
+The names are those of torchrun (`PET_` before its flags' names,
+https://docs.pytorch.org/docs/stable/elastic/run.html), of Slurm, and of Kubernetes' PyTorchJob, which exports `RANK`
+and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ RESUMED_VARIABLE = "SFT_PLAY_RESUMED"
 """The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
 the ranks, and takes it for its own `--run-path`."""
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-)
-"""Open MPI, Intel MPI (Hydra), MVAPICH: the same four numbers."""
+_COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+"""How often srun, or an mpirun, has started this command."""
 _NODE_SYNONYMS = {
     "NNODES": "PET_NNODES",
     "NODE_RANK": "PET_NODE_RANK",
@@ -40,8 +36,6 @@ _NODE_SYNONYMS = {
 _COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 _ALL_GPUS = ("gpu", "auto", "cuda")
 """Values of torchrun's `--nproc-per-node` that mean one rank per GPU."""
-_NODE_COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES")
-"""How many nodes the scheduler gave, whatever a job script makes of `RANK` and `WORLD_SIZE`."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -52,11 +46,6 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {name: environment[name] for name in RANK_NAMES if name in environment}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    for names in _MPI:  # torchrun's own names win: mpirun may start torchrun, whose ranks inherit both
-        theirs = [environment.get(name, "") for name in names]
-        if all(text.isdigit() for text in theirs[:3]) and int(theirs[1]) > 1:
-            of_mpi = dict(zip(RANK_NAMES, theirs, strict=True))
-            variables = {**{name: text for name, text in of_mpi.items() if text}, **variables}
     return variables if "LOCAL_RANK" in variables else _of_slurm(environment) if "RANK" not in environment else {}
 
 
@@ -74,13 +63,13 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
-    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither; raises ConfigError
-    where the ranks are on several nodes, so the address has to be given."""
+    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: srun exports neither; raises ConfigError where the
+    ranks are on several nodes, so the address has to be given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing and nodes > 1:
         raise ConfigError(
             f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; give all "
-            "of them the machine of rank 0 and a free port (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
+            "of them the machine of rank 0 and a free port"
         )
     return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
 
@@ -105,14 +94,12 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         lines.append(f"PET_NNODES={one_line(given['NNODES'])} in the environment: one run over that many nodes")
     rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
     if not is_named and "NNODES" not in given and rank and world:
-        counted = _counts_gpus(environment, rank, world)
-        given |= counted or {"NODE_RANK": rank, "NNODES": world}
+        given |= {"NODE_RANK": rank, "NNODES": world}
         if world != "1":
-            how = "WORLD_SIZE counts GPUs" if counted else "where WORLD_SIZE counts GPUs, give NNODES= and NODE_RANK="
             lines.append(
                 f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this "
-                f"is node {one_line(given['NODE_RANK'])} of {one_line(given['NNODES'])} nodes (NNODES=1 for this "
-                f"machine alone; {how})"
+                f"is node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone; where "
+                "WORLD_SIZE counts GPUs, give NNODES= and NODE_RANK=)"
             )
     for name in _COUNTS:
         text = environment.get(name, "").strip()
@@ -122,28 +109,19 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     return given, tuple(lines)
 
 
-def _counts_gpus(environment: Mapping[str, str], rank: str, world: str) -> dict[str, str]:
-    """The node where `WORLD_SIZE` is the number of all GPUs and `RANK` that of the node's first one, as the scheduler's
-    number of nodes shows; else empty: `RANK` 4 of 8 alone may be either."""
-    nodes = next((environment[name] for name in _NODE_COUNTS if environment.get(name)), "")
-    if not all(text.isascii() and text.isdigit() for text in (rank, world, nodes)):
-        return {}
-    per_node, rest = divmod(int(world), max(int(nodes), 1))
-    if int(nodes) < 1 or rest or per_node < 2 or int(rank) % per_node or int(rank) >= int(world):
-        return {}
-    return {"NODE_RANK": str(int(rank) // per_node), "NNODES": nodes, "NPROC": str(per_node)}
-
-
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
-    """Raises ConfigError where Slurm started this command several times, each of which would be a separate run."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    is_several = "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) > 1
-    if not is_several or nodes > 1 or rank_variables(environment):
+    """Raises ConfigError where Slurm or MPI started this command several times, each of which would be a separate
+    run."""
+    copies = {name: text for name in _COPIES if (text := environment.get(name, "")).isdigit() and int(text) > 1}
+    if nodes > 1 or rank_variables(environment) or not copies:
+        return
+    name, text = next(iter(copies.items()))
+    if name.startswith("SLURM") and "SLURM_PROCID" not in environment:
         return
     raise ConfigError(
-        f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a separate run: "
-        "take sbatch scripts/train_slurm.sbatch my.yaml, or srun with one task per node and NNODES=, NODE_RANK=, "
-        "MASTER_ADDR= (make train-distributed)"
+        f"this command was started {text} times ({name}={text}), and each would be a separate run: take sbatch "
+        "scripts/train_slurm.sbatch my.yaml, or one task per node with NNODES=, NODE_RANK=, MASTER_ADDR= (make "
+        "train-distributed), or torchrun in place of mpirun"
     )
 
 
@@ -193,10 +171,8 @@ class Ranks:
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """The place that a launcher gave this process; None where nothing launched it.
 
-    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`node_variables`).
-
-    Raises:
-        ConfigError: the variables contradict each other or are not numbers.
+    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`node_variables`). Raises
+    ConfigError where the variables contradict each other or are not numbers.
     """
     given = rank_variables(environment)
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **given}]

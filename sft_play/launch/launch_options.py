@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, detect
@@ -25,7 +24,7 @@ from sft_play.launch.deepspeed.fill import same_numbers
 from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.mesh import mesh_of, mesh_words
+from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
 from sft_play.planner.plan import Plan
 from sft_play.spelling import did_you_mean
 
@@ -48,13 +47,9 @@ class LaunchOptions:
     nodes: Nodes = field(default_factory=Nodes)
     deepspeed: DeepspeedRequest | None = None
     board: bool = False
-    """Whether TensorBoard runs beside the ranks."""
     show_only: bool = False
-    """Whether the command is shown and nothing is started (`make launch-command`)."""
     restarts: int = 0
-    """How often a run of which a process died is started again."""
     notes: tuple[str, ...] = ()
-    """Log lines about values that the user did not type, with their source."""
 
 
 def launch_options_of(
@@ -84,9 +79,12 @@ def launch_options_of(
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
-def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> LaunchOptions:
+def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig, mesh: Mesh | None = None) -> LaunchOptions:
     """The options with an accelerate configuration filled in wherever the command line says nothing; raises ConfigError
-    where it is for several machines and lacks the address of rank 0's."""
+    where it is for several machines and lacks the address of rank 0's.
+
+    `mesh`: the run YAML's; FSDP in the configuration means it then, and not a layout.
+    """
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
         address = nodes.address or accelerate.main_process_ip
@@ -99,8 +97,9 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> Lau
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     request = options.deepspeed or (DeepspeedRequest(file) if accelerate.distributed_type == "DEEPSPEED" else None)
-    # with a mesh the layout follows from the mesh
-    layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES and accelerate.mesh is None else None
+    # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
+    follows_mesh = mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP"
+    layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES and not follows_mesh else None
     return replace(
         options,
         strategy=options.strategy or layout,
@@ -146,9 +145,8 @@ def take_choices() -> AccelerateConfig | None:
 def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
     """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
 
-    Args:
-        max_grad_norm: the run's, which such a file may contradict.
-        with_count: whether the choices hold a number of processes.
+    `max_grad_norm`: the run's, which such a file may contradict. `with_count`: whether the choices hold a number of
+    processes.
     """
     for line in overridden_lines(
         choices,
@@ -168,30 +166,9 @@ def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[Launc
         notes += of_file
     for note in notes:
         logger.info("%s", note)
-    return (with_choices(options, accelerate, config) if accelerate else options), accelerate
-
-
-def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: RunConfig) -> LaunchOptions:
-    """The options with accelerate's choices; where the run YAML has a mesh, FSDP in accelerate's file means that mesh,
-    not a layout."""
-    mesh = mesh_of(config.model.mesh_shape)
-    # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
-    if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
-        accelerate = accelerate.model_copy(update={"mesh": mesh})
-    return with_accelerate(options, accelerate)
-
-
-def with_mesh_of(accelerate: AccelerateConfig, loaded: LoadedConfig) -> LoadedConfig:
-    """The run YAML with the mesh of a file of accelerate, where it has none itself; logs which one is used."""
-    own, name = mesh_of(loaded.config.model.mesh_shape), one_line(str(accelerate.path))
-    if accelerate.mesh is None or own == accelerate.mesh:
-        return loaded
-    if own is not None:
-        logger.info("%s says parallelism_config %s, the run YAML model.mesh_shape=%s: the run YAML wins",
-                    name, accelerate.mesh, mesh_words(loaded.config.model.mesh_shape))  # fmt: skip
-        return loaded
-    logger.info("%s: its parallelism_config is model.mesh_shape=%s", name, accelerate.mesh)
-    return load_config(loaded.path, overrides=(*loaded.overrides, f"model.mesh_shape={accelerate.mesh}"))
+    if accelerate is None:
+        return options, None
+    return with_accelerate(options, accelerate, mesh_of(config.model.mesh_shape)), accelerate
 
 
 def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:

@@ -25,7 +25,6 @@ from sft_play.launch.command import visible_only
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
-from sft_play.planner import show
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import deepspeed_on_cpu
 
@@ -43,11 +42,9 @@ def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
     return hardware.without_gpus() if config.train.device == "cpu" else hardware
 
 
-def machine_of(options: LaunchOptions) -> Hardware:
-    """The machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU."""
-    hardware = detect()
-    for line in show.detected_lines(hardware):
-        logger.info("%s", line)
+def machine_of(options: LaunchOptions, hardware: Hardware) -> Hardware:
+    """This machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU; raises
+    HardwareError where it has not the GPUs that are asked for."""
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
@@ -90,10 +87,8 @@ def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> Non
     gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
     resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
     other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
-    may use several at once.
-
-    Raises:
-        ConfigError: MASTER_ADDR does not resolve here, so this rank would not find the others.
+    may use several at once. Raises ConfigError where MASTER_ADDR does not resolve here, so this rank would not find the
+    others.
     """
     host = environment.get("MASTER_ADDR")
     if ranks.world_size <= ranks.local_world_size or not host:
@@ -155,8 +150,6 @@ def one_gpu(hardware: Hardware) -> Hardware:
 
     Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
     """
-    for line in show.detected_lines(hardware):
-        logger.info("%s", line)
     if len(hardware.gpus) < 2:
         return hardware
     first = hardware.gpus[0]
@@ -244,12 +237,9 @@ def require_machine(
 ) -> None:
     """Check, before anything loads, that a run on this machine is what its user expects and can take a step.
 
-    Args:
-        params: the model's parameters; asked for a run on the CPU only.
-
-    Raises:
-        HardwareError: there is an accelerator that would not be used, the model is too large for a CPU, Triton cannot
-            build what the loss needs, blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
+    `params`: the model's parameters; asked for a run on the CPU only. Raises HardwareError where there is an
+    accelerator that would not be used, the model is too large for a CPU, Triton cannot build what the loss needs,
+    blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
     """
     if config.train.compile:
         require_for_blocks(hardware, environment)

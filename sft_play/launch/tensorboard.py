@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 MARK = "SFT_PLAY_TENSORBOARD"
 """In the environment of a TensorBoard of this project: the cache folder of whoever started it."""
 DEFAULT_PORT = 6006
-"""TensorBoard's own."""
 PORTS_TRIED = 100
 START_TIMEOUT_S = 60.0
 """TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""
@@ -169,13 +168,12 @@ def start(
 ) -> tuple[Sidecar | None, str]:
     """A TensorBoard over `logdir` and a line about it; None and the reason where it cannot be started.
 
-    One that this project started for the same folder and host is reused. Otherwise the first free port from `port`
-    on is taken (0: any). No error is raised: a run is worth more than its curves. The folder need not exist yet, and
-    is not created.
+    One that this project started for the same folder and host is reused. Otherwise the first free port from `port` on
+    is taken (0: any). No error is raised: a run is worth more than its curves. The folder need not exist yet, and is
+    not created.
 
-    Args:
-        title: of the browser's window.
-        ends_with_me: whether it ends when this process does (on Linux: when the thread does that called this).
+    `title`: of the browser's window. `ends_with_me`: whether it ends when this process does (on Linux: when the thread
+    does that called this).
     """
     place = str(logdir.absolute().resolve())
     try:
@@ -234,7 +232,6 @@ def _start_process(
     is_ready: Callable[[], bool],
     timeout_s: float,
 ) -> psutil.Process:
-    """A TensorBoard that is ready; one that does not get so is ended, and ConfigError says what it printed."""
     with tempfile.TemporaryFile() as output:
         started = subprocess.Popen(
             [*program, *(f"--{name}={value}" for name, value in flags.items())], cwd="/", env=environment,

@@ -199,7 +199,6 @@ class Beside(NamedTuple):
     written: str
     """What it wrote to the pipe that was its standard output; empty without one."""
     was_stopped: bool
-    """Whether this process was asked to stop meanwhile, and passed it on."""
 
 
 def run_beside(module: str, words: Sequence[str], *, environment: Mapping[str, str], **of_popen: Any) -> Beside:

@@ -14,7 +14,6 @@ from sft_play.log import one_line
 from sft_play.process.variables import VARIABLES
 
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
-"""Variables that make passes to a command."""
 OF_LAUNCHERS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID", "SFT_PLAY_RUN", "SFT_PLAY_RESUMED",

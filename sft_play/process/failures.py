@@ -215,7 +215,6 @@ def _leave_with_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _leave_after(agent: int) -> None:
-    """Wait for the agent to end, then end the rank unless it saves and stops itself."""
     while os.getppid() == agent:
         time.sleep(1)
     time.sleep(ORPHAN_S)

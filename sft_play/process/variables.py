@@ -25,25 +25,18 @@ def _names(text: str) -> Tuple[str, ...]:
 TRAINING, DESCRIBING = _names("@training"), _names("@describing")
 """Commands that train, and those about the run that `train` with the same words would start."""
 COMMANDS = _names("@commands")
-"""Every command of `sft-play`."""
 TARGETS: Dict[str, str] = _TABLE["targets"]
-"""Targets of make that run a command of another name."""
 MAINTAINING = _names("@maintaining")
-"""Targets of benchmarks/Makefile."""
 COMMANDS_OF_MAKE = _names("@commands_of_make")
-"""Targets that are not commands of `sft-play`."""
 FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _names(row["for"])} for flag, row in _TABLE["flags"].items()}
 """Flags that are not variables: the commands that take them, their help, and the setting for which some stand."""
 SETTINGS: Dict[str, str] = _TABLE["settings"]
-"""Variables of some targets whose names stand for a setting where a run is trained or described."""
 OTHER_WORDS = {word: name for name, words in _TABLE["other_words"].items() for word in words.split()}
 """Other names for the same, in capitals without underscores: launchers' and people's."""
 OF_OTHERS = _names(_TABLE["of_others"])
 """Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on."""
 _OTHERS = _names(_TABLE["others"])
-"""Their names that have no such prefix."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-"""Endings of names that are no run YAML's."""
 _ANYWHERE = ("*",)
 
 
@@ -79,7 +72,6 @@ def _variable(row: Dict[str, Any]) -> Variable:
 
 
 VARIABLES: Dict[str, Variable] = {name: _variable(row) for name, row in _TABLE["variables"].items()}
-"""Every variable of make that the toolkit reads."""
 
 
 def command_of(target: str) -> str:
@@ -155,7 +147,6 @@ def _no_target(goal: str) -> str:
 
 
 def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
-    """What is wrong with one variable, whatever its value."""
     if name in VARIABLES:
         if any(is_taken(name, goal) for goal in asked):
             return None
@@ -182,6 +173,5 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
 
 
 def _takers(name: str) -> str:
-    """The targets that use a variable, the first of them by name."""
     named = [spoken(one) for one in VARIABLES[name].commands]
     return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"

@@ -53,9 +53,8 @@ _open: list[Waiting] = []
 def waiting(what: str, *, unit: str = "", total: Callable[[], int | None] = lambda: None) -> Iterator[Waiting]:
     """Say what is being done where it takes longer than three seconds; a part of it that is opened inside speaks first.
 
-    Args:
-        unit: of what is counted by `add`; empty where nothing can be.
-        total: how many there will be, called in another thread once there is something to say; None if unknown.
+    `unit`: of what is counted by `add`; empty where nothing can be. `total`: how many there will be, called in another
+    thread once there is something to say; None if unknown.
     """
     one, ended = Waiting(what, unit, total), threading.Event()
 

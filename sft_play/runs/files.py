@@ -146,11 +146,8 @@ def refusal(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Within it, a disk that is full or read-only is one message that names the file, where the error does.
-
-    Raises:
-        RunFolderError: in place of the error.
-    """
+    """Within it, a disk that is full or read-only is one message that names the file, where the error does. Raises
+    RunFolderError in place of the error."""
     try:
         yield
     except SftPlayError:
@@ -169,12 +166,8 @@ def refusals() -> Iterator[None]:
 def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[None]:
     """Within it, at least `needed` bytes are written into a folder.
 
-    Args:
-        what: begins the message, such as "the checkpoint of step 6".
-        free: bytes that are free there; None where that is not known.
-
-    Raises:
-        RunFolderError: fewer bytes are free, or the disk refuses.
+    `what`: begins the message, such as "the checkpoint of step 6". `free`: bytes that are free there; None where that
+    is not known. Raises RunFolderError where fewer bytes are free, or the disk refuses.
     """
     words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({size_of(needed)}) "
     words += "are needed, and {}. Free space there, then resume the run"

@@ -35,9 +35,7 @@ def code_keys(model: ModelConfig) -> dict[str, str]:
 
 MANIFEST = "manifest.json"
 STAGES = "stages"
-"""In a run folder: the folders of its stages."""
 DEEPSPEED_FILE = "deepspeed.json"
-"""In a run folder: DeepSpeed's config, every value resolved."""
 FORMAT = "sft_play run 1"
 """The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard."""
 DIED = "died"
@@ -57,7 +55,6 @@ class RunFolder:
     run: RunFolder | None = None
     """The run that this is a stage of: log, metrics and curves are there."""
     is_last: bool = False
-    """Whether what this stage trained is the run's result."""
 
     def of_stage(self, name: str, *, is_last: bool = False) -> RunFolder:
         """The folder of a stage."""
@@ -153,12 +150,8 @@ class RunFolder:
         """The settings that the run was trained with. The folder may be somebody else's, so that its word alone lets no
         code run that comes with a model.
 
-        Args:
-            trusts: whether the user allows code of others, at this command.
-
-        Raises:
-            RunFolderError: they cannot be read, or allow code that the user does not.
-            ConfigError: they are not valid.
+        `trusts`: whether the user allows code of others, at this command. Raises RunFolderError where they cannot be
+        read, or allow code that the user does not; ConfigError where they are not valid.
         """
         path = self.path / "resolved.json"
         try:

@@ -79,12 +79,9 @@ def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
     Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
     other nodes are visible through NFS. On a file system without locks the note of who writes is trusted.
 
-    Args:
-        by: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
-            exclude each other, and each excludes everybody else.
-
-    Raises:
-        RunFolderError: another process is writing the run, or the folder cannot be written.
+    `by`: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
+    exclude each other, and each excludes everybody else. Raises RunFolderError where another process is writing the
+    run, or the folder cannot be written.
     """
     path = folder.path / LOCK
     for _ in range(100):

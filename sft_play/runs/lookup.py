@@ -175,12 +175,8 @@ def create_run(
 
     It is locked before anyone can see it.
 
-    Args:
-        by: whose lock is taken; see `lock`.
-
-    Raises:
-        RunFolderError: the folder exists (another start may have created it), is being written, or cannot be
-            created.
+    `by`: whose lock is taken; see `lock`. Raises RunFolderError where the folder exists (another start may have created
+    it), is being written, or cannot be created.
     """
     taken = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
@@ -222,11 +218,7 @@ def write_start(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, 
 
 
 def move_aside(folder: RunFolder) -> Path:
-    """Rename an old run to NAME.replaced-TIME.
-
-    Raises:
-        RunFolderError: it is not one of ours, or is being written.
-    """
+    """Rename an old run to NAME.replaced-TIME; raises RunFolderError where it is not ours, or is being written."""
     folder.manifest()
     with lock(folder) as mark:
         stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2

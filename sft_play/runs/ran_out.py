@@ -11,7 +11,6 @@ from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import STAGES, RunFolder
 
 ENTRY = "out_of_memory"
-"""In a manifest: every time that memory ran out."""
 NOTE = "out_of_memory.json"
 """In the folder of a run or a stage: that a rank ran out of memory, until the next start has read it."""
 _AGAIN = {

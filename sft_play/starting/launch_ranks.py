@@ -245,7 +245,6 @@ class Decided:
     folder: RunFolder | None
     is_resumed: bool
     planned: Sequence[Planned] = ()
-    """The plan of the run, or of each of its stages; empty where the run is finished already."""
     trains_here: bool = True
     """Whether this process trains, or starts Unsloth's processes, which do."""
     has_folder: bool = False

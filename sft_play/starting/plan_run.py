@@ -89,7 +89,6 @@ class Kept:
 
 
 NOTHING_KEPT = Kept()
-"""A new run."""
 
 
 def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
@@ -98,10 +97,8 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
     Free GPU memory may have changed; the rows of a step must not, and with the same split no number does. Over another
     number of ranks the effective batch is kept and the accumulation follows, whatever the config says; a micro-batch
     that does not divide a rank's share becomes the largest that does. One that ran out of memory is not tried again. A
-    config that was changed meanwhile is reported by the run folder's own check.
-
-    Raises:
-        RunFolderError: the effective batch does not split over the ranks.
+    config that was changed meanwhile is reported by the run folder's own check. Raises RunFolderError where the
+    effective batch does not split over the ranks.
     """
     if stopped is None or not (stopped.has_trained or stopped.too_many):
         return NOTHING_KEPT
@@ -284,7 +281,6 @@ def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
 
 
 def _is_free(way: Suggestion) -> bool:
-    """Whether a stopped run is resumed with the change."""
     return way.setting is not None and {word.partition("=")[0] for word in way.setting.split()} <= FREE_TO_CHANGE
 
 

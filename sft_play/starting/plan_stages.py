@@ -15,7 +15,6 @@ from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.deepspeed.files import (
     keeps_params,
-    layout_notes,
     layout_of,
     read_deepspeed_file,
     shipped_config,
@@ -57,8 +56,7 @@ def plan_stages(
 ) -> list[Planned]:
     """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does.
 
-    Args:
-        resume_from: the run that is resumed; None for a new one.
+    `resume_from`: the run that is resumed; None for a new one.
     """
     given = given_deepspeed(resume_from) if resume_from is not None else None
     if loaded.stages and options.strategy is None and options.deepspeed is None:
@@ -100,11 +98,8 @@ def count_before_planning(
     What no length changes is refused before minutes go into the rows, except where a DeepSpeed file or a stopped run
     decides the batch.
 
-    Args:
-        trains_here: whether this process trains, and so needs all libraries anyway.
-
-    Raises:
-        SftPlayError: as planning or reading the rows does.
+    `trains_here`: whether this process trains, and so needs all libraries anyway. Raises SftPlayError as planning or
+    reading the rows does.
     """
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
@@ -156,13 +151,9 @@ def plan_ranks(
 ) -> Planned:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
-    Args:
-        given: DeepSpeed's config as the run that is resumed was first given it.
-
-    Raises:
-        ConfigError: the strategy cannot run the job, or contradicts DeepSpeed's config.
-        RunFolderError: the run cannot be resumed in this layout or over these ranks.
-        DoesNotFit: nothing fits, and the batch was left to the plan.
+    `given`: DeepSpeed's config as the run that is resumed was first given it. Raises ConfigError where the strategy
+    cannot run the job, or contradicts DeepSpeed's config; RunFolderError where the run cannot be resumed in this layout
+    or over these ranks; DoesNotFit where nothing fits, and the batch was left to the plan.
     """
     stopped = stopped_run(resume_from) if resume_from else None
     config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
@@ -208,7 +199,7 @@ def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tu
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
     raw, notes = translate(read_deepspeed_file(request.file) if request.file else shipped_config(planned), name=name)
     layout = layout_of(raw, name=name, planned=planned)
-    _log_deepspeed((*notes, *layout_notes(raw, planned=planned)))
+    _log_deepspeed(notes)
     return raw, layout, name
 
 
@@ -235,7 +226,6 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 
 
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
     numbers = PlanNumbers.of(plan, config, hidden_size=shape_for(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = adam_obstacles() if offloads else ()

@@ -26,12 +26,13 @@ from sft_play.launch.launch_options import (
     as_the_mesh_says,
     log_choices,
     take_choices,
-    with_choices,
-    with_mesh_of,
+    with_accelerate,
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer, write_log_to
+from sft_play.planner import show
 from sft_play.planner.layout import DEEPSPEED
+from sft_play.planner.mesh import mesh_of
 from sft_play.planner.plan import Plan
 from sft_play.process import endings
 from sft_play.runs import ran_out
@@ -59,7 +60,6 @@ class Asked:
     watched: bool = False
     """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
     ranks: Ranks | None = None
-    """This process's place among ranks that a launcher has started."""
     resume: bool = False
     """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run`."""
     folder: RunFolder | None = None
@@ -85,12 +85,9 @@ class Started:
 
 
 def start(asked: Asked) -> Started:
-    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches,
-    and with MAX_RESTARTS= a run of which a process died.
-
-    Raises:
-        SftPlayError: what the user can fix; where possible before a library is imported.
-    """
+    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
+    with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
+    before a library is imported."""
     endings.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
     restarts = Restarts(asked.options.restarts)
     if restarts.most and asked.ranks is None and not asked.over_ranks:
@@ -106,9 +103,6 @@ def _start(asked: Asked) -> Started:
     """Start a run once; what is cheap to refuse comes first.
 
     Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
-
-    Raises:
-        SftPlayError: what the user can fix; where possible before a library is imported.
     """
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
@@ -164,7 +158,6 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
 
 
 def _log_base(loaded: LoadedConfig) -> None:
-    """The first line of every run: which weights it trains, and which file says so."""
     name = loaded.config.model.name
     base = f"{name} ({loaded.path})"
     if name == BASE_NAME:
@@ -178,9 +171,8 @@ def _settled(asked: Asked) -> Asked:
     loaded, options, ranks = asked.loaded, asked.options, asked.ranks
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
     if asked.over_ranks and not asked.watched:
-        # what the command line leaves open, accelerate's file fills in, then the mesh: of two meshes the YAML's wins
+        # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
-        loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
     else:
@@ -189,7 +181,7 @@ def _settled(asked: Asked) -> Asked:
         if ranks is None:
             options = dataclasses.replace(options, strategy="single")
         elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
-            options, loaded = with_choices(options, accelerate, loaded.config), with_mesh_of(accelerate, loaded)
+            options = with_accelerate(options, accelerate, mesh_of(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, ranks)
     loaded = tensorboard.with_curves(loaded) if options.board else loaded
     return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)
@@ -205,8 +197,6 @@ def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContext
 
 
 def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
-    """Look at the machine, the folder and the data, count the rows, and plan; the folder's lock and its report to come
-    are left in `held`."""
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
     hardware = _machine(asked)
     if starts:
@@ -240,15 +230,15 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
 
 
 def _machine(asked: Asked) -> Hardware:
-    if asked.over_ranks:
-        return machine_of(asked.options)
-    here = machine_for(asked.loaded.config, detect())
-    return one_gpu(here) if asked.ranks is None else machine_of_ranks(here, asked.ranks)
+    here = detect() if asked.over_ranks else machine_for(asked.loaded.config, detect())
+    if asked.ranks is not None and not asked.over_ranks:
+        return machine_of_ranks(here, asked.ranks)
+    for line in show.detected_lines(here):
+        logger.info("%s", line)
+    return machine_of(asked.options, here) if asked.over_ranks else one_gpu(here)
 
 
 def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
-    """The folder that the run has or will have, and whether a run in it is resumed; None on several nodes, where rank 0
-    names it."""
     output, path = asked.loaded.config.output, asked.loaded.path
     if asked.folder is not None:
         return asked.folder, True
@@ -261,7 +251,6 @@ def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
 
 
 def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) -> Decided:
-    """What a rank's parent has decided, or rank 0, which hands it to the others."""
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
         return handed
@@ -311,7 +300,6 @@ def take_death(folder: RunFolder) -> str | None:
 
 
 def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
-    """The step from which a run goes on that is resumed, and in words."""
     from sft_play.training.checkpoints.checkpoints import last_complete, step_of
 
     begun = [stage for one in loaded.config.curriculum if (stage := folder.of_stage(one.name)).has_begun]
@@ -324,7 +312,6 @@ def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _logged(folder: RunFolder) -> Iterator[None]:
-    """While open, what is logged goes to the run's log too."""
     file = write_log_to(folder.log_path)
     try:
         yield

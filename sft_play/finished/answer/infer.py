@@ -45,10 +45,8 @@ class Inferred(Outcome):
     path: Path
     prompts: int
     resumed: int
-    """Answers that were there already."""
 
     def lines(self) -> list[str]:
-        """In words."""
         there = f" ({self.resumed:,} were there already)" if self.resumed else ""
         return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
 
@@ -85,7 +83,6 @@ def _from_rows(path: Path) -> list[Prompt]:
 
 
 def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
-    """A row's prompt, or why it is none."""
     if isinstance(raw, BadRow):
         return raw.reason
     key = "messages" if "messages" in raw.data else "prompt"

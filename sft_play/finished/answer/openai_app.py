@@ -16,7 +16,7 @@ import inspect
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,9 +28,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from transformers import BatchEncoding, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
@@ -42,8 +40,7 @@ from sft_play.errors import DataError
 from sft_play.finished.answer import openai_requests as requests
 from sft_play.finished.answer.respond import Responder
 
-SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
-"""The endpoints that there are."""
+SERVED = ("/v1/chat/completions", "/v1/models", "/health")
 _LEAST_BODY_BYTES = 2**20
 _BYTES_A_POSITION = 16
 """A token of a request is some four characters, which JSON may write as six bytes each."""
@@ -62,21 +59,18 @@ def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None 
     _prepare(responder)
     manager, state, answers = _OneModel(responder, name), GenerationState(), _Answers()
     state.get_manager = lambda *_, **__: answers
-    handlers = {
-        "chat_handler": _ChatHandler(manager, state),
-        "completion_handler": _CompletionHandler(manager, state),
-        "response_handler": _ResponseHandler(manager, state),
-    }
-    others = [one for one in inspect.signature(build_server).parameters if one.endswith("_handler")]
-    app: FastAPI = build_server(manager, generation_state=state, **{**dict.fromkeys(others), **handlers})
+    handlers: dict[str, Any] = dict.fromkeys(
+        one for one in inspect.signature(build_server).parameters if one.endswith("_handler")
+    )
+    handlers["chat_handler"] = _ChatHandler(manager, state)
+    app: FastAPI = build_server(manager, generation_state=state, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _as_openai_error)
     most = max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
     app.add_middleware(requests.Guard, most=most, names=hosts)
-    for part in ("chat_completion", "completion", "response"):
-        log = logging.getLogger(f"transformers.cli.serving.{part}")
-        log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))
+    log = logging.getLogger("transformers.cli.serving.chat_completion")
+    log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
     return app
@@ -164,7 +158,8 @@ class _OneModel(ModelManager):
 
     def chat_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """The prompt of a conversation; raises HTTPException where it is none, or too long."""
-        lengths = [len(self.text_ids(str(message.get("content") or ""))) for message in messages]
+        texts = (str(message.get("content") or "") for message in messages)
+        lengths = [len(self.responder.tokenizer(text)["input_ids"]) for text in texts]
         if self.positions is not None and len(messages) + sum(lengths) > 2 * self.positions:
             # before it is rendered, which costs more; a template may leave out some of the text
             raise requests.refused(
@@ -175,10 +170,6 @@ class _OneModel(ModelManager):
         except DataError as error:
             raise requests.refused(str(error), "messages") from error
 
-    def text_ids(self, text: str) -> list[int]:
-        """The prompt that a text is."""
-        return list(self.responder.tokenizer(text)["input_ids"])
-
 
 def _rendered(*_: Any, **__: Any) -> BatchEncoding:
     """The request's prompt, in the place of the tokenizer's own `apply_chat_template`."""
@@ -187,8 +178,6 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
 
 
 class _Answers(GenerateManager):
-    """Answers up to the first stop text, one after the other."""
-
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
         return _Pieces(queue, gen_config.stop_strings or ()), streamer
@@ -206,8 +195,6 @@ class _Answers(GenerateManager):
 
 
 class _Pieces:
-    """The queue from which the server streams, up to the first stop text."""
-
     def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
         self._queue, self._until, self._ready = queue, requests.UntilStop(stops), deque[Any]()
 
@@ -230,65 +217,30 @@ class _Pieces:
         self._ready.extend([*filter(None, [self._until.end()]), item])
 
 
-class _Handler:
-    """What the three endpoints share: options are checked, and the prompt is made in a thread, before the server's own
-    handler sees the request."""
-
-    accepts: Any
-    ends_with_done = True
+class _ChatHandler(ChatCompletionHandler):
+    """Options are checked, and the prompt is made in a thread, before the server's own handler sees the request."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        asked = requests.accepted(body, self.accepts)
-        manager: _OneModel = self.model_manager  # type: ignore[attr-defined]
+        asked = requests.accepted(body)
+        manager: _OneModel = self.model_manager
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
             raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
         _check_bias(asked, manager)
         async with manager.is_rendering:  # one at a time: so does the tokenizer
-            ids = await run_in_threadpool(self._make_prompt(asked, manager))
-        if not ids:
-            raise requests.refused("the prompt is empty", "prompt")
+            ids = await run_in_threadpool(manager.chat_ids, asked["messages"], asked.get("tools"))
         if manager.positions is not None and len(ids) >= manager.positions:
             raise requests.refused(f"the prompt has {len(ids)} tokens and the model {manager.positions} positions")
         _PROMPT.set(ids)
-        answer = await super().handle_request({"stream": False, **asked}, request_id)  # type: ignore[misc]
-        if isinstance(answer, StreamingResponse) and self.ends_with_done:
+        answer = await super().handle_request({"stream": False, **asked}, request_id)
+        if isinstance(answer, StreamingResponse):
             answer.body_iterator = _with_done(answer.body_iterator)
         return answer
-
-    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
-        raise NotImplementedError
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[Message], modality: Any) -> list[Message]:
         return messages  # the prompt is made already
-
-
-class _ChatHandler(_Handler, ChatCompletionHandler):
-    accepts = requests.ChatRequest
-
-    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
-        return lambda: manager.chat_ids(asked["messages"], asked.get("tools"))
-
-
-class _ResponseHandler(_Handler, ResponseHandler):
-    accepts = requests.ResponseRequest
-    ends_with_done = False
-
-    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
-        try:
-            messages, tools = self._normalize_input(asked), self._normalize_tools(asked.get("tools"))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise requests.refused(f"input is not in the form of the API: {error!r}", "input") from error
-        return lambda: manager.chat_ids(messages, tools)
-
-
-class _CompletionHandler(_Handler, CompletionHandler):
-    accepts = requests.CompletionRequest
-
-    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
-        return lambda: manager.text_ids(asked["prompt"])
 
 
 def _check_bias(asked: dict[str, Any], manager: _OneModel) -> None:

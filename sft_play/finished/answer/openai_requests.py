@@ -29,7 +29,6 @@ answer only once it has sent everything."""
 _MARGIN_TOKENS = 16
 """Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither."""
 _SHOWN = 60
-"""Characters of a wrong value that an error shows."""
 
 
 _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -37,7 +36,6 @@ _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else 
 _Stops = Annotated[list[_StopText], _as_list, Field(max_length=MOST_STOPS)]
 _Tokens = Annotated[int, Field(ge=1)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_One = Annotated[int, Field(ge=1, le=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -48,13 +46,7 @@ class _Strict(BaseModel):
 
 
 class _PlainText(_Strict):
-    """`{"type": "text"}`: an answer in no particular format."""
-
     type: Literal["text"]
-
-
-class _TextOptions(_Strict):
-    format: _PlainText | None = None
 
 
 class _StreamOptions(_Strict):
@@ -62,14 +54,33 @@ class _StreamOptions(_Strict):
     """Whatever is asked, the last piece of a stream has the usage."""
 
 
-class _Asked(_Strict):
-    """Options of every endpoint."""
+class ChatRequest(_Strict):
+    """`/v1/chat/completions`."""
 
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
     model: str | None = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: _Stops | None = None
+    logit_bias: dict[str, _Bias] | None = None
+
+    # only the value that asks for nothing
+    frequency_penalty: _Zero | None = None
+    presence_penalty: _Zero | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: _Zero | None = None
+    tool_choice: Literal["auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: _PlainText | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
 
     # labels of a request, which change no answer
     user: str | None = None
@@ -79,63 +90,12 @@ class _Asked(_Strict):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class _Penalties(_Asked):
-    stop: _Stops | None = None
-    logit_bias: dict[str, _Bias] | None = None
-    frequency_penalty: _Zero | None = None
-    presence_penalty: _Zero | None = None
-    n: _One | None = None
-    stream_options: _StreamOptions | None = None
-
-
-class ChatRequest(_Penalties):
-    """`/v1/chat/completions`."""
-
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    max_tokens: _Tokens | None = None
-    max_completion_tokens: _Tokens | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: _Zero | None = None
-    tool_choice: Literal["auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: _PlainText | None = None
-    modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
-
-
-class CompletionRequest(_Penalties):
-    """`/v1/completions`."""
-
-    prompt: str
-    max_tokens: _Tokens | None = None
-    best_of: _One | None = None
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-
-
-class ResponseRequest(_Asked):
-    """`/v1/responses`."""
-
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
-    instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    max_output_tokens: _Tokens | None = None
-    background: Literal[False] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    store: Literal[False] | None = None
-    text: _TextOptions | None = None
-    tool_choice: Literal["auto"] | None = None
-    top_logprobs: _Zero | None = None
-    truncation: Literal["disabled"] | None = None
-
-
-def accepted(body: Mapping[str, Any], kind: type[_Asked]) -> dict[str, Any]:
+def accepted(body: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request that ask for something, as they were sent; `stop` as a list. Raises HTTPException,
     a 400 with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value."""
     _refuse_surrogates(body)
     try:
-        asked = kind.model_validate(body)
+        asked = ChatRequest.model_validate(body)
     except ValidationError as error:
         raise _refusal(error, body) from None
     return {name: getattr(asked, name) for name in asked.model_fields_set if getattr(asked, name) is not None}

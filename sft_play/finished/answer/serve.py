@@ -50,9 +50,7 @@ class Serving(Outcome):
     run: Path
     engine: str
     model: str
-    """The model's name for clients."""
     weights: Path
-    """The folder that is served: adapter, whole model, or merged."""
     host: str
     port: int
     pid: int
@@ -63,11 +61,9 @@ class Serving(Outcome):
         return f"{_origin(self.host, self.port)}/v1"
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return super().as_json() | {"url": self.url}
 
     def lines(self) -> list[str]:
-        """Address, name, and how to ask, in a shell and in Python."""
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
         name = json.dumps(self.model, ensure_ascii=False)

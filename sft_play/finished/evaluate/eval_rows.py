@@ -36,9 +36,7 @@ class EvalRows:
     name: str
     """`val`, `test`, or the file that DATA= named."""
     is_own: bool
-    """Whether they are a split of the run."""
     rows: Any
-    """A Dataset with `input_ids` and `labels`."""
     numbers: list[int]
     whole: int
     """Rows of the split, of which LIMIT= takes some."""
@@ -50,11 +48,8 @@ class EvalRows:
 def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, asks: bool) -> EvalRows:
     """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited.
 
-    `asks`: whether answers will be generated.
-
-    Raises:
-        ConfigError: the split has another name, or is given beside a file.
-        DataError: the run has no such rows, or they cannot be read.
+    `asks`: whether answers will be generated. Raises ConfigError where the split has another name, or is given beside a
+    file; DataError where the run has no such rows, or they cannot be read.
     """
     require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer

@@ -70,7 +70,6 @@ class Evaluation(Outcome):
         return {name: finite(exp_or_inf(value)) for name, value in ends.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data: `eval.json`."""
         rows = self.rows
         return {
             "ok": True,
@@ -91,7 +90,6 @@ class Evaluation(Outcome):
         }
 
     def lines(self) -> list[str]:
-        """In words."""
         lines = self._rows_lines()
         if self.facts["before"] is not None:
             lines.append(f"Before: {self.facts['before']}, which this run continued")
@@ -127,12 +125,9 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`.
 
-    The options, and what each is where it is not given, are those of docs/trained.md (eval).
-
-    Raises:
-        ConfigError: a name is wrong, a package is missing, or a place cannot be written.
-        DataError: there are no rows to evaluate.
-        ModelError: the base is gone.
+    The options, and what each is where it is not given, are those of docs/trained.md (eval). Raises ConfigError where a
+    name is wrong, a package is missing, or a place cannot be written; DataError where there are no rows to evaluate;
+    ModelError where the base is gone.
     """
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path, path = _places(run, out)
@@ -166,7 +161,6 @@ def evaluate_run(
 
 
 def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
-    """The JSONL and the summary; raises ConfigError where they cannot be written, before anything is measured."""
     if out is None:
         return run.folder.path / ROWS_FILE, run.folder.path / SUMMARY_FILE
     shown = one_line(str(out))
@@ -234,7 +228,6 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
 
 
 def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFigures) -> str:
-    """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
     tokenizer = load_tokenizer(run.config).tokenizer
     places = {asked.row: at for at, asked in enumerate(rows.asked)}
     lines = []

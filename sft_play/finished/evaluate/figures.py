@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import logging
 import math
-import re
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from sft_play.data.sources.messages import Message
+from sft_play.diagnose.pages import aligned
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.eval_rows import EvalRows
 from sft_play.finished.evaluate.score import RowScore
@@ -32,15 +33,14 @@ logger = logging.getLogger(__name__)
 Compare = Callable[[str, str, Sequence[Message]], float]
 """(answer, reference, messages before the answer) to a figure; higher is better."""
 NONE = "none"
-"""The name that asks for no metric, so that no answers are generated."""
 PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
 """Metrics that need a package of the extra `eval`."""
 BUILT_IN = ("exact_match", *PACKAGES)
 TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
-"""Names of figures as they are printed."""
 _INSTALL = "pip install 'sft-play[eval]'"
-_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
-"""Scripts that put no spaces between words, by the first word of their characters' Unicode names."""
+_ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+"""Characters of scripts that put no spaces between words."""
+_WORD = rf"{_ALONE}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_ALONE}][[\p{{L}}\p{{N}}\p{{M}}]--{_ALONE}]*"
 
 
 @dataclass(frozen=True)
@@ -120,18 +120,8 @@ def words(text: str) -> list[str]:
 
     Of ASCII texts these are the tokens of Google's rouge-score without stemming.
     """
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    kinds = "".join(map(_kind, folded))
-    return [folded[match.start() : match.end()] for match in re.finditer("am*|w[wm]*", kinds)]
-
-
-@functools.lru_cache(maxsize=100_000)
-def _kind(char: str) -> str:
-    """w: a letter or digit; a: one that is a word alone; m: a combining mark; a space: anything else."""
-    category = unicodedata.category(char)[0]
-    if category in "LN":
-        return "a" if unicodedata.name(char, "").startswith(_WITHOUT_SPACES) else "w"
-    return "m" if category == "M" else " "
+    found: list[str] = regex.findall(_WORD, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
+    return found
 
 
 def _own(name: str) -> Compare:
@@ -165,7 +155,6 @@ def _checked(name: str, function: Any, answer: str, reference: str, messages: Se
 
 
 LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
-"""Of the intervals (`statistics.paired_bootstrap`)."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +242,7 @@ def figure_table(
         if figure.is_loss and perplexity is not None:
             base, tuned, ratio, low, high = ("?" if one is None else f"{one:.4g}" for one in perplexity.values())
             cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", figure.verdict])
-    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return aligned(cells)
 
 
 def _signed(value: float, *, is_share: bool) -> str:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, where it is installed: its tasks for base and trained model, paired by example."""
+"""lm-evaluation-harness, where it is installed: its tasks for base and trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from accelerate.utils import is_peft_model
 
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.score import compute_dtype
-from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 
@@ -26,29 +25,24 @@ _INSTALL = "pip install 'sft-play[tasks]'"
 
 @dataclass(frozen=True)
 class TaskFigures:
-    """A metric of a task: what the harness reports, and the interval of the difference over its examples, where its
-    value is their mean (None for others, and for groups of tasks)."""
+    """A metric of a task, as the harness reports it (metric and filter, such as `acc,none`), with the standard error of
+    the trained model's, where it gives one."""
 
     task: str
     metric: str
-    """As the harness names it: metric and filter, such as `acc,none`."""
     base: float
     tuned: float
-    interval: Interval | None
-    examples: int
+    stderr: float | None
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        interval = self.interval.as_json() if self.interval else None
-        return {"task": self.task, "metric": self.metric, "base": self.base, "tuned": self.tuned,
-                "difference": self.tuned - self.base, "interval": interval, "examples": self.examples}  # fmt: skip
+        return asdict(self) | {"difference": self.tuned - self.base}
 
     def lines(self, *, before: str = "base") -> list[str]:
         """In words; `before` names the model that was trained on."""
-        ends = self.interval
-        shown = "" if ends is None else f" [{ends.low:+.4f}, {ends.high:+.4f}]"
+        error = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
         both = f"{self.base:.4f} {before}, {self.tuned:.4f} tuned"
-        return [f"{self.task} {self.metric}: {both}, {self.tuned - self.base:+.4f}{shown}"]
+        return [f"{self.task} {self.metric}: {both}, {self.tuned - self.base:+.4f}{error}"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
             task_manager=tasks.manager,
             limit=limit,
             apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
-            log_samples=True,
+            log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
         named, why = one_line(",".join(tasks.names)), f"{type(error).__name__}: {one_line(str(error), limit=300)}"
@@ -125,34 +119,18 @@ def _without_tying(model: Any) -> Iterator[None]:
 
 
 def task_figures(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskFigures, ...]:
-    """The numbers that both have, by task and metric; standard errors are left out, the interval says more."""
+    """The numbers that both have, by task and metric."""
     figures = []
     for task, values in tuned.get("results", {}).items():
         for metric, value in values.items():
             before = base.get("results", {}).get(task, {}).get(metric)
-            if "," not in metric or "_stderr," in metric or not (_is_number(value) and _is_number(before)):
+            name, _, kind = metric.partition(",")
+            if not kind or name.endswith("_stderr") or not (_is_number(value) and _is_number(before)):
                 continue
-            pairs = list(_pairs(base, tuned, task, metric))
-            interval = None
-            if pairs and abs(sum(pair[1] for pair in pairs) / len(pairs) - value) < 1e-6:
-                interval = paired_bootstrap([one for one, _ in pairs], [other for _, other in pairs])
-            figures.append(TaskFigures(task, metric, float(before), float(value), interval, len(pairs)))
+            error = values.get(f"{name}_stderr,{kind}")
+            stderr = float(error) if _is_number(error) else None  # "N/A" where it is not known
+            figures.append(TaskFigures(task, metric, float(before), float(value), stderr))
     return tuple(figures)
-
-
-def _pairs(base: dict[str, Any], tuned: dict[str, Any], task: str, metric: str) -> Iterator[tuple[float, float]]:
-    name, _, kind = metric.partition(",")
-    values: list[dict[Any, float]] = [
-        {
-            sample["doc_id"]: float(sample[name])
-            for sample in results.get("samples", {}).get(task, ())
-            if sample.get("filter", "none") == kind and _is_number(sample.get(name))
-        }
-        for results in (base, tuned)
-    ]
-    for example, value in values[1].items():
-        if example in values[0]:
-            yield values[0][example], value
 
 
 def _is_number(value: Any) -> bool:

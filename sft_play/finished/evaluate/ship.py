@@ -29,7 +29,7 @@ from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dty
 from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import merged_model, whole_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
-from sft_play.finished.run import FinishedRun, next_line, writing
+from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
@@ -41,7 +41,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 ROWS = 300
-"""Held-out rows that are read."""
 SHIP_FILE = "ship.json"
 VERSION = "general-1"
 """Of the general sample; a change of a row is a new one."""
@@ -59,7 +58,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Shipped:
+class Shipped(Outcome):
     """A verdict with its evidence, as it is written to ship.json."""
 
     run: Path
@@ -67,15 +66,12 @@ class Shipped:
     thresholds: rule.Thresholds
     verdict: rule.Verdict
     about: dict[str, Any]
-    """Digests, versions and date."""
 
     @property
     def ok(self) -> bool:
-        """Whether to ship."""
         return self.verdict.ok
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data, from which `replay` computes the verdict again."""
         return {
             "format": rule.FORMAT, "ok": self.ok, "kind": KINDS[0] if self.ok else DO_NOT_SHIP,
             "verdict": self.verdict.word, "reasons": self.verdict.reasons,
@@ -84,7 +80,6 @@ class Shipped:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words: the evidence, the verdict, what next."""
         after = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
         evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
@@ -93,11 +88,8 @@ class Shipped:
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
     """Measure, judge, and write ship.json into the run folder.
 
-    `tolerance`: nats a token by which the loss on general text and chats may rise, in place of the defaults.
-
-    Raises:
-        DataError: the run's data is gone.
-        RunFolderError: another process writes the run folder.
+    `tolerance`: nats a token by which the loss on general text and chats may rise, in place of the defaults. Raises
+    DataError where the run's data is gone, or RunFolderError where another process writes the run folder.
     """
     quiet_libraries()
     thresholds = rule.Thresholds()

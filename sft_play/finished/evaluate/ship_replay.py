@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.ship_rule import FORMAT, Evidence, Thresholds, Verdict, evidence_lines, judge
+from sft_play.finished.run import Outcome
 from sft_play.log import one_line
 
 _CLOSE = 1e-6
@@ -20,31 +21,27 @@ _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Replayed(Outcome):
     """A verdict that was computed again from its file."""
 
     path: Path
     verdict: Verdict
     thresholds: Thresholds
     differences: tuple[str, ...]
-    """Figures of the file that do not follow from its evidence, by name."""
     before: str | None = None
     """The adapter that the run continued, as the file names it."""
 
     @property
     def ok(self) -> bool:
-        """Whether the file's figures follow from its evidence, and the verdict is to ship."""
         return not self.differences and self.verdict.ok
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return {
             "ok": self.ok, "path": str(self.path), "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words."""
         lines = evidence_lines(self.verdict, self.thresholds, self.before)
         if self.differences:
             return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]

@@ -77,7 +77,6 @@ class Losses:
     tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
     chance: tuple[Finite, ...] = ()
     kinds: tuple[str, ...] = ()
-    """Of a sample; empty of a run's own rows."""
 
     def __post_init__(self) -> None:
         columns = (self.base, self.tuned, self.chance, *([self.kinds] if self.kinds else []))
@@ -150,7 +149,6 @@ class Evidence:
     general: GeneralEvidence
     merge: MergeEvidence
     not_loaded: str = ""
-    """Why the model could not be loaded, where it could not."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,6 @@ def paired_bootstrap(
 def _drawn(
     parts: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], *, resamples: int, seed: int
 ) -> npt.NDArray[np.float64]:
-    """The ratio of sums of each resample [resamples]."""
     generator = np.random.default_rng(seed)
     number, ratios = len(parts), np.empty(resamples)
     is_even = bool((weight == weight[0]).all())
@@ -108,22 +106,7 @@ def _drawn(
 
 def _tail(level: float, number: int) -> float:
     """The share of resamples beyond each end of the interval."""
-    normal = NormalDist()
-    z = normal.inv_cdf(0.5 + level / 2)  # 1.96 for a level of 0.95
-    return normal.cdf(-_student(z, number - 1) * math.sqrt(number / (number - 1)))
+    from scipy.stats import norm, t
 
-
-def _student(z: float, freedom: int) -> float:
-    """Student's quantile from the normal one: Abramowitz and Stegun 26.7.5, four terms; exact for 1 and 2 degrees."""
-    share = NormalDist().cdf(z)
-    if freedom == 1:
-        return math.tan(math.pi * (share - 0.5))
-    if freedom == 2:
-        return (2 * share - 1) * math.sqrt(2 / (4 * share * (1 - share)))
-    terms: tuple[float, ...] = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum((term / float(freedom) ** power for power, term in enumerate(terms, start=1)), 0.0)
+    student = t.ppf(0.5 + level / 2, number - 1)
+    return float(norm.cdf(-student * math.sqrt(number / (number - 1))))

@@ -37,15 +37,12 @@ class AdaptedModel:
             new_rows=added_rows(self.tokenizer, run.config),
         )  # fmt: skip
         self.plain = self._empty()
-        """The model without its adapter: its names are those of the base."""
         self.names = frozenset(self.plain.state_dict())
         """Names of all tensors of the model as transformers holds it, tied ones too."""
         tied = dict(getattr(self.plain, "all_tied_weights_keys", None) or {})
         self.quantized = self._quantized_layers() if base == "dequantized" else frozenset()
         self.layers: dict[str, Any] = {}
-        """PEFT's LoRA layers, by the names of the weights that they adapt."""
         self.whole: dict[str, torch.Tensor] = {}
-        """Tensors that were trained whole, by name."""
         self.rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         """Of tables of embeddings of which only rows were trained: their numbers, and the rows."""
         self._fill(self._empty())
@@ -154,7 +151,6 @@ class AdaptedModel:
 
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """What PEFT makes of a layer whose base weight is this one."""
     base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
     empty = getattr(base, name)
     setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))

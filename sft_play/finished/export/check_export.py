@@ -39,25 +39,18 @@ _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class Answering:
     """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
-    divergence: float
+    kl: float
     """KL(trained ‖ this)."""
     equal_answers: float
     equal_tokens: float
     """Share of the trained model's tokens before the first that differs."""
-    limit: float
+    kl_limit: float
     """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
 
     @property
     def ok(self) -> bool:
         """Whether it answers as the trained model."""
-        return self.divergence <= self.limit
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "kl": self.divergence,
-            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "kl_limit": self.limit,
-        }  # fmt: skip
+        return self.kl <= self.kl_limit
 
 
 @dataclass(frozen=True)
@@ -71,36 +64,19 @@ class ExportTest(Outcome):
     """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
     checks: tuple[ExportCheck, ...]
-    answering: Answering | None
+    answers: Answering | None
     weights: gguf_model.Weights | None
-    divergence_of_base: float | None
+    kl_base: float | None
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison was made and none failed."""
         return all(check.ok is True for check in self.checks)
 
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        weights = self.weights
-        return {
-            "ok": self.ok, "run": str(self.run), "file": str(self.file), "types": list(self.types),
-            "split": self.split, "prompts": self.prompts,
-            "checks": [{"name": check.name, "ok": check.ok, "reason": check.words} for check in self.checks],
-            "answers": self.answering.as_json() if self.answering else None,
-            "weights": None if weights is None else {
-                "tensors": weights.tensors, "equal": weights.equal, "rounded": weights.rounded,
-                "relative_rounding": weights.relative_rounding,
-            },
-            "kl_base": self.divergence_of_base,
-        }  # fmt: skip
-
     def lines(self) -> list[str]:
-        """In words."""
         types = ", ".join(self.types)
         lines = [f"Compared: {self.file.name} ({types}) with {self.run.name}: {self.prompts} prompts ({self.split})"]
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
-        lines += [f"{check.name}: {marks[check.ok]}, {check.words}" for check in self.checks]
+        lines += [f"{check.name}: {marks[check.ok]}, {check.reason}" for check in self.checks]
         failed = [check.name.lower() for check in self.checks if check.ok is False]
         missing = [check.name.lower() for check in self.checks if check.ok is None]
         if self.ok:
@@ -113,8 +89,6 @@ class ExportTest(Outcome):
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one model gave: its answers, and its log-probabilities."""
-
     answers: list[tuple[int, ...]]
     scored: list[Scored]
     dtype: str
@@ -143,12 +117,8 @@ class _Material:
 def export_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
 ) -> ExportTest:
-    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows.
-
-    Raises:
-        RunFolderError: there is no GGUF.
-        DataError: the run's data is gone.
-    """
+    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
+    RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
@@ -198,7 +168,6 @@ def _prompt_checks(
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
 ) -> tuple[_Seen | None, gguf_model.Weights | None, ExportCheck]:
-    """The file as transformers reads it: its answers, and its weights compared with the merged model's."""
     whole, rows = load_folder(model), gguf_model.embedding_rows(file)
     try:
         read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=rows)
@@ -221,7 +190,6 @@ def _read_and_answer(
 def _beside_trained(
     run: FinishedRun, material: _Material, seen: _Seen, types: set[str]
 ) -> tuple[float | None, Answering]:
-    """The divergence of the base from the trained model, and the file's answers beside the trained model's own."""
     model = load_as_trained(run)
     trained, base_divergence = material.seen_by(model), None
     if run.is_adapter:
@@ -237,11 +205,11 @@ def _beside_trained(
         divergence(trained.scored, seen.scored),
         equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
         equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-        limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
+        kl_limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
     )
 
 
 def _answer_check(one: Answering) -> ExportCheck:
     words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
-    words += f", KL {one.divergence:.2g} nats (limit {one.limit:.2g})"
+    words += f", KL {one.kl:.2g} nats (limit {one.kl_limit:.2g})"
     return ExportCheck("Answers", one.ok, words)

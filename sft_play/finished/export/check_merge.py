@@ -60,11 +60,9 @@ class MergeTest(Outcome):
 
     @property
     def ok(self) -> bool:
-        """Whether the merged model is the adapter's."""
         return self.kl_merged <= self.kl_limit
 
     def lines(self) -> list[str]:
-        """In words."""
         verdict = "the merged model is the adapter's" if self.ok else "the merged model is NOT the adapter's"
         lines = [
             f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
@@ -82,12 +80,8 @@ class MergeTest(Outcome):
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) -> MergeTest:
-    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows.
-
-    Raises:
-        RunFolderError: there is no merged model, or the run has no adapter.
-        DataError: the run's data is gone.
-    """
+    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows. Raises
+    RunFolderError where there is no merged model, or the run has no adapter; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED
     require_merged(run, target)
     quiet_libraries()

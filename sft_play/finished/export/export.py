@@ -67,7 +67,6 @@ class Exported(Outcome):
     path: Path
     bytes: int
     commands: tuple[str, ...]
-    """What serves it."""
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
@@ -80,7 +79,6 @@ class Exported(Outcome):
     wall_s: float = 0.0
 
     def lines(self) -> list[str]:
-        """In words."""
         lines = [*([self.merge] if self.merge else []), *self.notes]
         if self.file is not None:
             lines.append(
@@ -108,15 +106,11 @@ def export_run(
     replace: bool = False,
     llama_cpp: Path | None = None,
 ) -> Exported:
-    """Write a finished run for an engine, with the options of docs/trained.md (export).
-
-    Raises:
-        ConfigError: `quant` does not fit, there is no converter, or the target cannot be written.
-        RunFolderError: the target exists.
-        ModelError, BackendError: the model is one that the converter cannot write.
-        TokenizerError: the file's tokenizer would not be the one that was trained with, or the chat template cannot
-            be written as a Modelfile's.
-    """
+    """Write a finished run for an engine, with the options of docs/trained.md (export). Raises ConfigError where
+    `quant` does not fit, there is no converter, or the target cannot be written; RunFolderError where the target
+    exists; ModelError or BackendError where the model is one that the converter cannot write; TokenizerError where the
+    file's tokenizer would not be the one that was trained with, or the chat template cannot be written as a
+    Modelfile's."""
     started = time.monotonic()
     target = out or run.folder.path / EXPORT / format
     require_export_place(target, replace=replace)
@@ -173,7 +167,6 @@ def _write_gguf(
     quant: Quant | None,
     format: Format,
 ) -> Exported:
-    """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama."""
     chosen = _quant(model, quant)
     first = chosen if chosen in CONVERTED else _lossless(model) or "bf16"
     prompts = Prompts(run, model)
@@ -222,7 +215,6 @@ def _quant(model: Path, given: Quant | None) -> Quant:
 
 
 def _dtype(model: Path) -> str:
-    """The dtype of most weights, as safetensors names it."""
     counts: dict[str, int] = {}
     for _, shape, dtype in tensor_shapes(model).values():
         counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
@@ -297,7 +289,6 @@ def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any],
 
 
 def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Converter) -> tuple[int, list[str]]:
-    """How many prompts were compared, and notes; raises TokenizerError where tokenizer or template are others."""
     fields, known = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabularies)
     asked = _some_prompts(run, prompts)
     checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, known, prompts, asked)}
@@ -305,9 +296,9 @@ def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Conve
         if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
             raise TokenizerError(
-                f"{converter.version} wrote a GGUF that is not the trained model: {check.words}; {way_out}"
+                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {way_out}"
             )
-    notes = [f"{check.name}: {check.words}" for check in checks.values() if check.ok is not True]
+    notes = [f"{check.name}: {check.reason}" for check in checks.values() if check.ok is not True]
     return len(asked) if checks["Tokenizer"].ok else 0, notes
 
 

@@ -50,11 +50,9 @@ def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
     """The model in a GGUF, in eval mode on the first GPU or the CPU.
 
     Its settings are those of the folder `model`: transformers reads not all of them out of a GGUF (Llama 3's scaled
-    positions, biases), so they are compared by themselves (`different_settings`). `rows`: of the file's
-    embeddings. Weights are unpacked, so that they can be compared.
-
-    Raises:
-        NotReadHere: transformers does not read this architecture.
+    positions, biases), so they are compared by themselves (`different_settings`). `rows`: of the file's embeddings.
+    Weights are unpacked, so that they can be compared. Raises NotReadHere where transformers does not read this
+    architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
@@ -193,7 +191,6 @@ def _are_close(one: float, other: float) -> bool:
 
 
 def _different_positions(file: Path, fields: Mapping[str, Any], text: Any, architecture: str) -> list[str]:
-    """Of rotary positions: the base and the scaling, which is a factor or a tensor of the file."""
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     wanted = {"freq_base": rope.get("rope_theta")}

@@ -20,7 +20,6 @@ from sft_play.finished.export.prompts import PairedPrompt, Prompts
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`)."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
 
 
 class UnreadableTokenizer(ModelError):
@@ -110,7 +109,7 @@ class ExportCheck:
 
     name: str
     ok: bool | None
-    words: str
+    reason: str
 
 
 def file_checks(
@@ -194,7 +193,6 @@ def write_pieces(tokenizer: Any, path: Path) -> None:
 
 
 def _sentencepiece_file(entries: Iterable[tuple[str, float, int]], *, prefixes_space: bool) -> Any:
-    """SentencePiece's own file of a BPE: of each token its text, its score and its type."""
     from sentencepiece import sentencepiece_model_pb2
 
     file = sentencepiece_model_pb2.ModelProto()

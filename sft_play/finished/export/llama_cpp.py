@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-"""Of llama_cpp_python-0.3.36.tar.gz (76.6 MB), as PyPI lists it."""
 CONVERTER = "convert_hf_to_gguf.py"
 VOCABULARIES = Path("src") / "llama-vocab.cpp"
 """The file that names the pre-tokenizers which llama.cpp knows, with their expressions."""
@@ -69,11 +68,7 @@ def has_llama_cpp() -> bool:
 
 def find_converter(given: Path | None) -> Converter:
     """llama.cpp's converters: a checkout or a downloaded source package that `given` names, else those in the cache,
-    which are fetched the first time.
-
-    Raises:
-        ConfigError: `given` holds none; they cannot be fetched.
-    """
+    which are fetched the first time. Raises ConfigError where `given` holds none, or they cannot be fetched."""
     if given is None:
         return _cached(None)
     if given.is_file():
@@ -112,7 +107,6 @@ def _cached(archive: Path | None) -> Converter:
 
 
 def _download(folder: Path) -> Path:
-    """The source package, by pip; raises ConfigError where pip cannot get it."""
     logger.info("llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", PACKAGE, VERSION)
     wanted, build, target = folder / "wanted.txt", folder / "build", folder / "download"
     (build / "scikit_build_core").mkdir(parents=True)
@@ -162,10 +156,7 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
     """Write the model in the folder `model` as the GGUF `target`, by llama.cpp's converter in a process of its own.
 
     `name`: the model's name in the file. `vocabulary`: JSON for `run_converter.py`: the tokenizer's entries that the
-    converter would guess otherwise.
-
-    Raises:
-        BackendError: the converter failed; its last lines say why.
+    converter would guess otherwise. Raises BackendError with its last lines where it failed.
     """
     runner = Path(__file__).with_name("run_converter.py")
     words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
@@ -176,11 +167,8 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
 
 
 def quantize(source: Path, target: Path, quant: str) -> None:
-    """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of its own.
-
-    Raises:
-        BackendError: it failed; its last lines say why.
-    """
+    """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of its own. Raises
+    BackendError with its last lines where it failed."""
     runner = Path(__file__).with_name("run_quantizer.py")
     done = run_python([str(runner), str(source), str(target), quant], environment={})
     if done.returncode or not target.is_file():

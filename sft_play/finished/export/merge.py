@@ -64,17 +64,14 @@ class Merged(Outcome):
     base: Base | None
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
-    """Layers whose adapter was merged."""
     untied: bool
     """Whether input and output embeddings, one tensor in the base, are two now."""
     bytes: int
     streamed: bool
-    """Whether no more than an output file was ever in RAM."""
     wall_s: float
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """In words."""
         lines = [f"Merged: {self.layers} layers"]
         if self.base is not None:
             chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
@@ -97,13 +94,10 @@ def merge_run(
     file_bytes: int = FILE_BYTES,
 ) -> Merged:
     """Write the base with the run's adapter merged into it, as a folder that loads as any model, with the options of
-    docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM.
-
-    Raises:
-        RunFolderError: the run was trained whole and needs no merge, or the target exists.
-        ConfigError: `base` is given for a run without NF4 weights; the disk is too small; a value has no place in fp16.
-        ModelError: the base is missing, or does not fit the adapter.
-    """
+    docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM. Raises RunFolderError
+    where the run was trained whole and needs no merge, or the target exists; ConfigError where `base` is given for a
+    run without NF4 weights, the disk is too small, or a value has no place in fp16; ModelError where the base is
+    missing, or does not fit the adapter."""
     started = time.monotonic()
     target = out or run.folder.path / MERGED
     require_mergeable(run, base, target, replace=replace)
@@ -166,11 +160,8 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
     of an earlier adapter.
 
-    `is_locked`: the caller holds the run's lock, which a merge needs.
-
-    Raises:
-        RunFolderError: what was merged is not what was trained.
-        SftPlayError: as `merge_run` does.
+    `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError where what was merged is
+    not what was trained, or SftPlayError as `merge_run` does.
     """
     if not run.is_adapter:
         return run.weights

@@ -51,7 +51,6 @@ class MergedWeights:
         trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
         self._wanted = {*adapted.layers, *trained_whole, *adapted.rows, *adapted.quantized}
         self.is_streamed = self._wanted <= there and self._misfit(self._shapes()) is None
-        """Whether no more than an output file was ever in RAM."""
 
     def _dtype_of_files(self) -> torch.dtype:
         counts: dict[torch.dtype, int] = {}

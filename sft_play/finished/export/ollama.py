@@ -83,7 +83,6 @@ class Parts:
     """What a chat template writes around the texts of a conversation."""
 
     start: str
-    """Before the first turn where there is no system prompt."""
     system: tuple[str, str] | None
     """Around the system prompt; None where the template writes none."""
     system_place: Literal["own turn", "first user turn", "last user turn"]
@@ -210,7 +209,6 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str]:
-    """The text between marks that it holds once each, in this order."""
     pieces, rest = [], text
     for mark in marks:
         before, there, rest = rest.partition(mark)

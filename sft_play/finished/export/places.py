@@ -16,13 +16,10 @@ Quant = Literal[
 ]  # fmt: skip
 """How a GGUF stores weights, the coarsest last: those that need no importance matrix."""
 CONVERTED: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
-"""Those that the converter writes by itself."""
 EXPORT = "export"
-"""The folder in a run folder under which each format has its own."""
 EXPORT_FILE = "export.json"
 """The file beside the export that says what it was made of; a folder without one is not replaced."""
 MERGED = "merged"
-"""The merged model's folder in the run's."""
 
 
 def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:

@@ -28,7 +28,6 @@ _ALPHABETS = (
     *((0xE00, 0x11FF), (0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3)),
     *((0xFF01, 0xFFEE), (0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
 )
-"""Ranges of code points from which random texts are drawn."""
 _PIECES = (
     " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re", "'LL", "'", "’s",
     "1", "12", "123", "1234", "12345678", "1.5", "½", "٣", "!", "?!", "...", "/", "//", "_", "-", "--", "=", "é", "ß",

@@ -26,7 +26,6 @@ from sft_play.training.measure.exact_match import Configured, stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
-"""Rows of the run whose prompts an export compares with training's."""
 _UNSENT = ("train", "weight", "loss_weight")
 """Keys of a message that only training reads."""
 _TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
@@ -52,7 +51,6 @@ class Prompts:
     def __init__(self, run: FinishedRun, model: Path) -> None:
         self._run, self._model = run, model
         self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.config.model.trust_remote_code)
-        """That of the folder."""
         self._trained = load_tokenizer(run.config).tokenizer
         self._renderer = renderer_of(run, self._trained)
         self.is_text = run.config.task_mode == "cpt"
@@ -84,12 +82,8 @@ class Prompts:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
     ) -> str:
-        """The folder's chat template, on the day of the run.
-
-        Raises:
-            RenderError: it refuses these messages.
-            TokenizerError: there is none.
-        """
+        """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
+        TokenizerError where there is none."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise TokenizerError(f"{self._model} has no chat template")

@@ -71,7 +71,6 @@ class Pushed(Outcome):
     commit: str
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         upload = self.upload
         return {
             "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
@@ -80,7 +79,6 @@ class Pushed(Outcome):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words."""
         upload = self.upload
         access = "private" if upload.is_private else "public"
         return [
@@ -92,13 +90,9 @@ class Pushed(Outcome):
 def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, yes: bool) -> Upload:
     """What would be uploaded; nothing is written, here or on the hub.
 
-    Args:
-        is_merged: the merged model in place of the adapter.
-        is_public: a new repository is public; and an existing public one may be updated without asking (`yes`).
-
-    Raises:
-        ConfigError: the name cannot be a repository's, there is no token, the hub refuses it, or a file names a path.
-        RunFolderError: there is no merged model.
+    `is_merged`: the merged model in place of the adapter. `is_public`: a new repository is public; and an existing
+    public one may be updated without asking (`yes`). Raises ConfigError where the name cannot be a repository's, there
+    is no token, the hub refuses it, or a file names a path; RunFolderError where there is no merged model.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -181,7 +175,6 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
 
 
 def _visibility(api: Any, repo: str) -> bool | None:
-    """Whether the repository is private; None where there is none yet."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     with _asking_hub("the hub cannot be asked"):

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any
 
 from sft_play.finished.report.record import Points, Record
 from sft_play.log import escape_control, one_line, redact
 
 COLOURS = ("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd", "#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b")
-"""Of the curves, in their order; each is readable on white and on near-black."""
 GREY = "#8a8a8a"
 _MOST_POINTS = 300
 """Of a curve: neighbouring points of a longer one are averaged. A chart is about 400 pixels wide."""
@@ -70,10 +67,8 @@ class Chart:
     form: str = ",~r"
     from_zero: bool = False
     is_share: bool = False
-    """Whether the vertical axis goes from 0 to 1."""
     may_be_log: bool = False
     starts: tuple[int, ...] = ()
-    """The first step of each stage, marked by a rule."""
     with_legend: bool = True
 
     @property
@@ -120,7 +115,6 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> list[tuple[float, float
 
 
 def _spec(chart: Chart) -> dict[str, Any]:
-    """The chart in Vega-Lite 6."""
     names: list[str] = []
     for curve in chart.curves:
         named = _plain(curve.name)
@@ -255,59 +249,35 @@ def _by_source(record: Record) -> tuple[Curve, ...]:
 
 # --- curves in the terminal, by plotext -------------------------------------------------------------------------------
 
-HEIGHT = 12
-"""Lines of a plot, its axis included."""
-_COLOURS = ("blue+", "orange+", "green+", "red+", "magenta+", "cyan+")
+WIDTH, HEIGHT = 80, 12
 _SIGNS = "*o+x#@"
 _ASCII = str.maketrans("┌┐└┘├┤┬┴┼─│", "+++++++++-|")
 
 
-@dataclass(frozen=True)
-class Screen:
-    """How to draw: columns; whether colours (escape codes) are wanted; whether only ASCII is."""
-
-    width: int = 80
-    colour: bool = False
-    ascii: bool = True
-
-
-def screen_of(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> Screen:
-    """The terminal that a stream is; ASCII without colours where it is a file or a pipe."""
-    if stream is None or not stream.isatty():
-        return Screen()
-    is_plain = bool(environment.get("NO_COLOR")) or environment.get("TERM") == "dumb"
-    is_unicode = (stream.encoding or "").lower().replace("-", "") == "utf8"
-    return Screen(max(40, min(100, shutil.get_terminal_size().columns)), not is_plain, not is_unicode)
-
-
-def plot_lines(title: str, curves: Sequence[Curve], screen: Screen, *, is_log: bool = False) -> list[str]:
-    """The curves as lines of text, a legend first; none where there is nothing to draw."""
-    shown = [curve for curve in curves if curve.points]
-    if not shown or all(len(curve.points) < 2 for curve in shown):
+def plot_lines(chart: Chart) -> list[str]:
+    """A chart as lines of ASCII, a legend first; none where there is nothing to draw."""
+    shown = [curve for curve in chart.curves if curve.points]
+    if all(len(curve.points) < 2 for curve in shown):
         return []
     import plotext
 
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(screen.width, HEIGHT - 1)
+    figure.plot_size(WIDTH, HEIGHT - 1)
     figure.theme("simple")
     legend = []
     for number, curve in enumerate(shown):
-        colour, sign = _COLOURS[number % len(_COLOURS)], _SIGNS[number % len(_SIGNS)]
-        steps, values = zip(*thinned(curve.points, 2 * screen.width), strict=True)
-        # with colours one dense marker does for all curves; without them each needs a sign of its own
-        symbol = sign if screen.ascii or not screen.colour or curve.marked else "hd"
-        signal = figure.signal(list(steps), list(values), marker=plotext.marker(symbol, colour))
+        sign = _SIGNS[number % len(_SIGNS)]
+        steps, values = zip(*thinned(curve.points, 2 * WIDTH), strict=True)
+        signal = figure.signal(list(steps), list(values), marker=plotext.marker(sign, "blue+"))
         figure.draw(signal if curve.marked else signal.lines())
-        named = one_line(redact(curve.name), limit=24)
-        key = "─" if symbol == "hd" else symbol
-        legend.append(f"{plotext.colorize(key, colour).string() if screen.colour else key} {named}")
+        legend.append(f"{sign} {one_line(redact(curve.name), limit=24)}")
     figure.legend(False)
-    if is_log:
+    if chart.is_log:
         figure.ruler("y").scale("log")
     first, last = min(curve.points[0][0] for curve in shown), max(curve.points[-1][0] for curve in shown)
     ticks = sorted({round(first + (last - first) * part / 4) for part in range(5)})  # whole steps
     figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    text = figure.build().string(not screen.colour)
-    lines = [f"{title}{' (logarithmic)' if is_log else ''}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
-    return [(line.translate(_ASCII) if screen.ascii else line).rstrip() for line in lines]
+    text = figure.build().string(True)
+    lines = [f"{chart.heading}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
+    return [line.translate(_ASCII).rstrip() for line in lines]

@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.diagnose.pages import lines_of, table_of
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import best_checkpoint
-from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, Screen, draw_charts, plot_lines
+from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, draw_charts, plot_lines
 from sft_play.finished.report.page import Section, Table, page, write_page
 from sft_play.finished.report.record import (
     Record,
@@ -30,7 +30,6 @@ from sft_play.runs.folder import RunFolder
 PAGE = "compare.html"
 """In the folder of the first run that is named."""
 _NOT_COMPARED = ("output.",)
-"""Settings that only name a run."""
 _ABSENT = "-"
 
 
@@ -42,18 +41,11 @@ class ResultRow:
     title: str
     values: tuple[float | str | None, ...]
     form: Callable[[Any], str] = str
-    better: Callable[[Sequence[float]], float] | None = None
-    """`min` or `max` where one of them is better."""
 
     @property
     def shown(self) -> list[str]:
-        """The values in words, the best of several that differ with a star."""
-        numbers = [value for value in self.values if isinstance(value, (int, float))]
-        best = self.better(numbers) if self.better is not None and len(set(numbers)) > 1 else None
-        return [
-            _ABSENT if value is None else self.form(value) + (" *" if best is not None and value == best else "")
-            for value in self.values
-        ]
+        """The values in words."""
+        return [_ABSENT if value is None else self.form(value) for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -64,14 +56,10 @@ class Comparison(Outcome):
     records: tuple[Record, ...]
     differing: Mapping[str, tuple[Any, ...]]
     figures: tuple[ResultRow, ...]
-    notes: tuple[str, ...]
-    """What makes figures of these runs not comparable."""
     path: Path
-    plot: tuple[str, ...] = ()
-    """Curves for the terminal, with escape codes where it has colours."""
+    loss: Chart | None
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return {
             "ok": True,
             "path": str(self.path),
@@ -82,31 +70,27 @@ class Comparison(Outcome):
                 for place, (name, record) in enumerate(zip(self.names, self.records, strict=True))
             ],
             "differing": {key: list(values) for key, values in self.differing.items()},
-            "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
-        """In words."""
         left = tuple(range(len(self.names) + 1))
         settings = [(key, *_cells(values)) for key, values in self.differing.items()]
         results = [(figure.title, *figure.shown) for figure in self.figures]
         heads = [one_line(name, limit=28) for name in self.names]
-        lines = [f"Compared: {len(self.names)} runs; {len(self.differing)} differences; * is the best"]
+        lines = [
+            *(plot_lines(self.loss) if self.loss else []),
+            f"Compared: {len(self.names)} runs; {len(self.differing)} differences",
+        ]
         if settings:
             lines += [*lines_of(table_of(["differs", *heads], settings, left=left)), ""]
         lines += [*lines_of(table_of(["result", *heads], results, left=(0,))), ""]
-        lines += [f"Note: {note}" for note in self.notes]
         first = self.records[0].folder.path
         return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]
 
 
-def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comparison:
-    """Compare runs, and write the page.
-
-    Raises:
-        ConfigError: fewer than two runs, one of them twice, or the page cannot be written.
-        RunFolderError: one is not a run of this toolkit.
-    """
+def compare(folders: Sequence[RunFolder], *, path: Path) -> Comparison:
+    """Compare runs, and write the page. Raises ConfigError where they are fewer than two, one is named twice, or the
+    page cannot be written; RunFolderError where one is not a run of this toolkit."""
     places = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
     if len(places) < 2:
         raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
@@ -118,11 +102,7 @@ def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comp
     names = tuple(record.name if short.count(record.name) == 1 else str(record.folder.path) for record in records)
     differing = differences(records)
     charts = _charts(names, records)
-    loss = charts[0] if charts else None
-    plot = plot_lines(loss.title, loss.curves, screen, is_log=loss.is_log) if loss else []
-    comparison = Comparison(
-        names, records, differing, results_of(records), tuple(_notes(records)), path, tuple(plot)
-    )  # fmt: skip
+    comparison = Comparison(names, records, differing, results_of(records), path, charts[0] if charts else None)
     write_page(path, _page(comparison, charts))
     return comparison
 
@@ -156,52 +136,11 @@ def _facts(record: Record) -> dict[str, Any]:
     return facts
 
 
-def _notes(records: Sequence[Record]) -> list[str]:
-    notes, (is_judged_alike, is_tokenised_alike) = [], _alike(records)
-    if not is_judged_alike:
-        notes.append("the held-out rows differ between these runs: their losses and exact matches are not comparable")
-    if not is_tokenised_alike:
-        notes.append("the tokenizers or chat templates differ: a loss per token is not comparable between them")
-    unfinished = [record.name for record in records if record.status != "finished"]
-    if unfinished:
-        notes.append(f"not finished: {', '.join(unfinished)}")
-    return notes
-
-
-def _alike(records: Sequence[Record]) -> tuple[bool, bool]:
-    """Whether runs are judged by the same rows, and whether these are tokenised alike."""
-    rows, tokenizers = {_judged_by(record) for record in records}, {_digest(one, "tokenizer") for one in records}
-    return len(rows) == 1, len(tokenizers) == 1
-
-
-def _judged_by(record: Record) -> tuple[Any, ...]:
-    """What decides which rows a run is judged by: the split's file, or how validation rows are cut off."""
-    settings = settings_of(record.settings)
-    split = record.summary.get("split") or ("test" if settings.get("data.test_path") else "val")
-    own = _digest(record, str(split))
-    if own is not None:
-        return split, own
-    return split, _digest(record, "train"), settings.get("data.val_fraction"), settings.get("train.seed")
-
-
-def _digest(record: Record, name: str) -> str | None:
-    entry = (record.manifest.get("data") or {}).get(name)
-    return entry.get("sha256") if isinstance(entry, dict) else None
-
-
 def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
-    """The results of the runs; what none of them has is left out.
+    """The results of the runs; what none of them has is left out."""
 
-    The best held-out figure is marked only where the runs are judged by the same rows, a loss only of one tokenizer.
-    """
-    is_judged_alike, is_tokenised_alike = _alike(records)
-    better_match = max if is_judged_alike else None
-    better_loss = min if is_judged_alike and is_tokenised_alike else None
-
-    def row(
-        key: str, title: str, value: Callable[[Record], Any], form: Callable[[Any], str], better: Any = None
-    ) -> ResultRow:
-        return ResultRow(key, title, tuple(value(record) for record in records), form, better)
+    def row(key: str, title: str, value: Callable[[Record], Any], form: Callable[[Any], str]) -> ResultRow:
+        return ResultRow(key, title, tuple(value(record) for record in records), form)
 
     peaks = [[predicted_and_measured(part) for part in record.parts] for record in records]
     kinds = {kind for parts in peaks for kind, _, _ in parts}
@@ -214,19 +153,18 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
         row("status", "status", lambda record: record.status, str),
         row("steps", "steps", lambda record: record.steps, "{:,}".format),
         row("loss_before", "held-out loss before", lambda record: record.held_out("before", "loss"), "{:.4f}".format),
-        row("loss_after", "held-out loss after",
-            lambda record: record.held_out("after", "loss"), "{:.4f}".format, better_loss),
-        row("best_val_loss", "best validation loss",
-            lambda record: _of_curve(record, "eval_loss", min), "{:.4f}".format, better_loss),
+        row("loss_after", "held-out loss after", lambda record: record.held_out("after", "loss"), "{:.4f}".format),
+        row("best_val_loss", "best validation loss", lambda record: _of_curve(record, "eval_loss", min),
+            "{:.4f}".format),
         row("exact_match_after", "exact match after", lambda record: record.held_out("after", "exact_match"),
-            "{:.1%}".format, better_match),
+            "{:.1%}".format),
         row("best_val_exact_match", "best validation exact match",
-            lambda record: _of_curve(record, "eval_exact_match", max), "{:.1%}".format, better_match),
+            lambda record: _of_curve(record, "eval_exact_match", max), "{:.1%}".format),
         row("training_loss", "last training loss", lambda record: _of_curve(record, "loss", operator.itemgetter(-1)),
             "{:.4f}".format),
-        row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format, max),
+        row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format),
         ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
-        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size, min),
+        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size),
         row("training_s", "time of all steps", _training_s, duration),
         row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration),
     )  # fmt: skip
@@ -272,12 +210,11 @@ def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:
 
 
 def _page(comparison: Comparison, charts: Sequence[Chart]) -> str:
-    names, notes = comparison.names, list(comparison.notes)
+    names, notes = comparison.names, []
     try:
         svgs = draw_charts(charts)
     except NotDrawn as error:
-        svgs = []
-        notes.append(f"the charts are missing: {error}")
+        svgs, notes = [], [f"The charts are missing: {error}."]
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
     models = [str((record.settings.get("model") or {}).get("name", "")) for record in comparison.records]
     started = [str(record.manifest.get("started", "")) for record in comparison.records]
@@ -288,9 +225,8 @@ def _page(comparison: Comparison, charts: Sequence[Chart]) -> str:
         lead=[],
         sections=[
             Section("Runs", tables=[Table(("run", "status", "model", "started"), rows, numbers=False)],
-                    notes=[note[0].upper() + note[1:] + "." for note in notes]),
-            Section("Results", tables=[Table(("", *names), [(one.title, *one.shown) for one in comparison.figures])],
-                    notes=["A star marks the best."]),
+                    notes=notes),
+            Section("Results", tables=[Table(("", *names), [(one.title, *one.shown) for one in comparison.figures])]),
             Section("What differs", tables=[Table(("", *names), [(key, *_cells(values))
                     for key, values in comparison.differing.items()], numbers=False)] if comparison.differing else []),
             Section("Curves", charts=[(chart.heading, svg) for chart, svg in zip(charts, svgs, strict=False)],

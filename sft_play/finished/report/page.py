@@ -45,9 +45,7 @@ class Section:
     pairs: Sequence[tuple[str, str]] = ()
     tables: Sequence[Table] = ()
     charts: Sequence[tuple[str, str]] = ()
-    """Heading and SVG of each."""
     legend: Sequence[tuple[str, str]] = ()
-    """Name and colour of the curves that all charts share."""
     samples: Sequence[AnsweredQuestion] = ()
     items: Sequence[str] = ()
     commands: str = ""

@@ -22,7 +22,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB
 
 Points = Sequence[tuple[float, float]]
-"""A curve: (step, value)."""
 
 _OF_RANK = re.compile(r"_rank_\d+$")
 _WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
@@ -41,7 +40,6 @@ class RunPart:
     name: str | None
     plan: dict[str, Any]
     settings: dict[str, Any]
-    """Its resolved.json."""
     summary: dict[str, Any]
     curves: Mapping[str, Points]
     """By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out."""
@@ -61,26 +59,19 @@ class RunPart:
     @cached_property
     def training_s(self) -> float | None:
         """Seconds of all steps that were logged, evaluation and saving left out; None before the first."""
-        return self._over_steps(lambda seconds, _: seconds)
+        total, before = 0.0, 0.0
+        for step, seconds in self.curves.get("step_time_s", ()):  # a log speaks for every step since the one before
+            total, before = total + seconds * (step - before), step
+        return total if before else None
 
     @cached_property
     def tokens_per_s(self) -> float | None:
-        """Mean speed: that of the summary, else over the steps logged so far."""
+        """Mean speed: that of the summary, else of what was logged so far."""
         recorded = self.summary.get("tokens_per_s")
         if isinstance(recorded, (int, float)):
             return float(recorded)
-        tokens = self._over_steps(lambda seconds, speed: seconds * speed)
-        return tokens / self.training_s if tokens is not None and self.training_s else None
-
-    def _over_steps(self, amount: Any) -> float | None:
-        """The sum over all steps of `amount(seconds of the step, tokens per second)`; a log speaks for every step since
-        the one before."""
-        speeds = dict(self.curves.get("tokens_per_s", ()))
-        total, before = 0.0, 0.0
-        for step, seconds in self.curves.get("step_time_s", ()):
-            total += amount(seconds, speeds.get(step, 0.0)) * (step - before)
-            before = step
-        return total if before else None
+        speeds = [speed for _, speed in self.curves.get("tokens_per_s", ())]
+        return sum(speeds) / len(speeds) if speeds else None
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,6 @@ class Record:
     manifest: dict[str, Any]
     settings: dict[str, Any]
     summary: dict[str, Any]
-    """Of the whole run; empty until it has ended."""
     parts: tuple[RunPart, ...]
     warnings: tuple[str, ...]
     """Of the log, each once, with the time of its first."""
@@ -231,13 +221,9 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
 
 
 def tokens_per_s(record: Record) -> float | None:
-    """Speed in training: of the whole run where it has ended, else the mean of what was logged."""
+    """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
     recorded = record.summary.get("tokens_per_s")
-    if recorded:
-        return float(recorded)
-    speeds = [(part.tokens_per_s, part.training_s) for part in record.parts if part.tokens_per_s and part.training_s]
-    seconds = sum(time or 0.0 for _, time in speeds)
-    return sum((speed or 0.0) * (time or 0.0) for speed, time in speeds) / seconds if seconds else None
+    return float(recorded) if recorded else record.parts[-1].tokens_per_s
 
 
 def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
+from sft_play.finished.report.charts import Chart, NotDrawn, charts_of, draw_charts, plot_lines
 from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page, write_page
 from sft_play.finished.report.record import (
     Record,
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 MOST_WARNINGS = 60
 REPORT = "report.html"
-"""In a run folder: its report."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,9 @@ class RunReport(Outcome):
     path: Path
     sections: tuple[str, ...]
     charts: int
-    plot: tuple[str, ...] = ()
-    """Curves for the terminal, with escape codes where it has colours."""
+    loss: Chart | None
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return {
             "ok": True, "run": str(self.record.folder.path), "path": str(self.path), "status": self.record.status,
             "sections": list(self.sections), "charts": self.charts, "figures": dict(lead_of(self.record)),
@@ -59,10 +56,10 @@ class RunReport(Outcome):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """In words."""
         figures = ", ".join(f"{name.lower()} {value}" for name, value in lead_of(self.record))
         count = len(self.record.warnings)
         return [
+            *(plot_lines(self.loss) if self.loss else []),
             f"Run {self.record.name}: {figures}",
             *([f"Warnings in the log: {count}"] if count else []),
             f"Written to: {self.path}",
@@ -70,9 +67,8 @@ class RunReport(Outcome):
         ]
 
 
-def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> RunReport:
-    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none. Raises ConfigError
-    where the page cannot be written there."""
+def report(record: Record, *, path: Path | None = None) -> RunReport:
+    """Write the report of a run; raises ConfigError where the page cannot be written there."""
     charts, problem = charts_of(record), None
     try:
         svgs = draw_charts(charts)
@@ -83,10 +79,8 @@ def report(record: Record, *, path: Path | None = None, screen: Screen | None = 
     sections = [section for section in sections_of(record, pictures, problem) if not section.is_empty]
     target = path or record.folder.path / REPORT
     write_page(target, page(f"{record.name}: training report", lead=lead_of(record), sections=sections))
-    plot: list[str] = []
-    if screen is not None and charts and charts[0].title == "Loss":
-        plot = plot_lines("Loss", charts[0].curves, screen, is_log=charts[0].is_log)
-    return RunReport(record, target, tuple(section.title for section in sections), len(svgs), tuple(plot))
+    loss = charts[0] if charts and charts[0].title == "Loss" else None
+    return RunReport(record, target, tuple(section.title for section in sections), len(svgs), loss)
 
 
 @contextlib.contextmanager
@@ -101,7 +95,6 @@ def reported(folder: RunFolder) -> Iterator[None]:
 
 
 def _state(folder: RunFolder) -> tuple[int, int] | None:
-    """What changes with every start and end of a run: its manifest is written anew."""
     try:
         status = folder.manifest_path.stat()
     except OSError:
@@ -155,7 +148,6 @@ def _against_plan(record: Record) -> Section:
 
 
 def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
-    """Peaks of one rank by moment, the highest of all ranks measured."""
     for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
         # on a CPU resident memory is measured, and the prediction is of tensors alone
         predicted = peak.get("predicted_allocated") if part.on_gpu else None

@@ -35,7 +35,6 @@ STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
 }
 """Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are."""
 LAYOUTS = {(stage, states): name for name, (stage, states, _) in STAGES.items()} | {(1, True): "zero1"}
-"""The layout of a stage, with its optimizer states offloaded or not."""
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 
 
@@ -112,24 +111,6 @@ def layout_of(
     return LAYOUTS[stage, states]
 
 
-def layout_notes(config: Config, *, planned: LayoutName = "zero2") -> tuple[str, ...]:
-    """Where a file differs from the layout that it is planned as."""
-    zero = config.get("zero_optimization") or {}
-    notes = []
-    layout = layout_of(config, planned=planned)
-    states, weights = offloads(zero, "offload_optimizer"), offloads(zero, "offload_param")
-    if states and layout == "zero1":
-        notes.append("optimizer states go to RAM; the plan for zero1 has them on the GPUs, so it needs less than that")
-    if weights and layout == "zero3":
-        notes.append("weights go to RAM; the plan for zero3 has them on the GPUs, so it needs less than that")
-    if keeps_params(config, layout):
-        notes.append("no offload_param: the weights stay on the GPUs, and are planned there")
-    for key in ("offload_optimizer", "offload_param"):
-        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
-            notes.append(f"{key} goes to NVMe ({zero[key].get('nvme_path')}); its speed is not planned")
-    return tuple(notes)
-
-
 def keeps_params(config: Config, layout: LayoutName) -> bool:
     """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
     return layout == "zero3_offload" and not offloads(config.get("zero_optimization") or {}, "offload_param")
@@ -146,7 +127,6 @@ BATCH_KEYS = {
     "gradient_accumulation_steps": "grad_accum",
     "train_batch_size": "effective_batch_size",
 }
-"""DeepSpeed's batch keys and the run YAML's."""
 
 
 def with_batch(
@@ -155,12 +135,10 @@ def with_batch(
     """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
     each value taken from it.
 
-    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set
-    one; where both others are known it is their product with the data-parallel `ranks`.
-
-    Raises:
-        ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
-            named, all contradictions at once.
+    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set one;
+    where both others are known it is their product with the data-parallel `ranks`. Raises ConfigError where a number of
+    the file contradicts one that the run YAML gives, or they do not multiply; both are named, all contradictions at
+    once.
     """
     given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
     if not given_batch:
@@ -198,9 +176,7 @@ def with_batch(
 
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-"""DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
 SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
-"""DeepSpeed's names for our dtypes."""
 
 
 def with_dtypes(
@@ -230,7 +206,6 @@ def with_dtypes(
 
 
 Config = dict[str, Any]
-"""DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
 
 AUTO = "auto"
 """Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
@@ -257,12 +232,9 @@ _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 
 def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tuple[Config, tuple[str, ...]]:
-    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out.
-
-    Raises:
-        ConfigError: a key is unknown (the nearest known one is named), was removed while it is switched on, or holds
-            a value of the wrong kind. All of them at once.
-    """
+    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
+    where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
+    the wrong kind. All of them at once."""
     config = copy.deepcopy(raw)
     notes: list[str] = []
     for path, section in sections_of(config):
@@ -297,7 +269,6 @@ def _rename(config: Config, notes: list[str]) -> Iterator[str]:
 
 
 def _drop_removed(config: Config, notes: list[str]) -> Iterator[str]:
-    """Leave out removed keys that are switched off; yields the others."""
     for path, reason in _TABLE["removed"].items():
         holder, key = holder_of(config, path)
         if holder is None or key not in holder:

@@ -111,9 +111,7 @@ def fill(
 
     `torch_adam` is the reason why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`): torch's AdamW then updates
     the offloaded states. Optimizer and schedule are the run YAML's; a file's blocks that agree with it are left out.
-
-    Raises:
-        ConfigError: a number of the file contradicts the plan; both are named, all contradictions at once.
+    Raises ConfigError where a number of the file contradicts the plan; both are named, all contradictions at once.
     """
     filling = _Filling(copy.deepcopy(config), numbers)
     layout = layout_of(config, name=name, planned=numbers.layout)
@@ -139,8 +137,6 @@ def fill(
 
 @dataclass
 class _Filling:
-    """A configuration that is being filled, with the lines to show and the contradictions."""
-
     config: Config
     numbers: PlanNumbers
     shown: list[str] = field(default_factory=list)
@@ -262,7 +258,6 @@ _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
 
 
 def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The run's values of what an optimizer's block may hold: whose they are, value."""
     params = {name: ("the run's", copy.copy(value)) for name, value in ADAM.items()}
     for path, (ours, value) in options.items():
         name, _, place = path.removeprefix("optimizer.params.").partition(".")
