@@ -72,7 +72,6 @@ def main(command: "Optional[str]" = None) -> int:
 
 
 def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
-    """The program's exit code; a message where a package is missing, or where a Ctrl-C became another exception."""
     try:
         code = run(words)
         assert isinstance(code, int)
@@ -173,7 +172,6 @@ def _stopped(name: str, words: "Sequence[str]", text: str) -> int:
 
 
 def _leave(name: str, words: "Sequence[str]") -> None:
-    """End at once, before anything has started."""
     os._exit(_stopped(name, words, "stopped by the user before anything was started"))
 
 

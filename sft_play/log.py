@@ -168,10 +168,8 @@ _lost: dict[int, OSError] = {}
 
 
 class _Output(io.FileIO):
-    """Standard output or error that outlives its reader: `plan | head` finishes the plan, and a training continues.
-
-    After the first failed write, output goes to the null device, also that of libraries and children.
-    """
+    """Output that outlives its reader (`plan | head` finishes the plan): after the first failed write it goes to the
+    null device, also that of libraries and children."""
 
     def write(self, data: Any) -> int:
         """Write; returns the number of bytes also where nobody reads them."""

@@ -114,7 +114,6 @@ def _from_text(
 
 
 def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    """The stages of a curriculum, each validated as a run of its own, and their problems."""
     stages: list[Stage] = []
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
@@ -378,7 +377,6 @@ def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, P
 
 
 def _is_for_all_stages(path: Path_) -> bool:
-    """Whether a key applies to the job as a whole."""
     key = dotted(path)
     if path in SHORT.values() or path[0] not in ("model", "tuning"):
         return key in _FOR_ALL_STAGES

@@ -134,7 +134,6 @@ def flag_hint(flag: str, value: str | None) -> str | None:
 
 
 def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
-    """What an unknown key means here by its name elsewhere, or by a similar spelling."""
     key, at = parts[-1], _places(parts, section)
     if at:
         shown = f"{joint}{written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""

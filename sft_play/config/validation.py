@@ -72,7 +72,6 @@ def _without(data: Plain, blocked: set[Path_], path: Path_ = ()) -> Plain:
 
 
 def _misplaced(document: YamlDocument) -> dict[Path_, Problem]:
-    """Sections that hold a value instead of keys."""
     problems = {}
     for name, section in sections().items():
         if not name:
@@ -125,8 +124,7 @@ def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[
 
 
 def _path_of(location: Sequence[str | int]) -> Path_:
-    """The part of pydantic's location that is a key or a section of ours, or one of a list's: unions name their members
-    beyond it."""
+    """The part of pydantic's location that is a key or a section of ours: unions name their members beyond it."""
     for length in range(len(location), 0, -1):
         name = ".".join(map(str, location[:length]))
         if name in listed() and len(location) > length:
@@ -253,7 +251,6 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
 
 
 def _start_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What adapters that start elsewhere than at zero cannot be together with."""
     lora = config.tuning.lora
     key, start = "tuning.lora.init", lora.init
     if start == "default":

@@ -52,7 +52,6 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
 def _bad(
     name: str, among: str, bad: Counter[str], first: Sequence[BadRow], data: DataConfig, also: Sequence[str] = ()
 ) -> Finding:
-    """Bad rows by reason, the first of them listed; a problem where the run would stop at them."""
     lines = "\n".join([*bad_row_lines(among, bad, first), *also])
     if data.on_bad_row == "skip":
         return warned(name, lines, "they are left out (data.on_bad_row=skip); fix them to use them")

@@ -96,10 +96,8 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
 
 
 def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
-    """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text.
-
-    A folder with files of the names of splits is read by these: as one source its held-out rows would be trained on.
-    """
+    """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text. A folder of
+    files named by splits is read by these: as one source its held-out rows would be trained on."""
     source = find_source(given, encoding=encoding)
     if isinstance(source, Path) and source.is_dir():
         splits: dict[str, list[str]] = {}
@@ -119,7 +117,6 @@ def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool
 
 
 def _columns(source: AnySource) -> dict[str, str]:
-    """`data.columns` where no format has the names of the columns, and they say what they are."""
     rows = itertools.islice(read_rows(source, split="train"), SAMPLE)
     first = next((row for row in rows if isinstance(row, RawRow)), None)
     return guessed_columns(list(first.data)) if first is not None and recognise(first.data) is None else {}
@@ -151,7 +148,6 @@ def _tokens(examples: Sequence[Example], count: Count) -> list[int]:
 
 
 def _written(chat: Chat) -> str:
-    """The texts of a chat, with its tools and calls as templates write them."""
     more = [chat.tools, [message["tool_calls"] for message in chat.messages if message.get("tool_calls")]]
     said = [str(message.get(key) or "") for message in chat.messages for key in ("content", "reasoning_content")]
     return "\n".join([*said, *(json.dumps(one, ensure_ascii=False, indent=1) for one in more if one)])

@@ -43,8 +43,6 @@ Shingles = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class _Hashes(dict[str, int]):
-    """Hashes of words, kept for the next row."""
-
     def __missing__(self, word: str) -> int:
         if len(self) >= _KEPT_WORDS:
             self.clear()

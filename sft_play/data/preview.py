@@ -381,7 +381,6 @@ class TokenBytes:
         ]
 
     def _decoded(self, word: str) -> bytes:
-        """The bytes of a token by its name, as the tokenizer's own decoder reads it."""
         if self._is_byte_level:
             return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in word)
         if self._is_sentence_piece:

@@ -101,8 +101,6 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
 
 
 class _Styler:
-    """Gives rows their system prompt; remembers which globs matched none."""
-
     def __init__(self, options: StyleConfig, prompt: str | None) -> None:
         self._options, self._prompt = options, prompt
         self.unused = dict.fromkeys(options.per_source)

@@ -133,7 +133,6 @@ def _many(count: int, noun: str) -> str:
 
 
 def _listed(title: str, items: list[str]) -> list[str]:
-    """The first items under a title; names and reasons come from files and are escaped."""
     more = [f"  … and {len(items) - _SHOWN:,} more in {REPORT}"] if len(items) > _SHOWN else []
     return [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_SHOWN]), *more] if items else []
 

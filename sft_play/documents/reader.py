@@ -87,7 +87,6 @@ def plain_text(path: Path) -> str:
 
 
 def _checked(data: bytes) -> bytes:
-    """The bytes of a document, if they are no old Office file and no archive that unpacks to gigabytes."""
     if data.startswith(_OLE):
         raise Unreadable("an Office file from before 2007, or locked with a password; save it as .docx without one")
     if data.startswith(_ZIP):
@@ -172,7 +171,6 @@ class ReaderProcess:
 
 
 def _serve(answers: Connection, asked: DocumentsConfig, parent: int) -> None:
-    """Answer every path with its text in a list, or with why there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     leave_with(parent, signal.SIGKILL)
     logging.disable(logging.CRITICAL)

@@ -171,7 +171,6 @@ class _Reader(pickle.Unpickler):
 
 
 def _load(folder: Path) -> Built | None:
-    """The cache where it is complete; otherwise None, and what is left of it is removed."""
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         with (folder / _META).open("rb") as file:
             files, stats = _Reader(file).load()
@@ -183,7 +182,6 @@ def _load(folder: Path) -> Built | None:
 
 
 def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str) -> Built:
-    """Write the cache beside its place and rename it; what an interrupted run left is removed."""
     # always the same place: nobody else writes there, since the caller holds the lock
     with atomic.replacing(folder, aside=folder.with_name(f"{folder.name}.part")) as aside:
         aside.mkdir()
@@ -205,7 +203,6 @@ _Stats = dict[str, RowStats]
 def _rows_of(
     folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str
 ) -> tuple[_Files, _Stats]:
-    """Every part's rows in a file of its own, made here or by other processes."""
     total = bytes_of(parts)
     asked = how_many(workers, total)
     jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
@@ -236,7 +233,6 @@ def _rows_of(
 
 
 def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int, total_bytes: int) -> list[_Job]:
-    """The parts in pieces for so many processes; raises DataError where a part's columns are those of no format."""
     jobs: list[_Job] = []
     for part in parts:
         shape = first_format(read_part(part), recipe.data)[1]
@@ -272,8 +268,6 @@ class _Result:
 
 
 class _Maker:
-    """Makes rows by one recipe; each process has one."""
-
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
@@ -323,8 +317,7 @@ class _Maker:
     def _examples(
         self, job: _Job, stats: _Stats, sides: dict[int, str], news: Waiting | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with the numbers of their rows; the side of each goes into `sides`. Bad rows are only
-        counted, on the side that is kept."""
+        """The piece's examples with their rows' numbers; the side of each goes into `sides`. Bad rows count as kept."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):

@@ -68,7 +68,6 @@ class Mix:
         return np.concatenate([start + self._of(place, epoch) for place, start in enumerate(starts.tolist())])
 
     def _of(self, place: int, epoch: int) -> Indices:
-        """The rows of one source in an epoch, by their number in the source."""
         size, count = self.sizes[place], self.per_epoch[place]
         if not count:
             return np.zeros(0, dtype=np.int64)

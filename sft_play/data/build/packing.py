@@ -77,7 +77,6 @@ def joined(parts: Sequence[Packs]) -> Packs:
 
 
 def _dealt(falling: Indices, capacity: int) -> list[int]:
-    """The pack of each row, for lengths in falling order."""
     values, counts = np.unique(-falling, return_counts=True)
     by_space: dict[int, list[int]] = {}
     """Open packs by the space that they have left, and these spaces in order."""

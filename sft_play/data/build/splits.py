@@ -215,7 +215,6 @@ class _Builder:
     # Several sources.
 
     def _of_sources(self, paths: DataPaths) -> Splits:
-        """The rows of all sources, one after the other, and those held out of each; val_path's rows are of none."""
         common, test = self._held_out(paths.val, "val"), self._held_out(paths.test, "test")
         train: list[Split] = []
         held: dict[int, Split] = {}
@@ -284,7 +283,6 @@ class _Builder:
     # Judging.
 
     def _judge(self, rows: Split, split: str) -> None:
-        """Raises DataError for bad rows that may not be skipped, rows of the wrong kind, and too many tokens lost."""
         stats, data = rows.report, self._config.data
         if self._is_text and stats.chats:
             raise DataError(
@@ -315,7 +313,6 @@ class _Builder:
     # Splits.
 
     def _finished(self, split: Split) -> Split:
-        """The split as it is trained; text of `task_mode: cpt` in blocks."""
         if self._is_text:
             return self._packed(split)
         stats = split.report
@@ -359,7 +356,6 @@ class _Builder:
         return train, Split(_joined([val.rows, text.rows]), val.report.beside(text.report), val.chats)
 
     def _mix(self, chats: Split, text: Split) -> Split:
-        """All chats once, with as many text blocks between them as the ratio asks for, in a seeded order."""
         share = self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
         wanted = max(1, round(count * share / (1 - share)))
@@ -405,7 +401,6 @@ class _Builder:
         return kept, held if held.rows is not None else None
 
     def _in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held: bool) -> Split:
-        """Texts as blocks of max_seq_len tokens; a held-out text of less is a block by itself."""
         from datasets import Dataset, Features, List, Value
 
         whole = [text for text in texts if text.strip()]
@@ -425,7 +420,6 @@ class _Builder:
 
 
 def _of_cache(built: Built, name: str, source: str) -> Split:
-    """Rows of the token cache with the conversations beside them."""
     rows, stats, digests = built.dataset(name), built.stats[name], built.digests(name)
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
@@ -434,7 +428,6 @@ def _of_cache(built: Built, name: str, source: str) -> Split:
 
 
 def _note_shared(splits: Mapping[str, Split | None]) -> None:
-    """Count for each split the rows that are in an earlier one too."""
     present = [(name, split) for name, split in splits.items() if split is not None]
     for (name, earlier), (_, later) in itertools.combinations(present, 2):
         count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
@@ -450,7 +443,6 @@ def _as_one(sources: Sequence[Split]) -> Split | None:
 
 
 def _marked(split: Split, source: int) -> Split:
-    """A split whose rows have the number of their source."""
     from datasets import Value
 
     rows = split.rows.select_columns(["input_ids", "labels"])

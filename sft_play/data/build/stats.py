@@ -88,7 +88,6 @@ class LimitCost:
             self._steps[index] += step
 
     def _kept(self) -> Iterator[int]:
-        """Trained tokens that limits of 0, 1, 2, … keep."""
         return itertools.accumulate(itertools.accumulate(self._steps))
 
     def kept_share(self, limit: int) -> float:
@@ -356,7 +355,6 @@ class RowStats:
         return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
 
     def _readable(self) -> tuple[Any, Any]:
-        """Numbers of the rows that can be read, and their contents: of shape [rows]."""
         contents = np.array(self.contents, np.uint64)
         places = np.flatnonzero(contents)
         return places + 1, contents[places]
@@ -457,11 +455,7 @@ def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
 
 
 def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones, field by field.
-
-    Numbers, counters and costs are added; lists of bad rows grow up to `SHOWN_BAD_ROWS`; of what was seen first, or is
-    the shortest, the earlier or shorter is kept. Fields in `but` are left to the caller.
-    """
+    """Add the counts of later rows to those of earlier ones, field by field; those in `but` are left to the caller."""
     for name, theirs in vars(other).items():
         own = getattr(mine, name)
         if name in but:

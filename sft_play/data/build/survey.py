@@ -92,7 +92,6 @@ class RowCounter:
             self._count_roles(survey, example, whole)
 
     def _count_ends(self, survey: RowStats, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
-        """Whether each trained part ends with a special token, a line break behind it aside."""
         is_open = False
         for begin, end in runs:
             last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
@@ -170,7 +169,6 @@ class RowMaker:
                 yield from self._ended(before, joined=joined)
 
     def _begun(self, batch: Sequence[Numbered], tokenizer: ThreadPoolExecutor, *, joined: bool) -> _Batch:
-        """A batch that is rendered and handed to the tokenizer's thread."""
         rows: list[Numbered] = []
         for number, one in batch:
             if isinstance(one, BadRow):

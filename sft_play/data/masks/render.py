@@ -119,7 +119,6 @@ class Renderer:
         return turns
 
     def _turns_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turns:
-        """The turns of rows like this one; raises Inexact where their template cannot be used."""
         try:
             return self.turns(with_tools=bool(tools), kind=kind_of(messages) if self._by_kind else PLAIN)
         except TokenizerError as error:
@@ -159,7 +158,6 @@ class Renderer:
 
     @functools.cached_property
     def _rendered_chats(self) -> RenderedChats | None:
-        """What reads rendered chats; None without a template, or with one that cannot be used."""
         if not self.parts.templates:
             return None
         try:
@@ -279,7 +277,6 @@ class Renderer:
         )  # fmt: skip
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
-        """Raise Inexact where an answer is to be trained that ends with no token at which generation could stop."""
         if self.data.on_missing_end == "train":
             return
         with_tools = bool(tools)
@@ -324,12 +321,10 @@ class Renderer:
         return ""
 
     def _settings(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The variables of the template that may make prompts fit, in words; empty where it reads none."""
         names = self._turns_for(messages, tools).template.jinja.settings
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
-        """Whether the template renders these messages, merged or with the system prompt moved as options would."""
         with contextlib.suppress(RenderError, Inexact):
             tried = merge_turns(messages) if merged else messages
             turns = self._turns_for(tried, tools)

@@ -124,7 +124,6 @@ class ChatTemplate:
 
 @contextmanager
 def _as_render_error() -> Iterator[None]:
-    """Whatever a template can raise becomes a RenderError: its code is not ours."""
     try:
         yield
     except TooMuch as error:
@@ -139,8 +138,7 @@ def _as_render_error() -> Iterator[None]:
 
 
 def _as_transformers_gives(message: Message) -> Message:
-    """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
-    calls), its think text under every name that templates know."""
+    """The message as transformers gives it: without keys that hold nothing, its think text under every name."""
     copy = {key: value for key, value in message.items() if value is not None}
     reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
     if reasoning is None:
@@ -153,10 +151,8 @@ _NOT_A_WORD = re.compile(r"[^\w\s]")
 
 
 def _tested_texts(tree: nodes.Template) -> Iterator[str]:
-    """Texts that the template compares with, splits at or looks for: those on which its output may depend.
-
-    Words without punctuation (role names, keys) and texts of one or two characters are left out.
-    """
+    """Texts that the template compares with, splits at or looks for, on which its output may depend; without words that
+    have no punctuation (role names, keys) and texts of one or two characters."""
     holders: list[nodes.Node] = [*tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))]
     for holder in holders:
         for constant in holder.find_all(nodes.Const):
@@ -178,8 +174,6 @@ _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 @dataclass
 class _Watched:
-    """A thread, until when its processor time may go, and what is raised in it."""
-
     thread: int
     used: Callable[[], float]
     until: float

@@ -118,8 +118,6 @@ class Words:
 
 
 class _Remembered(dict[str, tuple[int, ...]]):
-    """The ids of words, asked from the model once."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
 
@@ -265,7 +263,6 @@ def _ranges(codes: Sequence[int]) -> str:
 
 
 def _probes(added: Sequence[str], known: Sequence[int]) -> Iterator[str]:
-    """Texts of words, numbers, white space, marks, controls and added tokens, the same every time."""
     chance = random.Random(0)
     characters = frozenset(map(chr, known))
     pieces = [*map(chr, range(128)), *"eariotnslc" * 4, *" \n" * 20, *"0123456789" * 2]

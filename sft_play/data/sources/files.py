@@ -166,7 +166,6 @@ def data_paths(data: DataConfig) -> DataPaths:
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
-    """Whether a path option has its default, beside training rows that a command of this project writes."""
     if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key, None)  # a path of data.sources has none

@@ -145,7 +145,6 @@ _BESIDE = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, *_MEDIA_KEYS})
 
 
 def _chat(row: RawRow, messages: list[Message]) -> Chat:
-    """The chat of a row: its system prompt and tools added, its turns checked as a whole."""
     if _BESIDE.isdisjoint(row.data):
         _check_turns(messages)
         return Chat(row.where, tuple(messages))
@@ -395,7 +394,6 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
 
 
 def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
-    """The chat with its turns merged where asked and its oddities noted, or left out where asked."""
     messages = chat.messages
     notes: list[str] = []
     if data is not None and data.merge_consecutive:
@@ -491,7 +489,6 @@ def unknown_format(row: RawRow) -> DataError:
 
 
 def _advice_if_wrapped(row: RawRow) -> str:
-    """How to unpack a file that is one object around its rows; empty for any other row."""
     for key, value in row.data.items():
         if isinstance(value, list) and len(value) > 1 and all(isinstance(item, dict) for item in value[:20]):
             name = one_line(str(key), limit=40)

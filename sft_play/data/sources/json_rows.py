@@ -34,8 +34,6 @@ class RefusedJson(ValueError):
 
 
 def _decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
-    """A decoder that calls `refuse` with what would be lost."""
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
@@ -79,7 +77,6 @@ def strict_json(text: str) -> Any:
 
 
 def _lost(value: Any, text: str) -> str:
-    """What is wrong with a value that parsed: "" for nothing."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return "nested too deeply"
     if _SURROGATE.search(text):
@@ -289,8 +286,7 @@ class Window:
             self.more(max(1, waiting))  # twice as much: a long row is not parsed again for every block
 
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
-        """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
-        near the window's end."""
+        """Raise the error as a DataError, unless reading on may resolve it: an open string, an error near the end."""
         # 64 characters: more than a literal, an escape or a number that the window's end may have cut
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:

@@ -251,7 +251,6 @@ def without_given(messages: Iterable[Message]) -> list[Message]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether it can be written as JSON: cells of tables may hold dates and bytes, which no template reads."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -260,12 +259,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message says that it is trained or not; None where it says nothing.
-
-    Raises:
-        Unusable: a weight between 0 and 1 or above, a part of a message, a key that may mean either, or two keys that
-            contradict each other.
-    """
+    """Whether a message says that it is trained or not; None where it says nothing. Raises Unusable."""
     said: dict[str, bool] = {}
     for key in _TRAIN_KEYS:
         value = item.get(key)
@@ -423,10 +417,8 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any] | str:
-    """Arguments as their author wrote them, an object or its JSON text; text that was encoded twice is decoded once.
-
-    Which of the two a chat template writes correctly differs from template to template: `masks/turns.py` probes it.
-    """
+    """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
+    `masks/probes.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None

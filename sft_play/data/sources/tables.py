@@ -138,8 +138,7 @@ def _never_closed(where: str) -> DataError:
 
 
 class _TextLines:
-    """The lines of a file as the csv module takes them; DataError where one row is larger than MAX_ROW_BYTES, since an
-    open quote would take the rest of the file."""
+    """The lines of a file for the csv module; DataError where a row is too large: an open quote takes all the rest."""
 
     def __init__(self, path: Path) -> None:
         start = head(path)
@@ -175,8 +174,7 @@ class _TextLines:
 
 @contextmanager
 def _reading(path: Path | str, kind: str) -> Iterator[None]:
-    """Turns the many exceptions that pyarrow, datasets and the hub's libraries raise into a DataError; `kind` is what
-    cannot be read, or `hub:`."""
+    """Turns whatever pyarrow, datasets and the hub raise into a DataError; `kind` cannot be read, or is `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -285,8 +283,7 @@ class _NotText(ValueError):
 
 
 def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
-    """The row as values that JSON has, without its nulls: Arrow gives every row every column, and a key says that
-    something is there."""
+    """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
     left_out = [0]
     try:
         cells = {str(key): _cell(value, key, left_out) for key, value in row.items()}
@@ -302,11 +299,8 @@ _CALL_PARTS = frozenset({"tool_call", "function_call"})
 
 
 def _cell(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null.
-
-    Tool calls and tools have no keys with null, which are counted: a table gives every object of a column the keys of
-    all, so that a call of one function gets the arguments of every other.
-    """
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null. Tool calls and tools lose
+    their keys with null, which are counted: a table gives every object of a column the keys of all the others."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     is_call = is_call or key in _CALL_KEYS
