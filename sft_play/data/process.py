@@ -288,8 +288,8 @@ class _Process:
         return dropped
 
     def _is_similar(self, example: Example, place: str, *, is_new: bool) -> bool:
-        """Whether a row is left out as nearly a held-out or an earlier one; counts it either way. What is nearly an earlier
-        row is not compared with later ones."""
+        """Whether a row is left out as nearly a held-out or an earlier one; counts it either way. What is nearly an
+        earlier row is not compared with later ones."""
         report, dropped = self._report, False
         if self._near is None and not self._others:
             return False

@@ -21,15 +21,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats, ways_to_keep
+from sft_play.data.build.stats import RowStats
+from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
 from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.messages import roles_said
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -74,10 +74,6 @@ class Split:
     """Digests of the tokens of its rows, or documents, sorted: uint64 of shape [rows]."""
     key: str = ""
     """The option that names the source, where it is not the split's."""
-
-    def named(self, split: str) -> str:
-        """The source as the run YAML names it."""
-        return f"{self.key or f'data.{split}_path'}={self.report.source}"
 
     def first(self) -> TokenRow:
         """The first row."""
@@ -283,32 +279,20 @@ class _Builder:
     # Judging.
 
     def _judge(self, rows: Split, split: str) -> None:
-        stats, data = rows.report, self._config.data
+        stats, data, key = rows.report, self._config.data, rows.key or f"data.{split}_path"
+        stats.split = split
         if self._is_text and stats.chats:
             raise DataError(
-                f"{rows.named(split)}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
+                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
             )
-        if stats.unusable and data.on_bad_row == "fail":
-            raise DataError(_bad_rows_message(stats, rows.named(split)))
-        ways = ways_to_keep(stats, data, max_seq_len=self._max_seq_len, positions=self._positions)
-        if stats.kept == 0 and stats.too_long and not stats.unusable:
-            raise DataError(
-                f"{rows.named(split)}: all {stats.too_long:,} rows lose their answer at max_seq_len "
-                f"{self._max_seq_len} (shortest prompt: {stats.shortest_prompt:,} tokens; the first row is "
-                f"{stats.first_too_long}); {ways}"
-            )
+        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
+            if finding.verdict == "FAIL":
+                raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept == 0:
             every = stats.unusable + stats.left_out
             reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
-            raise DataError(f"{rows.named(split)}: no row is left of {stats.rows:,} ({reasons or 'nothing was in it'})")
-        if split == "train" and stats.lost_fraction > data.max_lost_fraction:
-            raise DataError(
-                f"{rows.named(split)}: {stats.lost:,} of {stats.whole_trained:,} trained tokens "
-                f"({stats.lost_fraction:.1%}) are lost to max_seq_len {self._max_seq_len}, more than "
-                f"data.max_lost_fraction={data.max_lost_fraction:g}: {stats.cut_rows:,} rows are cut and "
-                f"{stats.too_long:,} lose all. {ways}, or accept the loss with data.max_lost_fraction"
-            )
+            raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
 
     # Splits.
 
@@ -344,8 +328,7 @@ class _Builder:
         kept, held = self._source(source, "train", documents=True, held_share=share)
         if kept.report.chats:
             raise DataError(f"data.text_path={source} holds {kept.report.format} rows; it takes plain text")
-        if kept.report.unusable and self._config.data.on_bad_row == "fail":
-            raise DataError(_bad_rows_message(kept.report, kept.named("text")))
+        self._judge(kept, "text")
         train = self._mix(chats, self._packed(kept))
         if val is None or held is None:
             return train, val
@@ -461,9 +444,3 @@ def _joined(datasets: Sequence[Any]) -> Any:
     from datasets import concatenate_datasets
 
     return concatenate_datasets([one.select_columns(sorted(one.column_names)) for one in datasets])
-
-
-def _bad_rows_message(stats: RowStats, source: str) -> str:
-    lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.unusable, stats.first_unusable)
-    lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
-    return "\n".join([*lines, FIX_OR_SKIP])

@@ -78,7 +78,7 @@ class RowCounter:
         runs = trained_runs(whole.labels)
         survey.cost.add(len(whole.labels), runs)
         if isinstance(row, BadRow):
-            survey.count_too_long(whole, row)
+            survey.count_too_long(whole)
             return
         survey.count_rendered(whole)
         survey.first = survey.first or (number, whole)

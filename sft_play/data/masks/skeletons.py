@@ -254,8 +254,8 @@ class _MarkedRow:
         return begin if begin >= after and text[begin:first] == gap[size:] else None
 
     def _header_size(self, prompt: str, asked: Sequence[Message], tail: str, gap: str) -> int | None:
-        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where that
-        is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
+        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
+        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
 
         A prompt may open think text that the turn has not, or has closed. What both have is given, but no more than a
         plain answer has, which has no other turn's words; and where they part there are only marks of think text."""
