@@ -24,7 +24,6 @@ from sft_play.data.sources.messages import (
     content_text,
     kind,
     merge_turns,
-    notes_of_calls,
     pair_of_texts,
     shown,
     tools_of,
@@ -387,7 +386,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     if isinstance(example, Text):
-        has_control = not row.is_clean and _CONTROL.search(example.text) is not None
+        has_control = _CONTROL.search(example.text) is not None
         notes = (*([NOTE_CONTROL] if has_control else []), *([NOTE_PIECE] if row.is_piece else []))
         return replace(example, notes=notes) if notes else example
     return _finish(example, row, data)
@@ -399,7 +398,6 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
     if data is not None and data.merge_consecutive:
         messages = merge_turns(messages)
     previous = first_speaker = ""
-    has_calls = False
     unread: set[str] = set()
     for message in messages:
         unread.update(message.pop("_unread", ()))
@@ -410,7 +408,6 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
             notes.append(NOTE_TWO_IN_A_ROW)
         previous = role
         if role == "assistant":
-            has_calls = has_calls or "tool_calls" in message
             has_more = message.get("tool_calls") or "reasoning_content" in message
             if not (message["content"] or "").strip() and not has_more and message.get("train", True):
                 notes.append(NOTE_EMPTY)
@@ -424,12 +421,9 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if previous == "tool":
         notes.append(NOTE_ENDS_WITH_TOOL)
-    # most rows were scanned by their reader, which sees control characters in the line's escapes
-    texts = () if row.is_clean else (value for message in messages for value in message.values())
+    texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
-    if has_calls:
-        notes += notes_of_calls(row.data)
     return Chat(chat.where, messages, chat.tools, tuple(dict.fromkeys(notes)) if notes else ())
 
 
@@ -484,13 +478,5 @@ def unknown_format(row: RawRow) -> DataError:
     way = f"Map them: {example}" if guessed else f"Map yours, such as {example}"
     return DataError(
         f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others, and what "
-        f"is no supervised example). {way}{_advice_if_wrapped(row)}"
+        f"is no supervised example). {way}"
     )
-
-
-def _advice_if_wrapped(row: RawRow) -> str:
-    for key, value in row.data.items():
-        if isinstance(value, list) and len(value) > 1 and all(isinstance(item, dict) for item in value[:20]):
-            name = one_line(str(key), limit=40)
-            return f". Are the rows those below {name}? Take them out: jq -c '.[\"{name}\"][]' FILE > rows.jsonl"
-    return ""

@@ -24,7 +24,6 @@ ROLE_KEYS = ("role", "from", "speaker", "author")
 _SHOWN_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\\b|\x7f")
 _NUMBER_ENDS = 16
 """Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`)."""
 
@@ -144,10 +143,7 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
     # brackets bound the depth from above; those inside strings make it a guess, which `parse_line` settles
     if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
         return parse_line(line, f"{name}:{number}")
-    # JSON has control characters and surrogates as escapes only, DEL aside; tabs and line breaks do not count as such
-    if "\\u" in line or "\\b" in line or "\x7f" in line:
-        return _as_row(value, f"{name}:{number}", line)
-    return RawRow(f"{name}:{number}", value, True)
+    return _as_row(value, f"{name}:{number}", line) if "\\u" in line else RawRow(f"{name}:{number}", value)
 
 
 def parse_line(line: str, where: str) -> RawRow | BadRow:
@@ -172,10 +168,10 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
     if problem:
         return BadRow(where, problem)
     if _are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
-        return RawRow(where, {"messages": value}, _CONTROL.search(text) is None)
+        return RawRow(where, {"messages": value})
     if not isinstance(value, dict):
         return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
-    return RawRow(where, value, _CONTROL.search(text) is None)
+    return RawRow(where, value)
 
 
 def is_chat(line: str) -> bool:

@@ -479,26 +479,3 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
         if message.get("tool_calls"):
             last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
     return tuple(merged)
-
-
-NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
-NOTE_NO_ARGUMENTS = "a tool call has no arguments (none, null or an empty text); it is read as one with {}"
-NOTE_OTHER_CALL = "a tool call is not written as {function: {name, arguments}}; it is read as one"
-
-
-def notes_of_calls(data: Mapping[str, Any]) -> Iterator[str]:
-    """What is read in another form than it is written in, in the tool calls of a row's turns."""
-    items = (item for turns in data.values() if isinstance(turns, list) for item in turns if isinstance(item, dict))
-    for item in items:
-        given = _first(item, "tool_calls", "function_call")
-        is_listed = isinstance(given, list)
-        for call in given if is_listed else [given] if given else []:
-            function = call.get("function") if isinstance(call, dict) else None
-            if not is_listed or not isinstance(function, dict) or any(function.get(key) for key in _ARGUMENT_KEYS[1:]):
-                yield NOTE_OTHER_CALL
-            function = function if isinstance(function, dict) else call
-            arguments = _first(function, *_ARGUMENT_KEYS) if isinstance(function, dict) else {}
-            if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-                yield NOTE_NO_ARGUMENTS
-            elif isinstance(arguments, str) and arguments.lstrip().startswith('"'):
-                yield NOTE_ENCODED_TWICE

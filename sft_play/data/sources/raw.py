@@ -44,13 +44,11 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One object of a data file with the place it came from; `is_clean`: its texts hold no control character (False:
-    not checked yet); `is_piece`: it is a piece of a longer text; `nulls`: keys of its tool calls and tools for which
-    a table had null, and that were left out."""
+    """One object of a data file with the place it came from; `is_piece`: it is a piece of a longer text; `nulls`: keys
+    of its tool calls and tools for which a table had null, and that were left out."""
 
     where: str
     data: dict[str, Any]
-    is_clean: bool = False
     is_piece: bool = False
     nulls: int = 0
 

@@ -417,20 +417,17 @@ def _load_hub(given: str) -> Any:
 def _hub_advice(ident: str, error: Exception) -> str:
     import datasets
 
-    text = one_line(str(error), limit=300)
-    # by name: importing the hub's exception classes would tie this to the module that they live in
-    kinds = {kind.__name__ for kind in type(error).__mro__}
     fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
-    if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
+    if datasets.config.HF_HUB_OFFLINE:
         return (
             "the hub is not asked (there is no connection, or HF_HUB_OFFLINE is set), and the cache of this machine "
             f"does not hold it; fetch it where there is a network ({fetch}) and name the folder"
         )
-    if "gated" in text.lower() or "GatedRepoError" in kinds:
-        return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
-    if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
-        return "there is no data set of that name, or it is private; check the spelling, or log in: hf auth login"
-    return f"{text}; or fetch its files ({fetch}) and name the folder"
+    return (
+        f"{one_line(str(error), limit=300)}; check the spelling; where it is gated or private accept its terms on "
+        f"https://huggingface.co/datasets/{ident} and log in (hf auth login); or fetch its files ({fetch}) and name "
+        "the folder"
+    )
 
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
