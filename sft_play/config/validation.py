@@ -180,10 +180,8 @@ def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = Tru
             return f"; write {'true' if word in ('yes', 'on', 'y') else 'false'}"
         if expected.startswith("a list of") and value in expected:
             return f"; write [{value}]"
-        if "number" in expected and value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
-            return "; a number has no leading zero"
-        if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
-            return "; write the number without separators"
+        if "number" in expected and value.lstrip("+-").replace("_", "").replace(",", "").isdigit():
+            return "; write the number without separators and leading zeros"
         alike = 0.6 if len(value) > 3 else LIKE_A_TYPO  # `gpu` is not a misspelt `cpu`
         near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike) if guesses else ""
         return f"; {near}" if near else ""

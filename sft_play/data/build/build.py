@@ -32,7 +32,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import example_of, rows_of
-from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
+from sft_play.data.sources.files import AnySource, Part, content_digest_of, data_files, read_part
 from sft_play.data.sources.formats import Example, Format, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
@@ -144,9 +144,7 @@ def _content(part: Part) -> str:
         with contextlib.suppress(Exception):  # offline, gated, renamed: reading it says so
             return str(HfApi().dataset_info(part.name.split(":")[1], timeout=10).sha)
         return str(date.today())
-    path = part.path
-    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    return hashlib.sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+    return content_digest_of(part.path)
 
 
 # The cache.

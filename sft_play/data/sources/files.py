@@ -427,13 +427,8 @@ def content_digest_of(source: AnySource) -> str:
         return digest_of(path)
     found = _glob(str(source)) if path is None else path.rglob("*")
     files = sorted(file for file in found if file.is_file())
-    sha256 = hashlib.sha256(b"" if files else str(source).encode())
-    for file in files:
-        sha256.update(str(file if path is None else file.relative_to(path)).encode() + b"\0")
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                sha256.update(block)
-    return sha256.hexdigest()
+    named = [[str(file if path is None else file.relative_to(path)), digest_of(file)] for file in files]
+    return hashlib.sha256(json.dumps(named or str(source)).encode()).hexdigest()
 
 
 def digest_of(file: Path) -> str:
