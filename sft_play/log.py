@@ -189,11 +189,8 @@ def _lose(number: int, error: OSError) -> None:
 
 
 def survive_lost_output() -> None:
-    """Keep writes to this process's standard output and error from failing; entry points call it once.
-
-    A pipe whose reader leaves (`make plan | head`) is not an error: the command finishes, writes its files and exits
-    with its own code.
-    """
+    """Keep writes to standard output and error from failing: a command whose reader leaves (`make plan | head`)
+    finishes, writes its files and exits with its own code."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed at the start (`>&-`)

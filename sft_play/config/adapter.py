@@ -101,10 +101,7 @@ def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
 
 def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
-
-    Raises:
-        ConfigError: nothing of that name is found, it is not a LoRA adapter, or has settings that are not trained here.
-    """
+    Raises ConfigError where nothing of that name is found, or it is none that is trained here."""
     folder = _folder(given, output.expanduser())
     if folder is None:
         config = _mapping(_fetched(given, CONFIG_FILE))

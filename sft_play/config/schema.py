@@ -654,10 +654,8 @@ class TrainConfig(Section):
 
     @property
     def effective_follows(self) -> bool:
-        """Whether the effective batch is derived: batch_size and grad_accum are given, and it is not.
-
-        A value in the file, in SET or in a copy with an update counts as given, even if it is the default.
-        """
+        """Whether the effective batch is derived: batch_size and grad_accum are given, and it is not. A value in the
+        file, in SET or in a copy with an update counts as given, even if it is the default."""
         is_split = self.batch_size != "auto" and self.grad_accum != "auto"
         return is_split and "effective_batch_size" not in self.model_fields_set
 

@@ -51,10 +51,8 @@ class Foreign:
 
 
 def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Foreign]:
-    """An unknown key; of a section every key in it, unless the table answers it as a whole.
-
-    `section` is our section that holds it, or that the other tool's section corresponds to; None if unknown.
-    """
+    """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
+    holds it, or that the other tool's section corresponds to; None if unknown."""
     key, row = str(path[-1]), other_tools.known(tuple(map(str, path)))
     about = other_tools.table().sections.get(key.lower())
     is_answered_whole = row is not None and not row.path and about is None

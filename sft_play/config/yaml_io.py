@@ -109,15 +109,8 @@ class _Loader(yaml.SafeLoader):
 def read_text(
     path: Path, *, variable: str | None = None, wanted: str = "a run YAML, such as configs/run_bnb.yaml"
 ) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
-
-    Args:
-        variable: what named it (`DEEPSPEED_CONFIG`), for messages; None: a run YAML.
-        wanted: what it should be.
-
-    Raises:
-        ConfigError: the file is missing, a folder, too large, or not UTF-8.
-    """
+    """The text of a UTF-8 file, without a byte order mark. `variable`: what named it (`DEEPSPEED_CONFIG`); None: a run
+    YAML. `wanted`: what it should be. Raises ConfigError."""
     shown = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
     if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(

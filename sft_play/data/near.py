@@ -115,9 +115,7 @@ class Sketches:
 
 class Similar:
     """Texts that were added, and of another the most similar one, if their similarity reaches the threshold.
-
-    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it.
-    """
+    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
 
     def __init__(self, sketches: Sketches) -> None:
         self._threshold = sketches.threshold
@@ -174,10 +172,7 @@ def _is_long(text: str) -> bool:
 
 def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, str]]:
     """The texts of every row of a file, each with the row's place; all that are long, of a row of no known format.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    Raises DataError where it cannot be read."""
     try:
         for part in data_files(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):

@@ -124,10 +124,8 @@ class Gap:
 
 
 def shortened(pieces: Sequence[TokenPiece], most: int) -> list[TokenPiece | Gap]:
-    """The pieces, the middles of their longest stretches left out so that about `most` remain.
-
-    A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and its end.
-    """
+    """The pieces, the middles of their longest stretches left out so that about `most` remain. A stretch is a run that
+    is trained, or not, or cut as a whole: each keeps its beginning and its end."""
     if len(pieces) <= most:
         return list(pieces)
     runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.trained, piece.kept))]
@@ -233,10 +231,8 @@ def row_numbered(reader: ExampleReader, wanted: int) -> list[tuple[int, Raw]]:
 
 
 def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
-    """Rows spread evenly over a file of unknown length, its longest among them; the file is read once.
-
-    Rows whose number is a multiple of a stride are kept; the stride doubles when they are four times as many as wanted.
-    """
+    """Rows spread evenly over a file of unknown length, its longest among them, in one reading: those at multiples of a
+    stride are kept, which doubles when they are four times as many as wanted."""
     kept: dict[int, Raw] = {}
     stride = 1
     longest: tuple[int, int, Raw] | None = None
@@ -314,11 +310,8 @@ def _why(row: BadRow) -> str:
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """One token, or several that only together are whole characters.
-
-    `text` holds a byte that is no part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false
-    for what max_seq_len cuts away.
-    """
+    """One token, or several that only together are whole characters. `text` holds a byte that is no part of a character
+    as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false for what max_seq_len cuts away."""
 
     text: str
     ids: tuple[int, ...]
@@ -428,10 +421,8 @@ NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
 
 
 def signs(text: str) -> Iterator[tuple[Kind, str]]:
-    """The text in runs of one kind: as it is, or as signs for what would not be seen.
-
-    A line break is one `newline`, a space one `·`, everything else a mark such as ⟨U+202E⟩.
-    """
+    """The text in runs of one kind: as it is, or as signs for what would not be seen. A line break is one `newline`, a
+    space one `·`, everything else a mark such as ⟨U+202E⟩."""
     for kind, run in itertools.groupby(map(_sign, text), key=lambda one: one[0]):
         if kind == "text":
             yield kind, "".join(sign for _, sign in run)

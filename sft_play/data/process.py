@@ -59,14 +59,9 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 
 
 def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
-    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`.
-
-    `force` overwrites files that were edited.
-
-    Raises:
-        DataError: raw files that are missing or cannot be read, rows that cannot be used (unless `data.on_bad_row`
-            is skip), files that were edited, nothing left to train on. Nothing is written then.
-    """
+    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`. `force`
+    overwrites files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be
+    used."""
     check_columns(config.data)
     return _Process(config).run(force=force)
 
@@ -391,11 +386,7 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
 
 
 def read_processed(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that `make process` wrote, as they are.
-
-    Raises:
-        DataError: the file is missing or holds something else.
-    """
+    """The rows of a file that `make process` wrote, as they are; raises DataError where it holds something else."""
     if not path.is_file():
         raise DataError(f"{path} is missing; make process writes it")
     for row in read_part(Part(str(path), "lines")):

@@ -30,11 +30,7 @@ class CannotWrite(DataError):
 
 class OutputFolder:
     """A folder of written files, used as a context: what was opened gets its name when the context ends without error.
-
-    Raises (when it is entered):
-        DataError: a file of `names` was edited, or was not written by this project, and `force` is false; or the
-            folder cannot be written to.
-    """
+    Entering it raises DataError where a file of `names` was edited, or is not ours, and `force` is false."""
 
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path

@@ -138,14 +138,8 @@ def _listed(title: str, items: list[str]) -> list[str]:
 
 
 def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
-    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to `data.documents.out_dir`.
-
-    `force` overwrites files that were edited. Documents that cannot be read are named in the report.
-
-    Raises:
-        DataError: the packages of the documents extra are not installed; there are no documents, none can be read, or
-            the folder holds files that were edited.
-    """
+    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to `data.documents.out_dir`. `force`
+    overwrites files that were edited. Raises DataError where no document can be read, or packages are missing."""
     # before any document is read, so that a folder of text does not fail at its first web page
     missing = [package for package, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -188,12 +182,7 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
 
 def find_documents(report: DocumentsReport, *, own: Iterable[Path]) -> None:
     """Put the documents of `data.documents.path` into the report, except hidden files and `own`, those of this command.
-
-    Folders are searched to any depth; links are followed, loops are not.
-
-    Raises:
-        DataError: a path does not exist, or there is no document: where it looked, and what is there.
-    """
+    Raises DataError where there is none: where it looked, and what is there."""
     found: dict[str, Path] = {}
     seen = {os.path.realpath(path) for path in own}  # a document is read once, whatever leads to it
     for root, path in (one for asked in report.paths for one in _files(asked)):

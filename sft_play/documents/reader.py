@@ -54,11 +54,7 @@ class Unreadable(Exception):
 
 
 def read_document(path: Path, asked: DocumentsConfig) -> str:
-    """The clean text of one document, Markdown where it had more than text.
-
-    Raises:
-        Unreadable: it cannot be read, or holds no text; says why, and what to do.
-    """
+    """The clean text of one document, Markdown where it had more than text. Raises Unreadable: why, and what to do."""
     kind = KINDS[path.suffix.lower()]
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -236,10 +232,8 @@ def join(parts: list[str]) -> str:
 
 
 def chunks(parts: list[str], *, limit: int) -> list[str]:
-    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside.
-
-    A heading goes with what follows it. Nothing is lost but the white space at the cuts.
-    """
+    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside. A heading goes
+    with what follows it. Nothing is lost but the white space at the cuts."""
     texts: list[str] = []
     current: list[str] = []
     size = 0

@@ -91,10 +91,8 @@ def chat_of(text: str) -> Chat:
 
 
 def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: bool) -> None:
-    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed.
-
-    The rest that fills no block is left over; with `keeps_short` a text shorter than one block is a block by itself.
-    """
+    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed. The rest that fills
+    no block is left over; with `keeps_short` a text shorter than one block is a block by itself."""
     carry = np.zeros(0, np.int32)
     wrote = False
     with pa.OSFile(str(path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:

@@ -53,11 +53,9 @@ _NOT_IN_KEY = frozenset(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rows are made from examples: all that another process needs.
-
-    `documents`: plain text that is joined and cut into blocks of max_seq_len; else rows of chats. `held_share` of the
-    examples, by content hash, are split off; `keeps_chats` keeps the conversations beside their tokens.
-    """
+    """How rows are made from examples: all that another process needs. `documents`: plain text that is joined and cut
+    into blocks of max_seq_len; else rows of chats. `held_share` of the examples, by content hash, are split off;
+    `keeps_chats` keeps the conversations beside their tokens."""
 
     tokenizer: TokenizerParts
     data: DataConfig
@@ -91,11 +89,8 @@ class Built:
 
 
 def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
-    """The token rows of a source, from the cache or made now.
-
-    Raises:
-        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
-    """
+    """The token rows of a source, from the cache or made now. Raises DataError where a file cannot be read or is of no
+    format, or the cache cannot be written."""
     parts = data_files(source, split=split, text_wanted=recipe.documents)
     try:
         folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)

@@ -40,10 +40,8 @@ HELD_TEXT_FRACTION = 0.05
 
 
 class Chats:
-    """The conversations of a split's rows, read from the cache one at a time.
-
-    `column`: a mapped data set of the column `chat` alone, with a row for each of the split's, null where it is none.
-    """
+    """The conversations of a split's rows, read one at a time from `column`: a mapped data set of the column `chat`
+    alone, with a row for each of the split's, null where it is none."""
 
     def __init__(self, column: Any = None) -> None:
         self.column = column
@@ -61,11 +59,9 @@ class Chats:
 
 @dataclass(frozen=True)
 class Split:
-    """Token rows in their order, the counts of what they were made from, and the chats for generated answers.
-
-    `rows` is a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where
-    no row of a source is left.
-    """
+    """Token rows in their order, the counts of what they were made from, and the chats for generated answers. `rows` is
+    a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where no row of a
+    source is left."""
 
     rows: Any
     report: RowStats
@@ -102,15 +98,8 @@ def build_splits(
     positions: int | None = None,
     today: date | None = None,
 ) -> Splits:
-    """Every split of a run as token rows.
-
-    `positions`: how many the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date that
-    templates are given.
-
-    Raises:
-        DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
-            to learn.
-    """
+    """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
+    is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     check_columns(config.data)
     parts = TokenizerParts.of(tokenizer)
     return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
@@ -119,12 +108,8 @@ def build_splits(
 def survey_source(
     config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
-    """The counts of every row of a part of `DataPaths.files`: of the rows that a run with this config trains on, which
-    are built now where they are not in the cache.
-
-    Raises:
-        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
-    """
+    """The counts of every row of a part of `DataPaths.files` that a run with this config trains on, from the cache or
+    built now. Raises DataError as `build` does."""
     check_columns(config.data)
     builder = _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, None, date.today())
     return builder.survey(source, part, has_val=has_val)

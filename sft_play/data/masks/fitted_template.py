@@ -121,14 +121,8 @@ class FittedTemplate:
 
     def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
         """The conversation as its author wrote it where the template writes its calls so; else as near to that as the
-        template allows.
-
-        A template may write arguments correctly only as objects (text is encoded a second time) or only as text
-        (objects are refused or escaped). Then it is given them in that form, which is the same JSON.
-
-        Raises:
-            Inexact: the template refuses the conversation in every form.
-        """
+        template allows: arguments as objects or as text, whichever it writes correctly, are the same JSON. Raises
+        Inexact where the template refuses every form."""
         if any(GIVEN in message for message in messages):
             authored = self._as_authored(messages, tools)
             fitted = self.fitted(authored.messages, tools)

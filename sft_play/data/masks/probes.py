@@ -39,11 +39,8 @@ from sft_play.errors import TokenizerError
 def probed(
     jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
 ) -> tuple[FittedTemplate, TurnEnds]:
-    """The template with the habits that were seen, and what ends its assistant turns.
-
-    Raises:
-        TokenizerError: it cannot render a question and an answer, or drops the answer.
-    """
+    """The template with the habits that were seen, and what ends its assistant turns; raises TokenizerError where it
+    cannot render a question and an answer, or drops the answer."""
     # Each step renders with the habits that the steps before it have seen.
     habits = _content(jinja, with_tools=with_tools)
     calls, arguments = _calls(FittedTemplate(jinja, habits))

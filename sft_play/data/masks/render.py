@@ -57,15 +57,9 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
-    """Renders examples with one tokenizer and the data section of a run.
-
-    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is one that this
-    tokenizer has already.
-
-    Raises:
-        TokenizerError: the tokenizer cannot say which characters a token stands for, or its chat template cannot
-            render a question and an answer.
-    """
+    """Renders examples with one tokenizer and the data section of a run. `today` is the day for templates that write
+    the date; `encoder` one that this tokenizer has already. Raises TokenizerError where the tokenizer cannot say which
+    characters a token stands for."""
 
     def __init__(
         self,
@@ -92,11 +86,8 @@ class Renderer:
 
     def turns(self, *, with_tools: bool | None = None, kind: str = PLAIN) -> Turns:
         """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
-        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it.
-
-        Raises:
-            TokenizerError: there is no such template, or it cannot render a question and an answer.
-        """
+        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it. Raises
+        TokenizerError."""
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
@@ -201,11 +192,9 @@ class Renderer:
         return [self._draft(example) for example in examples]
 
     def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two.
-
-        For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts
-        with hidden special tokens, which need another copy of the tokenizer (`_tokenised`).
-        """
+        """The second step, the tokenizer's alone: it can run in a thread beside the other two. For each draft an
+        `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts with hidden
+        special tokens, which need another copy of the tokenizer (`_tokenised`)."""
         made: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             asked: dict[int, str] = {}
@@ -420,10 +409,8 @@ class Renderer:
         return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
-        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.
-
-        None where the chat does not end with an assistant's text, or its prompt cannot be rendered.
-        """
+        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
+        where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None

@@ -57,11 +57,8 @@ class Skeletons:
         self._split = splitter(template.jinja.tested)
 
     def of(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[MarkedPiece]]:
-        """What the template writes around this row's pieces, and the pieces.
-
-        Raises:
-            Inexact: the template refuses a marked copy, or drops, rewrites or takes apart a text.
-        """
+        """What the template writes around this row's pieces, and the pieces; raises Inexact where it refuses a marked
+        copy, or drops, rewrites or takes apart a text."""
         copy, pieces = self.marked_copy(messages)
         try:
             text = self._template.rendered(copy, tools)
@@ -255,10 +252,9 @@ class _MarkedRow:
 
     def _header_size(self, prompt: str, asked: Sequence[Message], tail: str, gap: str) -> int | None:
         """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
-        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
-
-        A prompt may open think text that the turn has not, or has closed. What both have is given, but no more than a
-        plain answer has, which has no other turn's words; and where they part there are only marks of think text."""
+        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too. A prompt may
+        open think text that the turn has not, or has closed. What both have is given, but no more than a plain answer
+        has, which has no other turn's words; and where they part there are only marks of think text."""
         if SALT in tail or not tail.strip():
             return None
         size = len(shared_beginning(tail, gap, self.ends.special))

@@ -70,14 +70,9 @@ class Endless(RenderError):
 
 
 class ChatTemplate:
-    """One chat template, compiled once; `render` gives the text that the model sees.
-
-    `variables` are what the template may read besides messages and tools: special tokens, and the run's own.
-    `today` is the day that `strftime_now` formats.
-
-    Raises:
-        TokenizerError: it is not valid Jinja, or larger than any template.
-    """
+    """One chat template, compiled once. `variables` are what it may read besides messages and tools: special tokens,
+    and the run's own; `today` is the day that `strftime_now` formats. Raises TokenizerError where it is no valid
+    Jinja."""
 
     def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -99,11 +94,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is not valid Jinja{line}: {one_line(str(error))}") from error
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        """The conversation as text; with `prompt`, ended by what an answer is generated after.
-
-        Raises:
-            RenderError: the template refuses it, fails on it, or does not end.
-        """
+        """The conversation as text; with `prompt`, ended by what an answer is generated after. Raises RenderError."""
         self._environment.budget = RenderBudget()  # a new one for each rendering
         pieces: list[str] = []
         written = 0

@@ -62,13 +62,8 @@ class LocatedTurns:
 
 
 class Turns:
-    """Finds the turns of conversations rendered by one template.
-
-    `with_tools` says that it is for rows with tools alone, so that it is probed with some.
-
-    Raises:
-        TokenizerError: the template cannot render a question and an answer, or drops the answer.
-    """
+    """Finds the turns of conversations rendered by one template; `with_tools`: one for rows with tools alone. Raises
+    TokenizerError where it cannot render a question and an answer."""
 
     def __init__(
         self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
@@ -81,11 +76,8 @@ class Turns:
         self._shapes: dict[Any, Skeleton | None] = {}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> LocatedTurns:
-        """The text of a conversation, a fitted one, and the exact spans of its assistant turns.
-
-        Raises:
-            Inexact: the template refuses the row, drops or rewrites a part of it, or cannot be verified on it.
-        """
+        """The text of a conversation, a fitted one, and the exact spans of its assistant turns; raises Inexact where
+        the template refuses the row, drops or rewrites a part of it, or cannot be verified on it."""
         try:
             text = self.template.rendered(messages, tools)
         except RenderError as error:

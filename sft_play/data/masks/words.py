@@ -63,10 +63,8 @@ class Words:
         return masked and masked[0]
 
     def masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:
-        """The text's ids, and which of them [first, last) stand for each span of characters.
-
-        None where the tokenizer has to be asked: for other characters, or where an edge stands inside a word.
-        """
+        """The text's ids, and which of them [first, last) stand for each span of characters. None where the tokenizer
+        has to be asked: for other characters, or where an edge stands inside a word."""
         if not text.isascii() and self._unknown(text):  # isascii() is a flag of the text, read at once
             return None
         edges = [edge for span in spans for edge in span]
@@ -186,11 +184,8 @@ _FOREIGN = re.compile(r"\\[zZGRXKbBhHA]|&&|\[:|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[
 
 
 def ascii_pattern(pattern: str) -> str:
-    """A tokenizer's pattern as one of Python's (with re.ASCII) that has the same matches in texts of known characters.
-
-    Raises:
-        ValueError: it has something that means another thing in Python.
-    """
+    """A tokenizer's pattern as one of Python's (with re.ASCII) that has the same matches in texts of known characters;
+    raises ValueError where it has something that means another thing in Python."""
     if _FOREIGN.search(pattern):
         raise ValueError(pattern)
     parts: list[str] = []

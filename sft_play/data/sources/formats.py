@@ -58,10 +58,8 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a template takes it: messages with role, content and tool calls, and the tools.
-
-    A message has `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities.
-    """
+    """A conversation as a template takes it: messages with role, content and tool calls, and the tools. A message has
+    `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities."""
 
     where: str
     messages: tuple[Message, ...]
@@ -303,10 +301,8 @@ LEADING_COLUMNS = ("messages", "conversations", "prompt", "completion", "questio
 
 
 def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -> Format | None:
-    """The format of a row with these keys, or None.
-
-    A format whose needed keys the user mapped (`data.columns`) goes before all others.
-    """
+    """The format of a row with these keys, or None. A format whose needed keys the user mapped (`data.columns`) goes
+    before all others."""
     mapped = columns or {}
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     fitting = formats_of(keys)
@@ -360,11 +356,9 @@ def _columns(row: RawRow) -> str:
 
 
 def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Example | BadRow:
-    """The row as an example of this format, or why it cannot be one.
-
-    `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
-    such a row comes back as a BadRow with `is_asked`.
-    """
+    """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged
+    (`merge_consecutive`) and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with
+    `is_asked`."""
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in shape.needs if key not in row.data]
     if missing:
@@ -432,11 +426,8 @@ FIRST_ROWS = 20
 
 
 def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], Format | None]:
-    """The rows that had to be read to know a file's format, and that format; None where all rows are bad.
-
-    Raises:
-        DataError: none of the first rows has a known format, or `data.columns` names a column that is not there.
-    """
+    """The rows that had to be read to know a file's format, and that format; None where all rows are bad. Raises
+    DataError where none of the first rows has a known format, or `data.columns` names a column that is not there."""
     read: list[RawRow | BadRow] = []
     unknown: RawRow | None = None
     seen = 0

@@ -60,11 +60,8 @@ _scan = _DECODER.scan_once  # type: ignore[attr-defined]  # raw_decode without i
 
 
 def strict_json(text: str) -> Any:
-    """The value of JSON text inside a row, such as a tool call's arguments.
-
-    Raises:
-        ValueError: it is not JSON, or would lose something; the message says why.
-    """
+    """The value of JSON text inside a row, such as a tool call's arguments; raises ValueError where it would lose
+    something."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -102,11 +99,8 @@ def _depth(value: Any) -> int:
 def read_lines(
     path: Path, name: str, *, start: int = 0, end: int | None = None, first_line: int = 1
 ) -> Iterator[RawRow | BadRow]:
-    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number.
-
-    Raises:
-        DataError: at the first byte that is not UTF-8, after the rows before it.
-    """
+    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number. Raises
+    DataError at the first byte that is not UTF-8, after the rows before it."""
     number = first_line - 1
     for at, block in line_blocks(path, start=start, end=end):
         if isinstance(block, int):
@@ -252,11 +246,7 @@ class Window:
 
     def value(self) -> tuple[Any, str, str]:
         """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
-        it.
-
-        Raises:
-            DataError: it is not JSON.
-        """
+        it. Raises DataError where it is no JSON."""
         while True:
             self._lost.clear()
             try:

@@ -96,15 +96,9 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def turns_of(value: Any, key: str) -> list[Message]:
-    """The messages of a list of turns.
-
-    A turn is an object with a speaker and a text, or an object that holds a question and its answer; pairs of texts
-    are a question and its answer.
-
-    Raises:
-        Unusable: anything else, such as a list of texts, which does not say who wrote them (mt_bench's are all a
-            user's).
-    """
+    """The messages of a list of turns: objects with a speaker and a text, or with a question and its answer, or pairs
+    of texts. Raises Unusable for anything else: a list of texts does not say who wrote them (mt_bench's are all a
+    user's)."""
     value = unpacked(value, "[")
     if isinstance(value, str):
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
@@ -459,10 +453,8 @@ def tools_of(value: Any) -> tuple[Any, ...]:
 
 
 def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Messages with neighbours of the same role joined by a blank line.
-
-    Not joined: results of tools, a trained turn and an untrained one, turns with different names.
-    """
+    """Messages with neighbours of the same role joined by a blank line; not results of tools, a trained turn and an
+    untrained one, or turns with different names."""
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else {}

@@ -55,10 +55,8 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is not used, where it stands, and why; `reason` is what rows are counted by.
-
-    `is_asked`: an option asks for rows like it to be left out, so it is counted and never an error.
-    """
+    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_asked`: an option
+    asks for rows like it to be left out, so it is counted and never an error."""
 
     where: str
     reason: str
@@ -119,12 +117,9 @@ def encoding_of(path: Path) -> str:
 
 
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, and from its beginning to its end;
-    those of a file in another encoding as UTF-8.
-
-    Raises:
-        DataError: the file cannot be read, unpacks to more than the limits, or is not in the encoding that was said.
-    """
+    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, from its beginning to its end;
+    those of a file in another encoding as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than
+    the limits."""
     encoding = encoding_of(path)
     if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
         yield from _as_utf8(path, encoding, size)
@@ -187,10 +182,8 @@ def head(path: Path, size: int = HEAD_BYTES) -> bytes:
 
 
 def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
-    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
-
-    In the place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held.
-    """
+    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out. In the
+    place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held."""
     pending: list[bytes] = []
     waiting = 0
     at = start
@@ -240,11 +233,7 @@ def text_blocks(path: Path) -> Iterator[str]:
 
 def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
-    the line on which it begins. Joined they are the text; pieces of nothing but white space are left out.
-
-    Raises:
-        DataError: it is not UTF-8 text.
-    """
+    the line on which it begins, without those of white space. Raises DataError where it is not UTF-8 text."""
     line, buffer, is_whole = 1, "", True
     for block in text_blocks(path):
         if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters

@@ -44,10 +44,8 @@ _SPLIT_NAME = re.compile(
 
 
 def split_of_name(name: str) -> str | None:
-    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others.
-
-    `train`, `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not.
-    """
+    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others. `train`,
+    `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not."""
     match = _SPLIT_NAME.fullmatch(name)
     word = match and (match["whole"] or match["end"])
     return SPLIT_WORDS[word.lower()] if word else None
@@ -82,11 +80,8 @@ def looks_like_table(start: str) -> bool:
 
 
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
-    """The rows of a table with a header line; a row knows the line on which it begins.
-
-    Raises:
-        DataError: there is no header, it names a column twice, a quote is not closed, or a byte is not UTF-8.
-    """
+    """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
+    header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
     delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
@@ -329,11 +324,7 @@ def split_names(given: str, *, on_hub: bool) -> list[str]:
 
 
 def read_saved(given: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
-    """The rows of one split of a folder saved by `datasets`.
-
-    Raises:
-        DataError: the folder is damaged, or has no such split.
-    """
+    """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
     loaded = _load_saved(given)
     if isinstance(loaded, dict):
         chosen = choose_split([str(known) for known in loaded], split, given)
@@ -356,11 +347,8 @@ def _load_saved(given: str) -> Any:
 
 
 def choose_split(names: list[str], split: str, path: str) -> str:
-    """Which of a data set's splits is train, val or test; a split's own name counts too.
-
-    Raises:
-        DataError: none of them, or several without one that has the plain name.
-    """
+    """Which of a data set's splits is train, val or test, or has that very name; raises DataError where none or several
+    may."""
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
     exact = next((name for name in (split, *wanted) if name in names), None)  # plain names before likenesses
     if exact is not None:
@@ -381,11 +369,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 def hub_parts(given: str) -> tuple[str, str | None]:
-    """The id and the config of `hub:owner/name` or `hub:owner/name:config`.
-
-    Raises:
-        DataError: it is not of this form, or a folder of that name lies here.
-    """
+    """The id and the config of `hub:owner/name` or `hub:owner/name:config`; raises DataError where it has another form,
+    or a folder of that name lies here."""
     ident, _, config = given.removeprefix(HUB).partition(":")
     if not _HUB_ID.fullmatch(ident):
         raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
