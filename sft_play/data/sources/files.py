@@ -318,7 +318,7 @@ def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
     if isinstance(row, BadRow) or len(long) != 1:
         yield row
         return
-    for number, piece in enumerate(pieces_of(row.data[long[0]]), start=1):
+    for number, (_, piece) in enumerate(pieces_of([row.data[long[0]]]), start=1):
         data = {**row.data, long[0]: piece}
         yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, is_piece=True)
 

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,22 @@ def text_blocks(path: Path) -> Iterator[str]:
 
 
 def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
-    the line on which it begins, without those of white space. Raises DataError where it is not UTF-8 text."""
-    line, buffer, is_whole = 1, "", True
+    """The text of a file that is one document, whole or in pieces; raises DataError where it is not UTF-8 text."""
+    return pieces_of(_without_nul(path))
+
+
+def _without_nul(path: Path) -> Iterator[str]:
     for block in text_blocks(path):
         if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
+        yield block
+
+
+def pieces_of(blocks_of_text: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(1, all of a text), or pieces of at most TEXT_CHARS characters, each with the line on which it begins. Joined
+    they are the text; pieces of nothing but white space are left out."""
+    line, buffer, is_whole = 1, "", True
+    for block in blocks_of_text:
         buffer += block
         while is_long(buffer):
             cut = piece_end(buffer, TEXT_CHARS)
@@ -253,17 +263,6 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
 def is_long(value: object) -> bool:
     """Whether a value is a text that is read in pieces."""
     return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
-
-
-def pieces_of(text: str) -> Iterator[str]:
-    """A text in hand, cut where `text_pieces` would cut one of a file; those of white space are left out."""
-    while is_long(text):
-        cut = piece_end(text[: TEXT_CHARS + 1], TEXT_CHARS)
-        if text[:cut].strip():
-            yield text[:cut]
-        text = text[cut:]
-    if text.strip():
-        yield text
 
 
 _PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")
