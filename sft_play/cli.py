@@ -70,7 +70,6 @@ def _write_ending(data: dict[str, object], code: int, error: BaseException, *, w
 
 
 def _refused_plan(error: BaseException | None) -> dict[str, object] | None:
-    """The plan that does not fit, as JSON; None where something else was refused."""
     while error is not None:
         if isinstance(error, DoesNotFit) and error.plan is not None:
             return error.plan

@@ -38,7 +38,7 @@ def main(command: "Optional[str]" = None) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < OLDEST:
         needed = ".".join(map(str, OLDEST))
-        return _refuse(
+        return _end(
             name, words, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
         )
     try:
@@ -52,7 +52,7 @@ def main(command: "Optional[str]" = None) -> int:
         text = missing_package(error, words)
         if text is None:
             raise
-        return _refuse(name, words, text)
+        return _end(name, words, text)
     except Exception as error:
         _answer(words, EXIT_FAULT, repr(error))
         raise
@@ -66,13 +66,12 @@ def main(command: "Optional[str]" = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
     lost = output_failure()
     if lost and code == 0:
-        return _refuse(name, words, lost)
+        return _end(name, words, lost)
     _answer(words, code, f"exit code {code}; standard error says why")
     return code
 
 
 def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
-    """The program's exit code; a message where a package is missing, or where a Ctrl-C became another exception."""
     try:
         code = run(words)
         assert isinstance(code, int)
@@ -81,7 +80,7 @@ def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
         text = missing_package(error, words)
         if text is None:
             raise
-        return _refuse(name, words, text)
+        return _end(name, words, text)
     except SystemExit as error:  # of --help, or of a library
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         _answer(words, code, f"a library ended the command: {error}")
@@ -92,7 +91,7 @@ def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
 
             _answer(words, EXIT_FAULT, error_text(error))
             raise
-        return _stopped(name, words, "stopped by the user")
+        return _end(name, words, "stopped by the user", EXIT_STOPPED)
 
 
 def _was_stopped(error: "Optional[BaseException]") -> bool:
@@ -160,21 +159,14 @@ def _way_out(words: "Sequence[str]", package: str = "") -> str:
     return run if sys.version_info < OLDEST else f"{run}; or {install}"
 
 
-def _refuse(name: str, words: "Sequence[str]", text: str) -> int:
-    _answer(words, EXIT_USER, text)
-    _say(f"[{name}] error: {text}")
-    return EXIT_USER
-
-
-def _stopped(name: str, words: "Sequence[str]", text: str) -> int:
-    _answer(words, EXIT_STOPPED, text)
-    _say(f"[{name}] {text}")
-    return EXIT_STOPPED
+def _end(name: str, words: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
+    _answer(words, code, text)
+    _say(f"[{name}] {'error: ' if code == EXIT_USER else ''}{text}")
+    return code
 
 
 def _leave(name: str, words: "Sequence[str]") -> None:
-    """End at once, before anything has started."""
-    os._exit(_stopped(name, words, "stopped by the user before anything was started"))
+    os._exit(_end(name, words, "stopped by the user before anything was started", EXIT_STOPPED))
 
 
 def _answer(words: "Sequence[str]", code: int, error: str) -> None:

@@ -168,10 +168,8 @@ _lost: dict[int, OSError] = {}
 
 
 class _Output(io.FileIO):
-    """Standard output or error that outlives its reader: `plan | head` finishes the plan, and a training continues.
-
-    After the first failed write, output goes to the null device, also that of libraries and children.
-    """
+    """Output that outlives its reader (`plan | head` finishes the plan): after the first failed write it goes to the
+    null device, also that of libraries and children."""
 
     def write(self, data: Any) -> int:
         """Write; returns the number of bytes also where nobody reads them."""
@@ -191,11 +189,8 @@ def _lose(number: int, error: OSError) -> None:
 
 
 def survive_lost_output() -> None:
-    """Keep writes to this process's standard output and error from failing; entry points call it once.
-
-    A pipe whose reader leaves (`make plan | head`) is not an error: the command finishes, writes its files and exits
-    with its own code.
-    """
+    """Keep writes to standard output and error from failing: a command whose reader leaves (`make plan | head`)
+    finishes, writes its files and exits with its own code."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed at the start (`>&-`)

@@ -8,7 +8,6 @@ from sft_play.config.load import config_from_text
 from sft_play.data.process import process
 from sft_play.data.process_report import ProcessReport
 from sft_play.data.sources import formats
-from sft_play.data.sources.messages import NOTE_ENCODED_TWICE
 from sft_play.errors import DataError
 from tests.bundled import ORIGINS, bad_inputs
 
@@ -81,6 +80,7 @@ READ = {
     "04_bom_utf8.jsonl": 6,
     "09_blank_lines.jsonl": 3,
     "20_tool_args_mixed_types.jsonl": 4,
+    "21_tool_args_double_encoded.jsonl": 1,
     "22_all_longer_than_1024.jsonl": 4,
     "23_prompt_fills_window.jsonl": 7,
     "25_special_tokens_in_text.jsonl": 7,
@@ -100,7 +100,6 @@ NOTED = {
     "12_empty_assistant.jsonl": (8, formats.NOTE_EMPTY, ["3", "4"]),
     "15_assistant_first.jsonl": (7, formats.NOTE_STARTS_WITH_ASSISTANT, ["3"]),
     "16_two_users_in_a_row.jsonl": (7, formats.NOTE_TWO_IN_A_ROW, ["3"]),
-    "21_tool_args_double_encoded.jsonl": (1, NOTE_ENCODED_TWICE, ["1"]),
     "28_nul_and_control.jsonl": (7, formats.NOTE_CONTROL, ["1"]),
 }
 

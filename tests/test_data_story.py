@@ -104,7 +104,7 @@ def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
     code, said = story("train")
     assert code == 0, said
     before = said[: said.index("Learning rate")]
-    assert "masks verified on every row" in before
+    assert "masks: verified on every one of" in before
     assert "First training row, trained part in [[ ]]: <|im_start|>system\\nYou are terse." in before
     assert "<|im_end|>]]" in before
     roles = before.partition("tokens by role: trained in train: ")[2].partition("\n")[0]
@@ -253,5 +253,5 @@ class TestAdviceOnLength:
 
     def test_the_shortest_prompt_says_how_far_the_limit_is(self):
         check = self.check(self.survey((100, 10), (60, 4)), positions=None)
-        assert "2 of 2 rows without any trained token left (shortest prompt: 56 tokens)" in check.found
+        assert "all 2 rows lose their answer at max_seq_len 8 (shortest prompt: 56 tokens)" in check.found
         assert "keeps all" in str(check.remedy)

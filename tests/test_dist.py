@@ -170,7 +170,7 @@ def write(path: Path, content: Any) -> Path:
         ),
         (
             "gradient_accumulation_steps: 010\n",
-            ['expected a whole number of at least 1, found "010"; a number has no leading zero'],
+            ['of at least 1, found "010"; write the number without separators and leading zeros'],
         ),
         ("mixed_precision: yes\n", ["expected auto, no, fp16 or bf16"]),
         ("gradient_checkpointing: on\n", ["expected true or false, found", "write true"]),

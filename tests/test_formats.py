@@ -22,9 +22,8 @@ from sft_play.data.sources.formats import (
     recognise,
     rename_columns,
     to_example,
-    unknown_format,
 )
-from sft_play.data.sources.messages import GIVEN, NOTE_ENCODED_TWICE, ROLES, merge_turns
+from sft_play.data.sources.messages import GIVEN, ROLES, merge_turns
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import escape_control
@@ -34,10 +33,10 @@ from tests.conftest import chat
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-def example(row: dict, *, is_clean: bool = False, **options):
+def example(row: dict, **options):
     shape = recognise(row)
     assert shape is not None, row
-    return to_example(RawRow("f:1", row, is_clean), shape, DataConfig(**options))
+    return to_example(RawRow("f:1", row), shape, DataConfig(**options))
 
 
 def turns(row: dict, **options) -> list[tuple[str, str]]:
@@ -319,17 +318,10 @@ class TestRows:
                 {"messages": [*chat("q", "a")["messages"], {"role": "tool", "content": "r"}]},
                 formats.NOTE_ENDS_WITH_TOOL,
             ),
-            (
-                answer(content="", tool_calls=[{"name": "f", "function": {"name": "f", "arguments": '"{}"'}}]),
-                NOTE_ENCODED_TWICE,
-            ),
         ],
     )
     def test_what_is_odd_is_noted(self, row, note):
         assert example(row).notes == (note,)
-
-    def test_a_clean_row_is_not_searched(self):
-        assert example({"text": "\x00"}, is_clean=True).notes == ()
 
 
 class TestFirstRows:
@@ -348,11 +340,6 @@ class TestFirstRows:
         with pytest.raises(DataError, match=r"f:1: columns found: odd\. Expected one of: messages"):
             first_format(self.rows(*[{"odd": 1}] * 50), DataConfig())
         assert first_format(self.rows(BadRow("f:1", "x")), DataConfig())[1] is None
-
-    def test_a_file_that_is_one_object_around_its_rows_is_told(self):
-        text = str(unknown_format(RawRow("f:1", {"version": 1, "data": [chat("q", "a"), chat("q", "b")]})))
-        assert "Are the rows those below data?" in text
-        assert "columns found: version, data." in text
 
 
 MESSAGE_KEYS = {

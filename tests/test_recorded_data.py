@@ -26,12 +26,15 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.packing import best_fit
 from sft_play.data.build.splits import build_splits
+from sft_play.data.build.stats import RowStats
+from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
+from sft_play.findings import Finding
 from sft_play.training.loop.rows import to_dataset
 from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer
@@ -380,6 +383,11 @@ def written_otherwise(draw: random.Random) -> Any:
     return {**row, **{key: more[key] for key in more if draw.random() < 0.15}}
 
 
+def said_of(report: RowStats, name: str, data: DataConfig) -> list[Finding]:
+    """What a run says of a split."""
+    return list(judge_split(dataclasses.replace(report, split=name), data, max_seq_len=40, positions=None))
+
+
 def split(seed: int) -> dict[str, Any]:
     """Token rows, reports and refusals of whole runs: chats, text and both, split off, packed, cut, left out."""
     draw = random.Random(seed)
@@ -420,7 +428,7 @@ def split(seed: int) -> dict[str, Any]:
         for name in ("train", "val", "test"):
             if (part := getattr(made, name)) is not None:
                 rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in to_dataset(part.rows)]
-                told = [line.replace(place, "F") for line in part.report.lines(name)]
+                told = [found.found.replace(place, "F") for found in said_of(part.report, name, run.data)]
                 found[name] = {"rows": len(rows_of), "digest": digest(rows_of), "told": digest(told)}
         return found
 

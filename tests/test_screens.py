@@ -235,7 +235,7 @@ def messages(text: str) -> list[str]:
 
 
 ONLY_IN_THE_LOG = (
-    *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks verified", "Trainable parameters: "),
+    *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: "),
 )
 
 

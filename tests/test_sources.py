@@ -334,7 +334,7 @@ def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, command, tmp_p
         file.write("{}\n")
     code, said = command("train", "--config", str(run_yaml))
     assert code == 2
-    assert f"1 of 21 rows of data.sources[1].path={tmp_path}/colours.jsonl cannot be used" in said
+    assert f"data.sources[1].path: 1 of 21 rows of {tmp_path}/colours.jsonl (messages) cannot be used" in said
 
 
 @pytest.mark.build

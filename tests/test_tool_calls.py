@@ -13,6 +13,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import build_splits
+from sft_play.data.checks import judge_split
 from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
@@ -346,9 +347,9 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
-    lines = splits.train.report.lines("train")
-    assert [line for line in lines if fitted_template.OBJECT_FOR_TEXT in line] == [
-        f"Data train: 6 rows: {fitted_template.OBJECT_FOR_TEXT} (first: {path}:2)"
+    said = [found.found for found in judge_split(splits.train.report, config.data, max_seq_len=512, positions=None)]
+    assert [line for line in said if fitted_template.OBJECT_FOR_TEXT in line] == [
+        f"6 rows: {fitted_template.OBJECT_FOR_TEXT} (the first: {path}:2)"
     ]
 
 

@@ -105,7 +105,7 @@ def _rows(
             assert isinstance(outcome.row, BadRow)
             stats.count_bad(outcome.row)
         elif isinstance(outcome.row, BadRow):
-            stats.count_too_long(outcome.whole, outcome.row)
+            stats.count_too_long(outcome.whole)
         else:
             stats.count_kept(outcome.row)
             line = {

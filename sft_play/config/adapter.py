@@ -92,7 +92,6 @@ def put_adapter(document: YamlDocument) -> list[Problem]:
 
 
 def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
-    """Whether a setting of the run YAML means what the adapter has."""
     if name in ("target_modules", "target_parameters") and ours == "auto":
         return True
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -102,10 +101,7 @@ def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
 
 def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
-
-    Raises:
-        ConfigError: nothing of that name is found, it is not a LoRA adapter, or has settings that are not trained here.
-    """
+    Raises ConfigError where nothing of that name is found, or it is none that is trained here."""
     folder = _folder(given, output.expanduser())
     if folder is None:
         config = _mapping(_fetched(given, CONFIG_FILE))
@@ -176,7 +172,6 @@ def _last(output: Path) -> Path:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
@@ -200,8 +195,7 @@ def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def _settings(
     config: Mapping[str, Any], place: str, weights: Callable[[], Path], *, has_tokens: bool = False
 ) -> dict[str, Plain]:
-    """The settings of `tuning.lora` that an adapter was trained with; `has_tokens`: its run says which tokens it added.
-    Raises ConfigError where it is no LoRA adapter, or has settings that this toolkit does not train."""
+    """An adapter's settings of `tuning.lora`; `has_tokens`: its run says which tokens it added. Raises ConfigError."""
     name = f"the adapter {one_line(place)}"
     kind = config.get("peft_type")
     if str(kind).upper() != "LORA":
@@ -265,7 +259,6 @@ def _tensor_names(file: Path) -> list[str]:
 
 @functools.cache
 def _fetched(name: str, file: str) -> Path:
-    """A file of a hub repository, in the hub's cache; raises ConfigError where it cannot be fetched."""
     from huggingface_hub import hf_hub_download
 
     try:

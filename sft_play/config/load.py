@@ -68,15 +68,9 @@ class LoadedConfig:
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
-    """The run that a YAML file and `key=value` overrides describe.
-
-    Args:
-        with_adapter: look for the adapter of `model.adapter` and take its settings; False where only other settings
-            are asked for, since the adapter may be gone.
-
-    Raises:
-        ConfigError: with every problem, each with its place, path, value, and what to do.
-    """
+    """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the settings of
+    `model.adapter`, which may be gone. Raises ConfigError with every problem, each with its place, path, value, and
+    what to do."""
     path = Path(path)
     text = read_text(path)
     config, stages = _from_text(text, name=str(path), overrides=overrides, with_adapter=with_adapter)
@@ -114,7 +108,6 @@ def _from_text(
 
 
 def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    """The stages of a curriculum, each validated as a run of its own, and their problems."""
     stages: list[Stage] = []
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
@@ -155,14 +148,8 @@ def refuse_typographic(text: str, name: str) -> None:
 
 
 def split_overrides(text: str) -> list[str]:
-    """`SET` split as a shell splits words, without running anything.
-
-    A word with an open bracket takes in the following words, so that a list whose quotes were eaten
-    (`model.mesh_shape=[[4, 1], [fsdp, tp]]`) reads as meant.
-
-    Raises:
-        ConfigError: a quote is not closed.
-    """
+    """`SET` split as a shell splits words, without running anything; raises ConfigError where a quote is not closed. A
+    word with an open bracket takes in the following ones: the quotes of a list (`[[4, 1], [fsdp, tp]]`) were eaten."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -230,12 +217,8 @@ def _put(document: YamlDocument, words: tuple[str, ...], value: Plain, text: str
 
 
 def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
-    """The config as plain data, defaults included: what `resolved.json` holds.
-
-    Args:
-        effective_batch: the plan's. Where the config derives it from the ranks, the file has this number in place of
-            the default, so that it trains the same over any number of ranks, or is refused.
-    """
+    """The config as plain data, defaults included: what `resolved.json` holds. `effective_batch`: the plan's, where the
+    config derives it from the ranks, so that it trains the same over any number of them, or is refused."""
     data = config.model_dump(mode="json")
     if config.train.effective_follows:
         data["train"]["effective_batch_size"] = effective_batch
@@ -378,7 +361,6 @@ def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, P
 
 
 def _is_for_all_stages(path: Path_) -> bool:
-    """Whether a key applies to the job as a whole."""
     key = dotted(path)
     if path in SHORT.values() or path[0] not in ("model", "tuning"):
         return key in _FOR_ALL_STAGES

@@ -170,7 +170,6 @@ def _data_files(value: Any, path: str) -> Meaning | None:
 
 
 def _in_a_registry(value: str) -> bool:
-    """Whether a name is neither a path nor an id of the hub."""
     is_path = value.startswith((".", "/", "~", "hub:")) or "/" in value or _DATA_FILE.search(value) is not None
     return _source(value) == value and not is_path
 
@@ -186,7 +185,6 @@ _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 
 
 def _entry_name(entry: Mapping[str, Any]) -> Any:
-    """The file or data set that an entry of a list names."""
     name = next((entry[key] for key in ("path", "name", "id") if key in entry), None)
     files = entry.get("data_files")
     files = files[0] if isinstance(files, list) and len(files) == 1 else files
@@ -231,7 +229,6 @@ def _seconds(value: Any, path: str) -> Meaning | None:
 
 
 def _trackers(value: Any, path: str) -> Meaning | None:
-    """A tracker, or several, by name; only those that exist here are kept."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         return None

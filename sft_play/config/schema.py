@@ -439,14 +439,14 @@ class DataConfig(Section):
     drop_empty: bool = leaf(False, owner="data.sources.formats")
     """Leave out rows whose answer is empty or white space; otherwise they are counted and named."""
 
-    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.build.splits")
+    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.checks")
     """What to do with rows that cannot be used: stop with a list of them, or leave them out and count them."""
 
     truncate: Literal["end", "prompt", "drop"] = leaf("end", owner="data.masks.render")
     """Rows longer than max_seq_len: cut them at the end, cut them from the beginning (the answer stays), or leave them
     out."""
 
-    max_lost_fraction: float = leaf(0.05, owner="data.build.splits", ge=0.0, le=1.0)
+    max_lost_fraction: float = leaf(0.05, owner="data.checks", ge=0.0, le=1.0)
     """Largest share of the trained tokens that may be lost to max_seq_len. Above it the run stops and says which length
     would keep how much."""
 
@@ -654,10 +654,8 @@ class TrainConfig(Section):
 
     @property
     def effective_follows(self) -> bool:
-        """Whether the effective batch is derived: batch_size and grad_accum are given, and it is not.
-
-        A value in the file, in SET or in a copy with an update counts as given, even if it is the default.
-        """
+        """Whether the effective batch is derived: batch_size and grad_accum are given, and it is not. A value in the
+        file, in SET or in a copy with an update counts as given, even if it is the default."""
         is_split = self.batch_size != "auto" and self.grad_accum != "auto"
         return is_split and "effective_batch_size" not in self.model_fields_set
 

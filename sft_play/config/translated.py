@@ -93,7 +93,6 @@ def _refuse_preferences(keys: list[Foreign], name: str) -> None:
 
 
 def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
-    """Take what a key asks for, and say what is not taken of it."""
     meaning, words = key.settings, key.meaning.words if key.meaning else ""
     taken = {path: value for path, value in meaning.items() if accepts(path, value)}
     for path, value in taken.items():

@@ -51,10 +51,8 @@ class Foreign:
 
 
 def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Foreign]:
-    """An unknown key; of a section every key in it, unless the table answers it as a whole.
-
-    `section` is our section that holds it, or that the other tool's section corresponds to; None if unknown.
-    """
+    """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
+    holds it, or that the other tool's section corresponds to; None if unknown."""
     key, row = str(path[-1]), other_tools.known(tuple(map(str, path)))
     about = other_tools.table().sections.get(key.lower())
     is_answered_whole = row is not None and not row.path and about is None
@@ -134,7 +132,6 @@ def flag_hint(flag: str, value: str | None) -> str | None:
 
 
 def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
-    """What an unknown key means here by its name elsewhere, or by a similar spelling."""
     key, at = parts[-1], _places(parts, section)
     if at:
         shown = f"{joint}{written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""

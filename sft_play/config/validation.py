@@ -72,7 +72,6 @@ def _without(data: Plain, blocked: set[Path_], path: Path_ = ()) -> Plain:
 
 
 def _misplaced(document: YamlDocument) -> dict[Path_, Problem]:
-    """Sections that hold a value instead of keys."""
     problems = {}
     for name, section in sections().items():
         if not name:
@@ -125,8 +124,7 @@ def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[
 
 
 def _path_of(location: Sequence[str | int]) -> Path_:
-    """The part of pydantic's location that is a key or a section of ours, or one of a list's: unions name their members
-    beyond it."""
+    """The part of pydantic's location that is a key or a section of ours: unions name their members beyond it."""
     for length in range(len(location), 0, -1):
         name = ".".join(map(str, location[:length]))
         if name in listed() and len(location) > length:
@@ -182,10 +180,8 @@ def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = Tru
             return f"; write {'true' if word in ('yes', 'on', 'y') else 'false'}"
         if expected.startswith("a list of") and value in expected:
             return f"; write [{value}]"
-        if "number" in expected and value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
-            return "; a number has no leading zero"
-        if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
-            return "; write the number without separators"
+        if "number" in expected and value.lstrip("+-").replace("_", "").replace(",", "").isdigit():
+            return "; write the number without separators and leading zeros"
         alike = 0.6 if len(value) > 3 else LIKE_A_TYPO  # `gpu` is not a misspelt `cpu`
         near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike) if guesses else ""
         return f"; {near}" if near else ""
@@ -253,7 +249,6 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
 
 
 def _start_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What adapters that start elsewhere than at zero cannot be together with."""
     lora = config.tuning.lora
     key, start = "tuning.lora.init", lora.init
     if start == "default":

@@ -109,15 +109,8 @@ class _Loader(yaml.SafeLoader):
 def read_text(
     path: Path, *, variable: str | None = None, wanted: str = "a run YAML, such as configs/run_bnb.yaml"
 ) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
-
-    Args:
-        variable: what named it (`DEEPSPEED_CONFIG`), for messages; None: a run YAML.
-        wanted: what it should be.
-
-    Raises:
-        ConfigError: the file is missing, a folder, too large, or not UTF-8.
-    """
+    """The text of a UTF-8 file, without a byte order mark. `variable`: what named it (`DEEPSPEED_CONFIG`); None: a run
+    YAML. `wanted`: what it should be. Raises ConfigError."""
     shown = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
     if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(
@@ -132,10 +125,8 @@ def read_text(
     except FileNotFoundError:
         near = _near(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
         raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){near}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{shown} is a folder; name {wanted}") from None
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}; name {wanted}") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(
@@ -214,10 +205,6 @@ def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
         hint = "; indent with spaces, not tabs"
     elif "mapping values are not allowed" in problem or "but got ':'" in problem:
         hint = '; put a value that contains ": " in quotes'
-    elif "found another document" in problem:
-        hint = "; a run YAML is one document: remove the second `---`"
-    elif "alias" in problem or "anchor" in problem:
-        hint = "; put a value that starts with * or & in quotes"
     return f"{where}: not valid YAML: {one_line(problem)}{hint}"
 
 

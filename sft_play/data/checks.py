@@ -1,6 +1,6 @@
 """What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it.
 
-`make check` says all of it, a run's log what concerns its masks.
+`make check` says all of it; a run stops at problems, and logs what concerns its rows and masks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import DataConfig
@@ -41,18 +40,15 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
     if survey.left_out:
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in survey.left_out.most_common(6))
         yield passed(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {reasons}")
-    if survey.notes:
-        notes = [
-            f"{count:,} x {one_line(note, limit=200)} (the first: {one_line(survey.first_noted[note], limit=300)})"
-            for note, count in survey.notes.most_common(12)
-        ]
-        yield warned(name, "\n".join(["rows that are used as they are:", *notes]), "look at them: make preview ROW=…")
+    for note, count in survey.notes.most_common(12):
+        first = one_line(survey.first_noted[note], limit=300)
+        found = f"{rows_text(count)}: {one_line(note, limit=200)} (the first: {first})"
+        yield warned(name, found, "used as they are: make preview ROW=… shows one")
 
 
 def _bad(
     name: str, among: str, bad: Counter[str], first: Sequence[BadRow], data: DataConfig, also: Sequence[str] = ()
 ) -> Finding:
-    """Bad rows by reason, the first of them listed; a problem where the run would stop at them."""
     lines = "\n".join([*bad_row_lines(among, bad, first), *also])
     if data.on_bad_row == "skip":
         return warned(name, lines, "they are left out (data.on_bad_row=skip); fix them to use them")
@@ -68,7 +64,7 @@ def judge_repeats(surveys: Mapping[str, RowStats]) -> Iterator[Finding]:
                 f"{rows_text(count)} of {survey.source} ({count / max(1, survey.rows):.1%}) with the content of an "
                 f"earlier one, such as row {again:,} with that of row {first:,}"
             )
-            yield warned("duplicates", found, "keep one of each: make process SET=data.process.drop_duplicates=true")
+            yield warned("duplicates", found, _KEEP_ONE)
     if not any(count for _, count, _ in repeats):
         yield passed("duplicates", "no row is twice in its file")
     files = [survey for survey in surveys.values() if survey.split != "text"]
@@ -80,9 +76,23 @@ def judge_repeats(surveys: Mapping[str, RowStats]) -> Iterator[Finding]:
                 f"{count:,} contents are in {one.split} and in {other.split}, such as row {row:,} of {one.source} "
                 f"and row {same:,} of {other.source}: figures on {other.split} flatter the model"
             )
-            yield warned("leaks", found, "leave them out of one: make process SET=data.process.drop_leaks=true")
+            yield warned("leaks", found, _LEAVE_OUT)
     if pairs and not any(count for _, _, count, _ in shared):
         yield passed("leaks", f"no row is in two of {', '.join(dict.fromkeys(survey.split for survey in files))}")
+
+
+_KEEP_ONE = "keep one of each: make process SET=data.process.drop_duplicates=true"
+_LEAVE_OUT = "leave them out of one: make process SET=data.process.drop_leaks=true"
+
+
+def judge_tokens(stats: RowStats) -> Iterator[Finding]:
+    """Rows with the tokens of another one, as a run counts them."""
+    if stats.repeated:
+        found = f"{rows_text(stats.repeated)} with the tokens of an earlier one (make check names them)"
+        yield warned("duplicates", found, _KEEP_ONE)
+    for other, count in stats.shared.items():
+        found = f"{rows_text(count)} with the same tokens as in {other}: figures on {stats.split} flatter the model"
+        yield warned("leaks", f"{found} (make check names them)", _LEAVE_OUT)
 
 
 # Masks
@@ -147,10 +157,8 @@ def judge_texts(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 
 def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
-    """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
-
-    `positions`: how many the model has; None where it has no limit.
-    """
+    """What `max_seq_len` takes away, and which limit would keep how much where that is too much. `positions`: how many
+    the model has; None where it has no limit."""
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
         return
@@ -166,7 +174,10 @@ def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, posit
     lost = f"{'; '.join(rows)}; {survey.lost:,} of {cost.trained:,} trained tokens ({share:.1%}) are lost"
     ways = ways_to_keep(survey, data, max_seq_len=max_seq_len, positions=positions)
     if survey.kept == 0:
-        yield failed(name, f"{lost}: nothing is left", ways)
+        shortest = f"(shortest prompt: {survey.shortest_prompt:,} tokens)"
+        yield failed(
+            name, f"all {survey.too_long:,} rows lose their answer at max_seq_len {max_seq_len} {shortest}", ways
+        )
     elif share > data.max_lost_fraction and survey.split == "train":
         over = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
         yield failed(name, lost + over, f"{ways}, or raise data.max_lost_fraction to accept it")
@@ -256,8 +267,11 @@ def _pad(survey: RowStats, tokenizer: Any) -> Finding:
     return passed("padding token", f"{tokenizer.pad_token}{same}; padding is masked by length, never by its id")
 
 
-def mask_lines(report: RowStats, tokenizer: Any) -> list[str]:
-    """What a run logs about its training rows' masks: trained tokens by role, BOS, end of turn, padding."""
-    rows = replace(report, split="train")
-    found = itertools.chain(judge_roles(rows), judge_marks(rows, tokenizer))
-    return [f"Data train: {one.name}: {one.found}" for one in found]
+def judge_split(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
+    """What a run says of a split's rows, and where it fails stops at."""
+    yield from judge_rows(stats, data, task_mode="")  # the run itself refuses rows of another task
+    yield from judge_tokens(stats)
+    if stats.methods or stats.unmasked:  # documents have no masks
+        yield from judge_masks(stats, data)
+    yield from judge_texts(stats, data)
+    yield from judge_lengths(stats, data, max_seq_len=max_seq_len, positions=positions)

@@ -52,14 +52,8 @@ def by_characters(text: str) -> int:
 
 def first_look(given: str, *, count: Count = by_characters, positions: int | None = None) -> FirstLook:
     """What the first rows of a file, folder, glob or data set of the hub ask for; of one that is not UTF-8, the
-    encoding that it looks like too.
-
-    Args:
-        positions: the longest row that the model takes.
-
-    Raises:
-        DataError: there is no such file, it cannot be read, its columns say nothing, or none of its rows can be used.
-    """
+    encoding that it looks like too. `positions`: the longest row that the model takes. Raises DataError where no row
+    can be used."""
     try:
         return _look(given, "utf-8", count, positions)
     except NotUtf8 as error:
@@ -96,10 +90,8 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
 
 
 def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
-    """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text.
-
-    A folder with files of the names of splits is read by these: as one source its held-out rows would be trained on.
-    """
+    """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text. A folder of
+    files named by splits is read by these: as one source its held-out rows would be trained on."""
     source = find_source(given, encoding=encoding)
     if isinstance(source, Path) and source.is_dir():
         splits: dict[str, list[str]] = {}
@@ -119,7 +111,6 @@ def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool
 
 
 def _columns(source: AnySource) -> dict[str, str]:
-    """`data.columns` where no format has the names of the columns, and they say what they are."""
     rows = itertools.islice(read_rows(source, split="train"), SAMPLE)
     first = next((row for row in rows if isinstance(row, RawRow)), None)
     return guessed_columns(list(first.data)) if first is not None and recognise(first.data) is None else {}
@@ -151,7 +142,6 @@ def _tokens(examples: Sequence[Example], count: Count) -> list[int]:
 
 
 def _written(chat: Chat) -> str:
-    """The texts of a chat, with its tools and calls as templates write them."""
     more = [chat.tools, [message["tool_calls"] for message in chat.messages if message.get("tool_calls")]]
     said = [str(message.get(key) or "") for message in chat.messages for key in ("content", "reasoning_content")]
     return "\n".join([*said, *(json.dumps(one, ensure_ascii=False, indent=1) for one in more if one)])

@@ -6,6 +6,7 @@ the letter.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -30,7 +31,6 @@ LEAST_WORDS = 8
 MARGIN, MISSED = 0.05, 1e-4
 """A pair whose similarity is this far above the threshold is missed with at most this probability."""
 _MOST_BANDS, _MOST_ROWS = 16, 5
-_KEPT_WORDS = 1 << 17
 _MOST_ALIKE, _MOST_COMPARED = 256, 32
 """Texts that are kept under one key: what more share is a form that all of them have. Of the candidates, those that
 share the most keys are compared."""
@@ -42,17 +42,9 @@ _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E377
 Shingles = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-class _Hashes(dict[str, int]):
-    """Hashes of words, kept for the next row."""
-
-    def __missing__(self, word: str) -> int:
-        if len(self) >= _KEPT_WORDS:
-            self.clear()
-        self[word] = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "big")
-        return self[word]
-
-
-_HASHES = _Hashes()
+@functools.lru_cache(maxsize=1 << 17)
+def _hash_of(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "big")
 
 
 def words_of(text: str) -> list[str]:
@@ -63,7 +55,7 @@ def words_of(text: str) -> list[str]:
 def shingles_of(text: str) -> Shingles:
     """The set of a text's runs of `NGRAM` words, or of all its words where it has fewer: 64-bit hashes in order."""
     words = words_of(text)
-    hashes = np.fromiter(map(_HASHES.__getitem__, words), dtype=np.uint64, count=len(words))
+    hashes = np.fromiter(map(_hash_of, words), dtype=np.uint64, count=len(words))
     count = min(NGRAM, len(hashes))
     runs = np.full(len(hashes) - count + 1, count, dtype=np.uint64)
     for place in range(count):  # arithmetic modulo 2**64
@@ -117,9 +109,7 @@ class Sketches:
 
 class Similar:
     """Texts that were added, and of another the most similar one, if their similarity reaches the threshold.
-
-    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it.
-    """
+    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
 
     def __init__(self, sketches: Sketches) -> None:
         self._threshold = sketches.threshold
@@ -176,10 +166,7 @@ def _is_long(text: str) -> bool:
 
 def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, str]]:
     """The texts of every row of a file, each with the row's place; all that are long, of a row of no known format.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    Raises DataError where it cannot be read."""
     try:
         for part in data_files(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):

@@ -124,14 +124,12 @@ class Gap:
 
 
 def shortened(pieces: Sequence[TokenPiece], most: int) -> list[TokenPiece | Gap]:
-    """The pieces, the middles of their longest stretches left out so that about `most` remain.
-
-    A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and its end.
-    """
+    """The pieces, the middles of their longest stretches left out so that about `most` remain. A stretch is a run that
+    is trained, or not, or cut as a whole: each keeps its beginning and its end."""
     if len(pieces) <= most:
         return list(pieces)
     runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.trained, piece.kept))]
-    room = max(10, _room(sorted(map(len, runs)), most))
+    room = max(10, most // len(runs))
     shown: list[TokenPiece | Gap] = []
     for run in runs:
         if len(run) <= room + 1:  # a gap in the place of one piece would save nothing
@@ -144,24 +142,13 @@ def shortened(pieces: Sequence[TokenPiece], most: int) -> list[TokenPiece | Gap]
     return shown
 
 
-def _room(sizes: Sequence[int], most: int) -> int:
-    """The largest length to which runs can be shortened so that they fit together (sizes ascending)."""
-    left = most
-    for done, size in enumerate(sizes):
-        share = left // (len(sizes) - done)
-        if size > share:
-            return share
-        left -= size
-    return sizes[-1] if sizes else most
-
-
 def heading(shown: Shown) -> str:
     """The line above an example: its number, its place, its facts."""
     facts = "; ".join(shown.facts())
     return f"Row {shown.number:,} ({one_line(shown.where, limit=300)}){': ' + facts if facts else ''}"
 
 
-def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦") -> list[str]:
+def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES) -> list[str]:
     """The example as plain text: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     out: list[str] = []
     trained, kept, is_first = False, True, True
@@ -176,12 +163,9 @@ def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦
         if item.trained != trained:
             out.append("[[" if item.trained else "]]")
             trained = item.trained
-        elif between and not is_first:
-            out.append(between)
-        text = _plain(item)
-        if not between and out and out[-1][-1:] == text[:1] and text[:1] in {"[", "]", "~"}:
-            out.append("\\")  # two pieces of the text must not look like one of our marks together
-        out.append(text)
+        elif not is_first:
+            out.append("¦")
+        out.append(_plain(item))
         is_first = False
     out.append("]]" * trained + "~~" * (not kept))
     lines = [heading(shown), *(f"  {line}" for line in "".join(out).split("\n") if line)]
@@ -199,11 +183,6 @@ def _trouble(shown: Shown) -> list[str]:
         return []
     reason = f"  CANNOT BE USED: {one_line(shown.reason, limit=600)}"
     return [reason, f"  {visible(shown.raw)}"] if shown.raw else [reason]
-
-
-def example_line(shown: Shown, *, most: int = 150) -> str:
-    """The example on one line, trained parts in [[ ]]; of each part the beginning and the end where it is long."""
-    return " ".join(line.strip() for line in plain_lines(shown, most=most, between="")[1:])
 
 
 TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
@@ -252,10 +231,8 @@ def row_numbered(reader: ExampleReader, wanted: int) -> list[tuple[int, Raw]]:
 
 
 def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
-    """Rows spread evenly over a file of unknown length, its longest among them; the file is read once.
-
-    Rows whose number is a multiple of a stride are kept; the stride doubles when they are four times as many as wanted.
-    """
+    """Rows spread evenly over a file of unknown length, its longest among them, in one reading: those at multiples of a
+    stride are kept, which doubles when they are four times as many as wanted."""
     kept: dict[int, Raw] = {}
     stride = 1
     longest: tuple[int, int, Raw] | None = None
@@ -333,11 +310,8 @@ def _why(row: BadRow) -> str:
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """One token, or several that only together are whole characters.
-
-    `text` holds a byte that is no part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false
-    for what max_seq_len cuts away.
-    """
+    """One token, or several that only together are whole characters. `text` holds a byte that is no part of a character
+    as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false for what max_seq_len cuts away."""
 
     text: str
     ids: tuple[int, ...]
@@ -381,7 +355,6 @@ class TokenBytes:
         ]
 
     def _decoded(self, word: str) -> bytes:
-        """The bytes of a token by its name, as the tokenizer's own decoder reads it."""
         if self._is_byte_level:
             return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in word)
         if self._is_sentence_piece:
@@ -444,33 +417,17 @@ Kind = Literal["text", "space", "newline", "mark"]
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
 _BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5")
 """Letters and marks without a shape."""
-MOST_ACCENTS = 4
-"""Combining marks on one letter; the languages that people write need no more."""
 NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
 
 
 def signs(text: str) -> Iterator[tuple[Kind, str]]:
-    """The text in runs of one kind: as it is, or as signs for what would not be seen.
-
-    A line break is one `newline`, a space one `·`, everything else a mark such as ⟨U+202E⟩; accents without a letter
-    before them, or too many of them, are marks too.
-    """
-    plain: list[str] = []
-    accents = 0
-    for number, character in enumerate(text):
-        kind, sign = _sign(character)
-        accents = accents + 1 if unicodedata.category(character) in ("Mn", "Me") else 0
-        if accents > MOST_ACCENTS or (accents and number == 0):  # towers of them cover the lines above
-            kind, sign = "mark", f"⟨U+{ord(character):04X}⟩"
+    """The text in runs of one kind: as it is, or as signs for what would not be seen. A line break is one `newline`, a
+    space one `·`, everything else a mark such as ⟨U+202E⟩."""
+    for kind, run in itertools.groupby(map(_sign, text), key=lambda one: one[0]):
         if kind == "text":
-            plain.append(character)
-            continue
-        if plain:
-            yield "text", "".join(plain)
-            plain.clear()
-        yield kind, sign
-    if plain:
-        yield "text", "".join(plain)
+            yield kind, "".join(sign for _, sign in run)
+        else:
+            yield from run
 
 
 def _sign(character: str) -> tuple[Kind, str]:

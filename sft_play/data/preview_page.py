@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sft_play.data.preview import NEWLINE, SPACE, TAB, Gap, Kind, Shown, TokenPiece, signs, visible
 
@@ -59,7 +59,7 @@ def html_page(examples: Sequence[Shown], *, title: str, about: Iterable[str], mo
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
         f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{_escaped(title)}</h1>\n{lines}{_legend(examples)}{sections}</main>\n</body>\n</html>\n"
+        f"<h1>{_escaped(title)}</h1>\n{lines}{_LEGEND}{sections}</main>\n</body>\n</html>\n"
     )
 
 
@@ -67,24 +67,12 @@ def _escaped(text: str) -> str:
     return html.escape(visible(text), quote=True)
 
 
-def _legend(examples: Sequence[Shown]) -> str:
-    every = [piece for shown in examples for piece in shown.pieces]
-
-    def tokens(want: Callable[[TokenPiece], bool]) -> str:
-        return f"{sum(len(piece.ids) for piece in every if want(piece)):,}"
-
-    items = [
-        ('<span class="t">not</span><span class="t b"> trained</span>', tokens(lambda p: not p.trained)),
-        ('<span class="t y">tra</span><span class="t y b">ined</span>', tokens(lambda p: p.trained)),
-        ('<span class="t s">special token</span>', tokens(lambda p: p.special)),
-        ('<span class="t x">cut by max_seq_len</span>', tokens(lambda p: not p.kept)),
-    ]
-    shown = "".join(f"<li>{sample} {count}</li>" for sample, count in items)
-    hint = (
-        f'<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen, '
-        "⟨0xF0⟩ a byte that is no character; point at a token for its id</li>"
-    )
-    return f'<ul class="legend">{shown}{hint}</ul>\n'
+_LEGEND = f"""<ul class="legend"><li><span class="t">not</span><span class="t b"> trained</span></li>
+<li><span class="t y">tra</span><span class="t y b">ined</span></li><li><span class="t s">special token</span></li>
+<li><span class="t x">cut by max_seq_len</span></li>
+<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen,
+⟨0xF0⟩ a byte that is no character; point at a token for its id</li></ul>
+"""
 
 
 def _section(shown: Shown, most: int) -> str:

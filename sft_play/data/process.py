@@ -59,14 +59,9 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 
 
 def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
-    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`.
-
-    `force` overwrites files that were edited.
-
-    Raises:
-        DataError: raw files that are missing or cannot be read, rows that cannot be used (unless `data.on_bad_row`
-            is skip), files that were edited, nothing left to train on. Nothing is written then.
-    """
+    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`. `force`
+    overwrites files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be
+    used."""
     check_columns(config.data)
     return _Process(config).run(force=force)
 
@@ -93,7 +88,6 @@ class _Process:
 
     @functools.cached_property
     def _sketches(self) -> Sketches:
-        """Made where rows are compared: it takes half a second."""
         return Sketches(self._options.similarity)
 
     def run(self, *, force: bool) -> ProcessReport:
@@ -118,13 +112,12 @@ class _Process:
         return report
 
     def _written(self) -> list[Path]:
-        """The folders that processed rows are written to."""
         data = self._config.data
         return [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
 
     def _compare_with_others(self, parts: list[tuple[Part, str | None]]) -> None:
-        """Read the rows in which training rows are looked for: those of compare_with; those of data.val_path and
-        data.test_path where they are files here, and neither raw rows to train on nor what is written."""
+        """Read the rows in which training rows are looked for; of data.val_path and data.test_path only files that are
+        neither trained on nor written."""
         data, asked = self._config.data, self._options.compare_with
         known = {Path(value).expanduser().resolve() for value in asked}
         known |= {part.path.resolve() for part, split in parts if split not in ("val", "test")}
@@ -191,7 +184,6 @@ class _Process:
         return named
 
     def _splits_of_set(self, part: Part, names: list[str]) -> list[tuple[Part, str | None]]:
-        """Each split of a saved data set or one of the hub; one that is none of the three is not read."""
         splits: list[tuple[Part, str | None]] = []
         for name in names:
             # `train_sft`, `test_gen`: the split may be the first word
@@ -230,7 +222,6 @@ class _Process:
             self._faults.append(_file_fault(file, stats))
 
     def _examples(self, part: Part, file: FileReport) -> Iterator[Example | BadRow]:
-        """The rows of one raw file; its format goes into `file`."""
         rows, data = read_part(part), self._config.data
         first, shape = first_format(rows, data)
         if shape is not None:
@@ -273,7 +264,6 @@ class _Process:
         return None
 
     def _is_double(self, key: bytes, place: str, where: str) -> bool:
-        """Whether a row is left out because its content is somewhere else too; counts it either way."""
         report, seen = self._report, self._seen[place]
         dropped = False
         if key in seen:
@@ -293,8 +283,8 @@ class _Process:
         return dropped
 
     def _is_similar(self, example: Example, place: str, *, is_new: bool) -> bool:
-        """Whether a row is left out because it is nearly one of a held-out file, or an earlier one; counts it either
-        way. What is nearly an earlier row is not compared with later ones, whether it is left out or not."""
+        """Whether a row is left out as nearly a held-out or an earlier one; counts it either way. What is nearly an
+        earlier row is not compared with later ones."""
         report, dropped = self._report, False
         if self._near is None and not self._others:
             return False
@@ -322,7 +312,6 @@ class _Process:
         return counts and self._near is not None and self._near.bytes >= MOST_INDEX_BYTES
 
     def _is_held_out(self, example: Example, sketches: list[Sketch]) -> bool:
-        """Whether a training row is left out because it is nearly one of another file; counts it either way."""
         report, dropped = self._report, False
         for name, other in self._others.items():
             found = max((one for sketch in sketches if (one := other.nearest(sketch))), default=None)
@@ -397,11 +386,7 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
 
 
 def read_processed(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that `make process` wrote, as they are.
-
-    Raises:
-        DataError: the file is missing or holds something else.
-    """
+    """The rows of a file that `make process` wrote, as they are; raises DataError where it holds something else."""
     if not path.is_file():
         raise DataError(f"{path} is missing; make process writes it")
     for row in read_part(Part(str(path), "lines")):

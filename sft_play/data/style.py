@@ -60,15 +60,10 @@ def _words(counts: Counter[str]) -> str:
 
 
 def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
-    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts styled.
-
-    `text` (STYLE=) goes before `data.style.system`; a glob of `data.style.per_source` that matches a row's source
-    goes before both.
-
-    Raises:
-        ConfigError: no system prompt is given.
-        DataError: there are no processed rows, or files that were edited would be written over.
-    """
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts styled. A glob of
+    `data.style.per_source` that matches a row's source goes before `text` (STYLE=), and that before
+    `data.style.system`. Raises ConfigError without a prompt, DataError without processed rows or where edited files
+    would be written over."""
     options = config.data.style
     prompt = options.system if text is None else text
     if (prompt is None or not prompt.strip()) and not options.per_source:
@@ -101,8 +96,6 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
 
 
 class _Styler:
-    """Gives rows their system prompt; remembers which globs matched none."""
-
     def __init__(self, options: StyleConfig, prompt: str | None) -> None:
         self._options, self._prompt = options, prompt
         self.unused = dict.fromkeys(options.per_source)

@@ -30,11 +30,7 @@ class CannotWrite(DataError):
 
 class OutputFolder:
     """A folder of written files, used as a context: what was opened gets its name when the context ends without error.
-
-    Raises (when it is entered):
-        DataError: a file of `names` was edited, or was not written by this project, and `force` is false; or the
-            folder cannot be written to.
-    """
+    Entering it raises DataError where a file of `names` was edited, or is not ours, and `force` is false."""
 
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
@@ -80,7 +76,6 @@ class OutputFolder:
                 file.drop()
 
     def _keep(self) -> None:
-        """Rename what was written, remove announced files that were not written this time, update the record."""
         record = self._record()
         outdated = [name for name in self._names if name not in self._open and record.pop(name, None) is not None]
         record |= {name: _digest(file.aside) for name, file in self._open.items()}
@@ -142,10 +137,7 @@ class _Output(io.TextIOWrapper):
 
 
 def _unnamed(folder: Path) -> BinaryIO | None:
-    """A new file in a folder without a name: it is gone when its process ends, however that ends.
-
-    None where the system or the file system has no such files.
-    """
+    """A new file without a name, gone when its process ends; None where the system or file system has no such files."""
     try:
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
     except (AttributeError, OSError):

@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
-from sft_play.data.preview import Shown, TokenBytes, example_line, token_pieces
+from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
@@ -216,11 +216,8 @@ class _Checks:
         if survey.first is None:
             return
         number, whole = survey.first
-        names = TokenBytes(self._tokenizer)
-        pieces = token_pieces(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
-        shown = Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
         head = f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
-        yield passed("example", f"{head}\n{example_line(shown)}")
+        yield passed("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
 
     def _memory(self) -> Iterator[Finding]:
         from sft_play.planner.show import choice_line, memory_line, share_lines

@@ -133,20 +133,13 @@ def _many(count: int, noun: str) -> str:
 
 
 def _listed(title: str, items: list[str]) -> list[str]:
-    """The first items under a title; names and reasons come from files and are escaped."""
     more = [f"  … and {len(items) - _SHOWN:,} more in {REPORT}"] if len(items) > _SHOWN else []
     return [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_SHOWN]), *more] if items else []
 
 
 def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
-    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to `data.documents.out_dir`.
-
-    `force` overwrites files that were edited. Documents that cannot be read are named in the report.
-
-    Raises:
-        DataError: the packages of the documents extra are not installed; there are no documents, none can be read, or
-            the folder holds files that were edited.
-    """
+    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to `data.documents.out_dir`. `force`
+    overwrites files that were edited. Raises DataError where no document can be read, or packages are missing."""
     # before any document is read, so that a folder of text does not fail at its first web page
     missing = [package for package, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -189,12 +182,7 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
 
 def find_documents(report: DocumentsReport, *, own: Iterable[Path]) -> None:
     """Put the documents of `data.documents.path` into the report, except hidden files and `own`, those of this command.
-
-    Folders are searched to any depth; links are followed, loops are not.
-
-    Raises:
-        DataError: a path does not exist, or there is no document: where it looked, and what is there.
-    """
+    Raises DataError where there is none: where it looked, and what is there."""
     found: dict[str, Path] = {}
     seen = {os.path.realpath(path) for path in own}  # a document is read once, whatever leads to it
     for root, path in (one for asked in report.paths for one in _files(asked)):

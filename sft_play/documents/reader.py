@@ -54,11 +54,7 @@ class Unreadable(Exception):
 
 
 def read_document(path: Path, asked: DocumentsConfig) -> str:
-    """The clean text of one document, Markdown where it had more than text.
-
-    Raises:
-        Unreadable: it cannot be read, or holds no text; says why, and what to do.
-    """
+    """The clean text of one document, Markdown where it had more than text. Raises Unreadable: why, and what to do."""
     kind = KINDS[path.suffix.lower()]
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -87,7 +83,6 @@ def plain_text(path: Path) -> str:
 
 
 def _checked(data: bytes) -> bytes:
-    """The bytes of a document, if they are no old Office file and no archive that unpacks to gigabytes."""
     if data.startswith(_OLE):
         raise Unreadable("an Office file from before 2007, or locked with a password; save it as .docx without one")
     if data.startswith(_ZIP):
@@ -172,7 +167,6 @@ class ReaderProcess:
 
 
 def _serve(answers: Connection, asked: DocumentsConfig, parent: int) -> None:
-    """Answer every path with its text in a list, or with why there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     leave_with(parent, signal.SIGKILL)
     logging.disable(logging.CRITICAL)
@@ -238,10 +232,8 @@ def join(parts: list[str]) -> str:
 
 
 def chunks(parts: list[str], *, limit: int) -> list[str]:
-    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside.
-
-    A heading goes with what follows it. Nothing is lost but the white space at the cuts.
-    """
+    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside. A heading goes
+    with what follows it. Nothing is lost but the white space at the cuts."""
     texts: list[str] = []
     current: list[str] = []
     size = 0

@@ -91,10 +91,8 @@ def chat_of(text: str) -> Chat:
 
 
 def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: bool) -> None:
-    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed.
-
-    The rest that fills no block is left over; with `keeps_short` a text shorter than one block is a block by itself.
-    """
+    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed. The rest that fills
+    no block is left over; with `keeps_short` a text shorter than one block is a block by itself."""
     carry = np.zeros(0, np.int32)
     wrote = False
     with pa.OSFile(str(path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
@@ -113,7 +111,6 @@ def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: b
 
 
 def _block_batch(tokens: Any, size: int) -> Any:
-    """Full blocks as a batch: every token is trained."""
     column = _lists(np.arange(0, len(tokens) + 1, size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
     sources = _arrow(np.ones(len(tokens) // size, np.int8))
     return pa.record_batch([column, column, sources], schema=_SCHEMA)
@@ -133,5 +130,4 @@ def _arrow(values: Any) -> Any:
 
 
 def _lists(offsets: Any, tokens: Any) -> Any:
-    """Joined lists as an Arrow column, without an object for each token."""
     return pa.ListArray.from_arrays(_arrow(offsets), _arrow(tokens))

@@ -32,7 +32,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import example_of, rows_of
-from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
+from sft_play.data.sources.files import AnySource, Part, content_digest_of, data_files, read_part
 from sft_play.data.sources.formats import Example, Format, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
@@ -53,11 +53,9 @@ _NOT_IN_KEY = frozenset(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rows are made from examples: all that another process needs.
-
-    `documents`: plain text that is joined and cut into blocks of max_seq_len; else rows of chats. `held_share` of the
-    examples, by content hash, are split off; `keeps_chats` keeps the conversations beside their tokens.
-    """
+    """How rows are made from examples: all that another process needs. `documents`: plain text that is joined and cut
+    into blocks of max_seq_len; else rows of chats. `held_share` of the examples, by content hash, are split off;
+    `keeps_chats` keeps the conversations beside their tokens."""
 
     tokenizer: TokenizerParts
     data: DataConfig
@@ -91,11 +89,8 @@ class Built:
 
 
 def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
-    """The token rows of a source, from the cache or made now.
-
-    Raises:
-        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
-    """
+    """The token rows of a source, from the cache or made now. Raises DataError where a file cannot be read or is of no
+    format, or the cache cannot be written."""
     parts = data_files(source, split=split, text_wanted=recipe.documents)
     try:
         folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
@@ -144,9 +139,7 @@ def _content(part: Part) -> str:
         with contextlib.suppress(Exception):  # offline, gated, renamed: reading it says so
             return str(HfApi().dataset_info(part.name.split(":")[1], timeout=10).sha)
         return str(date.today())
-    path = part.path
-    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    return hashlib.sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+    return content_digest_of(part.path)
 
 
 # The cache.
@@ -171,7 +164,6 @@ class _Reader(pickle.Unpickler):
 
 
 def _load(folder: Path) -> Built | None:
-    """The cache where it is complete; otherwise None, and what is left of it is removed."""
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         with (folder / _META).open("rb") as file:
             files, stats = _Reader(file).load()
@@ -183,7 +175,6 @@ def _load(folder: Path) -> Built | None:
 
 
 def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str) -> Built:
-    """Write the cache beside its place and rename it; what an interrupted run left is removed."""
     # always the same place: nobody else writes there, since the caller holds the lock
     with atomic.replacing(folder, aside=folder.with_name(f"{folder.name}.part")) as aside:
         aside.mkdir()
@@ -205,7 +196,6 @@ _Stats = dict[str, RowStats]
 def _rows_of(
     folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str
 ) -> tuple[_Files, _Stats]:
-    """Every part's rows in a file of its own, made here or by other processes."""
     total = bytes_of(parts)
     asked = how_many(workers, total)
     jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
@@ -236,7 +226,6 @@ def _rows_of(
 
 
 def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int, total_bytes: int) -> list[_Job]:
-    """The parts in pieces for so many processes; raises DataError where a part's columns are those of no format."""
     jobs: list[_Job] = []
     for part in parts:
         shape = first_format(read_part(part), recipe.data)[1]
@@ -272,8 +261,6 @@ class _Result:
 
 
 class _Maker:
-    """Makes rows by one recipe; each process has one."""
-
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
@@ -323,8 +310,7 @@ class _Maker:
     def _examples(
         self, job: _Job, stats: _Stats, sides: dict[int, str], news: Waiting | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with the numbers of their rows; the side of each goes into `sides`. Bad rows are only
-        counted, on the side that is kept."""
+        """The piece's examples with their rows' numbers; the side of each goes into `sides`. Bad rows count as kept."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):

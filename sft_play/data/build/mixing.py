@@ -44,12 +44,10 @@ def drawn(count: int, most: int | None, *, seed: int) -> Indices | None:
 
 @dataclass(frozen=True)
 class Mix:
-    """The sources of a run: rows that each has, and rows of each in an epoch.
-
-    Rows are numbered through all sources, one source after the other. Each source goes through its rows in passes, each
-    pass in an order of its own, and an epoch continues where the one before it ended: no row comes a second time in an
-    epoch before all have come once, nor an (n + 1)th time before all have come n times.
-    """
+    """The sources of a run: rows that each has, and rows of each in an epoch. Rows are numbered through all sources,
+    one source after the other. Each source goes through its rows in passes, each pass in an order of its own, and an
+    epoch continues where the one before it ended: no row comes a second time in an epoch before all have come once, nor
+    an (n + 1)th time before all have come n times."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -68,7 +66,6 @@ class Mix:
         return np.concatenate([start + self._of(place, epoch) for place, start in enumerate(starts.tolist())])
 
     def _of(self, place: int, epoch: int) -> Indices:
-        """The rows of one source in an epoch, by their number in the source."""
         size, count = self.sizes[place], self.per_epoch[place]
         if not count:
             return np.zeros(0, dtype=np.int64)
@@ -78,10 +75,8 @@ class Mix:
         return np.concatenate(passes)[skipped : skipped + count]
 
     def _pass(self, place: int, number: int) -> Indices:
-        """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last.
-
-        An epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks.
-        """
+        """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
+        epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks."""
         size, count = self.sizes[place], self.per_epoch[place]
         for current in range(number + 1):  # each depends on one before it: a loop, since recursion would be deep
             if (place, current) in self._passes:
@@ -106,14 +101,9 @@ class Sources:
     sizes: tuple[int, ...]
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> Mix:
-        """What an epoch has of each: as many rows as there are of all sources together, divided by the weights.
-
-        Args:
-            sizes: packed rows of each source, where rows are packed.
-
-        Raises:
-            DataError: a weight leaves a source without a row, or asks for more than `MAX_PASSES` over one.
-        """
+        """What an epoch has of each: as many rows as there are of all sources together (`sizes`: packed ones), by the
+        weights. Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_PASSES` over
+        one."""
         sizes = tuple(self.sizes if sizes is None else sizes)
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = exact_shares(weights, sum(sizes))

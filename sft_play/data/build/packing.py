@@ -46,14 +46,9 @@ class Packs:
 
 def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     """Rows in packs of at most `capacity` tokens, no row cut: the longest first, each into the fullest pack that has
-    room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be, and a rest of a pack).
-
-    Rows of one length are dealt together, so that a million rows take seconds; the same lengths give the same packs
-    everywhere.
-
-    Raises:
-        ValueError: a row is empty or longer than a pack.
-    """
+    room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be, and a rest of a pack). Rows of one
+    length are dealt together: a million rows take seconds. Raises ValueError where a row is empty or longer than a
+    pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
@@ -77,7 +72,6 @@ def joined(parts: Sequence[Packs]) -> Packs:
 
 
 def _dealt(falling: Indices, capacity: int) -> list[int]:
-    """The pack of each row, for lengths in falling order."""
     values, counts = np.unique(-falling, return_counts=True)
     by_space: dict[int, list[int]] = {}
     """Open packs by the space that they have left, and these spaces in order."""
@@ -118,10 +112,8 @@ def _dealt(falling: Indices, capacity: int) -> list[int]:
 
 def grouped(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int) -> Indices:
     """The order with each `window` of rows (those of one optimizer step) sorted by length, the longest first.
-
     Micro-batches are dealt from a step's rows one after the other, to the ranks in turn: so the rows of a micro-batch,
-    and the micro-batches that ranks have at the same time, are of like length.
-    """
+    and the micro-batches that ranks have at the same time, are of like length."""
     rows = np.asarray(order, dtype=np.int64)
     step = np.arange(len(rows)) // window
     return rows[np.lexsort((-np.asarray(lengths, dtype=np.int64)[rows], step))]

@@ -21,15 +21,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats, ways_to_keep
+from sft_play.data.build.stats import RowStats
+from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
 from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.messages import roles_said
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -40,10 +40,8 @@ HELD_TEXT_FRACTION = 0.05
 
 
 class Chats:
-    """The conversations of a split's rows, read from the cache one at a time.
-
-    `column`: a mapped data set of the column `chat` alone, with a row for each of the split's, null where it is none.
-    """
+    """The conversations of a split's rows, read one at a time from `column`: a mapped data set of the column `chat`
+    alone, with a row for each of the split's, null where it is none."""
 
     def __init__(self, column: Any = None) -> None:
         self.column = column
@@ -61,11 +59,9 @@ class Chats:
 
 @dataclass(frozen=True)
 class Split:
-    """Token rows in their order, the counts of what they were made from, and the chats for generated answers.
-
-    `rows` is a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where
-    no row of a source is left.
-    """
+    """Token rows in their order, the counts of what they were made from, and the chats for generated answers. `rows` is
+    a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where no row of a
+    source is left."""
 
     rows: Any
     report: RowStats
@@ -74,10 +70,6 @@ class Split:
     """Digests of the tokens of its rows, or documents, sorted: uint64 of shape [rows]."""
     key: str = ""
     """The option that names the source, where it is not the split's."""
-
-    def named(self, split: str) -> str:
-        """The source as the run YAML names it."""
-        return f"{self.key or f'data.{split}_path'}={self.report.source}"
 
     def first(self) -> TokenRow:
         """The first row."""
@@ -106,15 +98,8 @@ def build_splits(
     positions: int | None = None,
     today: date | None = None,
 ) -> Splits:
-    """Every split of a run as token rows.
-
-    `positions`: how many the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date that
-    templates are given.
-
-    Raises:
-        DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
-            to learn.
-    """
+    """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
+    is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     check_columns(config.data)
     parts = TokenizerParts.of(tokenizer)
     return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
@@ -123,12 +108,8 @@ def build_splits(
 def survey_source(
     config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
-    """The counts of every row of a part of `DataPaths.files`: of the rows that a run with this config trains on, which
-    are built now where they are not in the cache.
-
-    Raises:
-        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
-    """
+    """The counts of every row of a part of `DataPaths.files` that a run with this config trains on, from the cache or
+    built now. Raises DataError as `build` does."""
     check_columns(config.data)
     builder = _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, None, date.today())
     return builder.survey(source, part, has_val=has_val)
@@ -215,7 +196,6 @@ class _Builder:
     # Several sources.
 
     def _of_sources(self, paths: DataPaths) -> Splits:
-        """The rows of all sources, one after the other, and those held out of each; val_path's rows are of none."""
         common, test = self._held_out(paths.val, "val"), self._held_out(paths.test, "test")
         train: list[Split] = []
         held: dict[int, Split] = {}
@@ -284,38 +264,24 @@ class _Builder:
     # Judging.
 
     def _judge(self, rows: Split, split: str) -> None:
-        """Raises DataError for bad rows that may not be skipped, rows of the wrong kind, and too many tokens lost."""
-        stats, data = rows.report, self._config.data
+        stats, data, key = rows.report, self._config.data, rows.key or f"data.{split}_path"
+        stats.split = split
         if self._is_text and stats.chats:
             raise DataError(
-                f"{rows.named(split)}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
+                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
             )
-        if stats.unusable and data.on_bad_row == "fail":
-            raise DataError(_bad_rows_message(stats, rows.named(split)))
-        ways = ways_to_keep(stats, data, max_seq_len=self._max_seq_len, positions=self._positions)
-        if stats.kept == 0 and stats.too_long and not stats.unusable:
-            raise DataError(
-                f"{rows.named(split)}: all {stats.too_long:,} rows lose their answer at max_seq_len "
-                f"{self._max_seq_len} (shortest prompt: {stats.shortest_prompt:,} tokens; the first row is "
-                f"{stats.first_too_long}); {ways}"
-            )
+        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
+            if finding.verdict == "FAIL":
+                raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept == 0:
             every = stats.unusable + stats.left_out
             reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
-            raise DataError(f"{rows.named(split)}: no row is left of {stats.rows:,} ({reasons or 'nothing was in it'})")
-        if split == "train" and stats.lost_fraction > data.max_lost_fraction:
-            raise DataError(
-                f"{rows.named(split)}: {stats.lost:,} of {stats.whole_trained:,} trained tokens "
-                f"({stats.lost_fraction:.1%}) are lost to max_seq_len {self._max_seq_len}, more than "
-                f"data.max_lost_fraction={data.max_lost_fraction:g}: {stats.cut_rows:,} rows are cut and "
-                f"{stats.too_long:,} lose all. {ways}, or accept the loss with data.max_lost_fraction"
-            )
+            raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
 
     # Splits.
 
     def _finished(self, split: Split) -> Split:
-        """The split as it is trained; text of `task_mode: cpt` in blocks."""
         if self._is_text:
             return self._packed(split)
         stats = split.report
@@ -347,8 +313,7 @@ class _Builder:
         kept, held = self._source(source, "train", documents=True, held_share=share)
         if kept.report.chats:
             raise DataError(f"data.text_path={source} holds {kept.report.format} rows; it takes plain text")
-        if kept.report.unusable and self._config.data.on_bad_row == "fail":
-            raise DataError(_bad_rows_message(kept.report, kept.named("text")))
+        self._judge(kept, "text")
         train = self._mix(chats, self._packed(kept))
         if val is None or held is None:
             return train, val
@@ -359,7 +324,6 @@ class _Builder:
         return train, Split(_joined([val.rows, text.rows]), val.report.beside(text.report), val.chats)
 
     def _mix(self, chats: Split, text: Split) -> Split:
-        """All chats once, with as many text blocks between them as the ratio asks for, in a seeded order."""
         share = self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
         wanted = max(1, round(count * share / (1 - share)))
@@ -405,7 +369,6 @@ class _Builder:
         return kept, held if held.rows is not None else None
 
     def _in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held: bool) -> Split:
-        """Texts as blocks of max_seq_len tokens; a held-out text of less is a block by itself."""
         from datasets import Dataset, Features, List, Value
 
         whole = [text for text in texts if text.strip()]
@@ -425,7 +388,6 @@ class _Builder:
 
 
 def _of_cache(built: Built, name: str, source: str) -> Split:
-    """Rows of the token cache with the conversations beside them."""
     rows, stats, digests = built.dataset(name), built.stats[name], built.digests(name)
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
@@ -434,7 +396,6 @@ def _of_cache(built: Built, name: str, source: str) -> Split:
 
 
 def _note_shared(splits: Mapping[str, Split | None]) -> None:
-    """Count for each split the rows that are in an earlier one too."""
     present = [(name, split) for name, split in splits.items() if split is not None]
     for (name, earlier), (_, later) in itertools.combinations(present, 2):
         count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
@@ -450,7 +411,6 @@ def _as_one(sources: Sequence[Split]) -> Split | None:
 
 
 def _marked(split: Split, source: int) -> Split:
-    """A split whose rows have the number of their source."""
     from datasets import Value
 
     rows = split.rows.select_columns(["input_ids", "labels"])
@@ -469,9 +429,3 @@ def _joined(datasets: Sequence[Any]) -> Any:
     from datasets import concatenate_datasets
 
     return concatenate_datasets([one.select_columns(sorted(one.column_names)) for one in datasets])
-
-
-def _bad_rows_message(stats: RowStats, source: str) -> str:
-    lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.unusable, stats.first_unusable)
-    lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
-    return "\n".join([*lines, FIX_OR_SKIP])

@@ -9,7 +9,7 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
-from sft_play.log import one_line
 
 
 def rows_text(count: int) -> str:
@@ -88,7 +87,6 @@ class LimitCost:
             self._steps[index] += step
 
     def _kept(self) -> Iterator[int]:
-        """Trained tokens that limits of 0, 1, 2, … keep."""
         return itertools.accumulate(itertools.accumulate(self._steps))
 
     def kept_share(self, limit: int) -> float:
@@ -104,15 +102,10 @@ class LimitCost:
 # Rows
 
 
-_VERIFIED = "masks verified on every row"
-
-
 @dataclass
 class RowStats:
-    """Counts of the rows of one source, or of several that were added up.
-
-    Tokens are counted as they are trained, after the cut at max_seq_len.
-    """
+    """Counts of the rows of one source, or of several that were added up. Tokens are counted as they are trained, after
+    the cut at max_seq_len."""
 
     source: str = ""
     format: str = "unknown"
@@ -179,11 +172,8 @@ class RowStats:
 
     too_long: int = 0
     """Rows that lose every trained token to max_seq_len, or are left out for their length."""
-    first_too_long: str = ""
     shortest_prompt: int = 0
     """Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none."""
-    whole_trained: int = 0
-    """Trained tokens of all rows before anything was cut."""
     lost_by_cut: int = 0
     """Trained tokens that were cut from rows that are kept."""
     lost_with_rows: int = 0
@@ -195,11 +185,6 @@ class RowStats:
     def lost(self) -> int:
         """Trained tokens that max_seq_len takes away."""
         return self.lost_by_cut + self.lost_with_rows
-
-    @property
-    def lost_fraction(self) -> float:
-        """Their share of all trained tokens."""
-        return self.lost / self.whole_trained if self.whole_trained else 0.0
 
     @property
     def unusable(self) -> Counter[str]:
@@ -216,14 +201,6 @@ class RowStats:
         """Rows that are not used, by reason."""
         too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long})
         return dict(self.unusable + self.left_out + too_long)  # adding counters leaves zeros out
-
-    @property
-    def noted(self) -> dict[str, int]:
-        """Rows by what looks odd in them, the first one named."""
-        return {
-            f"{note} (first: {one_line(self.first_noted[note])})" if note in self.first_noted else note: count
-            for note, count in self.notes.items()
-        }
 
     # Counting.
 
@@ -268,6 +245,9 @@ class RowStats:
         self.methods[whole.method] += 1
         self.untrained_turns += whole.untrained_turns
         self.stripped_think += whole.stripped_think
+        self._count_special(whole)
+
+    def _count_special(self, whole: TokenRow) -> None:
         if whole.special_in_text:
             self.special_rows += 1
             self.special_in_text += whole.special_in_text
@@ -276,7 +256,7 @@ class RowStats:
 
     def count_document(self, whole: TokenRow) -> None:
         """Count a document, which is joined with others and cut into blocks."""
-        self.special_rows += whole.special_in_text > 0
+        self._count_special(whole)
         self.kept += 1
         self.tokens += len(whole.input_ids)
 
@@ -285,19 +265,16 @@ class RowStats:
         self.kept += 1
         self.tokens += len(row.input_ids)
         self.trained += row.trained
-        self.whole_trained += row.trained + row.lost
         self.cut_rows += row.cut > 0
         self.tokens_cut += row.cut
         self.lost_by_cut += row.lost
         self.merged += row.merged
 
-    def count_too_long(self, whole: TokenRow, row: BadRow) -> None:
+    def count_too_long(self, whole: TokenRow) -> None:
         """Count a row of which max_seq_len leaves nothing to train."""
         prompt = next(index for index, label in enumerate(whole.labels) if label != IGNORED)
         self.too_long += 1
-        self.first_too_long = self.first_too_long or f"{row.where}: {row.detail}"
         self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt)), default=0)
-        self.whole_trained += whole.trained
         self.lost_with_rows += whole.trained
 
     # Adding up.
@@ -324,11 +301,10 @@ class RowStats:
         return both
 
     def beside(self, other: RowStats) -> RowStats:
-        """Both sources together; each note keeps the first row of each source."""
+        """Both sources together."""
         both = RowStats()
         for one in (self, other):
-            # the places of first notes go into their text, where both sources keep theirs
-            _add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
+            _add_up(both, one, but=("shared",))
         both.shared = dict(Counter(self.shared) + Counter(other.shared))
         both.source = f"{self.source} + {other.source}"
         both.format = f"{self.format} + {other.format}"
@@ -356,7 +332,6 @@ class RowStats:
         return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
 
     def _readable(self) -> tuple[Any, Any]:
-        """Numbers of the rows that can be read, and their contents: of shape [rows]."""
         contents = np.array(self.contents, np.uint64)
         places = np.flatnonzero(contents)
         return places + 1, contents[places]
@@ -376,7 +351,7 @@ class RowStats:
             "tokens_trained": self.trained,
             "tokens_cut": self.tokens_cut,
             "trained_tokens_lost": self.lost,
-            "lost_fraction": self.lost_fraction,
+            "lost_fraction": self.lost / max(1, self.cost.trained),
             "answers_merged": self.merged,
             "methods": dict(self.methods),
             "untrained_turns": self.untrained_turns,
@@ -384,38 +359,8 @@ class RowStats:
             "special_rows": self.special_rows,
             "repeated": self.repeated,
             "shared": self.shared,
-            "noted": self.noted,
+            "noted": dict(self.notes),
         }
-
-    def lines(self, split: str) -> list[str]:
-        """What a run logs about the split."""
-        share = f" ({self.trained / self.tokens:.0%})" if self.tokens else ""
-        lines = [
-            f"{self.kept:,} of {self.rows:,} rows of {self.source} ({self.format}); "
-            f"{self.tokens:,} tokens, {self.trained:,} of them trained{share}"
-        ]
-        lines += [f"{rows_text(count)} left out: {reason}" for reason, count in Counter(self.dropped).most_common()]
-        lines += [f"{rows_text(count)}: {note}" for note, count in Counter(self.noted).most_common()]
-        if self.repeated:
-            lines.append(
-                f"{rows_text(self.repeated)} with the tokens of an earlier one (make check names them; make process "
-                "SET=data.process.drop_duplicates=true keeps one of each)"
-            )
-        for other, count in self.shared.items():
-            lines.append(
-                f"{rows_text(count)} with the same tokens as in {other}: figures on {split} flatter the model (make "
-                "check names them; make process SET=data.process.drop_leaks=true leaves them out)"
-            )
-        if self.lost or self.cut_rows:
-            lines.append(
-                f"{self.cut_rows:,} rows cut at max_seq_len: {self.tokens_cut:,} tokens; with the rows left out for "
-                f"their length {self.lost:,} trained tokens ({self.lost_fraction:.1%}) are lost"
-            )
-        return [f"Data {split}: {line}" for line in [*lines, *self._mask_lines()]]
-
-    def remarks(self, split: str) -> list[str]:
-        """Those lines that are not said of every run: rows left out, cut, repeated, masks that differ."""
-        return [line for line in self.lines(split)[1:] if _VERIFIED not in line]
 
     def short_line(self, *, max_seq_len: int) -> str:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
@@ -426,29 +371,6 @@ class RowStats:
         cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
         return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
-    def _mask_lines(self) -> Iterator[str]:
-        methods = self.methods.most_common()
-        counts = ", ".join(f"{count:,} by {method}" for method, count in methods if method != "document")
-        if counts:
-            yield f"{_VERIFIED}: {counts} (docs/masks.md)"
-        if self.untrained_turns:
-            yield (
-                f"{self.untrained_turns:,} assistant turns are not trained, since the template writes them differently "
-                "from how they are generated; data.multi_turn=split trains each as a last turn"
-            )
-        if self.stripped_think:
-            yield (
-                f"the template leaves out {self.stripped_think:,} pieces of think text; data.multi_turn=split keeps "
-                "them where only the last turn's is written"
-            )
-        if self.special_rows:
-            yield (
-                f"special tokens are spelled in the texts of {rows_text(self.special_rows)} "
-                "(data.special_tokens_in_text says what becomes of them)"
-            )
-        if self.merged:
-            yield f"{self.merged:,} answers end inside a token, which is split there as in generation"
-
 
 def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
     reasons[row.reason] += 1
@@ -457,11 +379,7 @@ def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
 
 
 def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones, field by field.
-
-    Numbers, counters and costs are added; lists of bad rows grow up to `SHOWN_BAD_ROWS`; of what was seen first, or is
-    the shortest, the earlier or shorter is kept. Fields in `but` are left to the caller.
-    """
+    """Add the counts of later rows to those of earlier ones, field by field; those in `but` are left to the caller."""
     for name, theirs in vars(other).items():
         own = getattr(mine, name)
         if name in but:

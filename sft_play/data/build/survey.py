@@ -32,10 +32,8 @@ TEMPLATE = "template"
 def tokens_by_role(
     chat: Chat, text: str, labels: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> dict[str, list[int]]:
-    """[tokens, trained] by the role whose text each token begins in, `template` for those that are in none.
-
-    A message's text is looked for behind the one before it; one that the template rewrites counts as template.
-    """
+    """[tokens, trained] by the role whose text each token begins in, `template` for those that are in none. A message's
+    text is looked for behind the one before it; one that the template rewrites counts as template."""
     spans: list[tuple[int, int, str]] = []
     position = 0
     for message in chat.messages:
@@ -78,7 +76,7 @@ class RowCounter:
         runs = trained_runs(whole.labels)
         survey.cost.add(len(whole.labels), runs)
         if isinstance(row, BadRow):
-            survey.count_too_long(whole, row)
+            survey.count_too_long(whole)
             return
         survey.count_rendered(whole)
         survey.first = survey.first or (number, whole)
@@ -92,7 +90,6 @@ class RowCounter:
             self._count_roles(survey, example, whole)
 
     def _count_ends(self, survey: RowStats, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
-        """Whether each trained part ends with a special token, a line break behind it aside."""
         is_open = False
         for begin, end in runs:
             last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
@@ -127,11 +124,9 @@ class RowCounter:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """An example with its whole row and what max_seq_len leaves of it, or the reason why there is none.
-
-    `number` is that of the file's row, from 1. `whole` is None where nothing was rendered; beside a whole row, a
-    bad `row` is too long.
-    """
+    """An example with its whole row and what max_seq_len leaves of it, or the reason why there is none. `number` is
+    that of the file's row, from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too
+    long."""
 
     number: int
     example: Example
@@ -140,11 +135,8 @@ class RowOutcome:
 
 
 class RowMaker:
-    """Examples as the tokens that a run trains.
-
-    With data.multi_turn=split an example becomes several. In `task_mode: cpt` documents stay whole (they are joined
-    and cut into full blocks), and a chat is a bad row.
-    """
+    """Examples as the tokens that a run trains. With data.multi_turn=split an example becomes several. In `task_mode:
+    cpt` documents stay whole (they are joined and cut into full blocks), and a chat is a bad row."""
 
     def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
         self.renderer, self.task_mode = renderer, task_mode
@@ -153,10 +145,8 @@ class RowMaker:
     def outcomes(
         self, rows: Iterable[tuple[int, Example | BadRow]], *, document: bool = False
     ) -> Iterator[BadRow | RowOutcome]:
-        """Numbered rows in their order, tokenised in batches; bad rows are passed on.
-
-        `document`: they are the plain text of `task_mode: cpt_mixed`.
-        """
+        """Numbered rows in their order, tokenised in batches; bad rows are passed on. `document`: they are the plain
+        text of `task_mode: cpt_mixed`."""
         joined = document or self.task_mode == "cpt"
         before: _Batch | None = None
         # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
@@ -170,7 +160,6 @@ class RowMaker:
                 yield from self._ended(before, joined=joined)
 
     def _begun(self, batch: Sequence[Numbered], tokenizer: ThreadPoolExecutor, *, joined: bool) -> _Batch:
-        """A batch that is rendered and handed to the tokenizer's thread."""
         rows: list[Numbered] = []
         for number, one in batch:
             if isinstance(one, BadRow):
@@ -219,11 +208,8 @@ def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
 
 
 def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False) -> RowStats:
-    """The rows of a source as far as they can be counted without a tokenizer.
-
-    Raises:
-        DataError: the whole file cannot be read, or its columns are those of no format.
-    """
+    """The rows of a source as far as they can be counted without a tokenizer; raises DataError where a file cannot be
+    read or is of no format."""
     survey = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
     for number, example in reader.numbered():

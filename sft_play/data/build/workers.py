@@ -73,15 +73,10 @@ def together(
     count: int,
     done: Callable[[Result], None],
 ) -> Iterator[Result]:
-    """Results in the order of the jobs, made by `count` processes: this one, which begins at once, and others.
-
-    The others have a few jobs queued; this one does a job of its own between collecting their results. `begin` is a
-    class or function of a module: called once in every process, it returns what is called with each job. `done` is
-    called with every result as it comes.
-
-    Raises:
-        DataError: a process died; and whatever a job raises.
-    """
+    """Results in the order of the jobs, made by `count` processes: this one, which begins at once and does a job of its
+    own between collecting results, and others. `begin` is a class or function of a module: called once in every
+    process, it returns what is called with each job; `done` is called with every result as it comes. Raises DataError
+    where a process died, and whatever a job raises."""
     context = multiprocessing.get_context("spawn")
     sent = (pickle.dumps((begin, recipe)), os.getpid())
     pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_start_worker, initargs=sent)
@@ -123,11 +118,8 @@ def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> se
 
 @contextlib.contextmanager
 def without_program() -> Iterator[None]:
-    """Processes that are started inside do not import the program that runs here.
-
-    multiprocessing would have them do so: it may import torch, and a script without `if __name__ == "__main__"` would
-    start over in each.
-    """
+    """Processes that are started inside do not import the program that runs here: it may import torch, and a script
+    without `if __name__ == "__main__"` would start over in each."""
     with _STARTING:  # one thread at a time, or the second would put back what the first one put there
         program = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")

@@ -121,14 +121,8 @@ class FittedTemplate:
 
     def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
         """The conversation as its author wrote it where the template writes its calls so; else as near to that as the
-        template allows.
-
-        A template may write arguments correctly only as objects (text is encoded a second time) or only as text
-        (objects are refused or escaped). Then it is given them in that form, which is the same JSON.
-
-        Raises:
-            Inexact: the template refuses the conversation in every form.
-        """
+        template allows: arguments as objects or as text, whichever it writes correctly, are the same JSON. Raises
+        Inexact where the template refuses every form."""
         if any(GIVEN in message for message in messages):
             authored = self._as_authored(messages, tools)
             fitted = self.fitted(authored.messages, tools)
@@ -162,7 +156,6 @@ class FittedTemplate:
         return with_notes(messages, accepted[0])
 
     def _writes_names(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-        """Whether the names of all calls are written, seen by marks on them; raises RenderError."""
         count = itertools.count()
 
         def mark(text: str, index: int, kind: Kind) -> str:
@@ -172,10 +165,8 @@ class FittedTemplate:
         return all(f"{SALT}{number}q" in text for number in range(next(count)))
 
     def _as_authored(self, messages: Sequence[Message], tools: Sequence[Any]) -> Fitted:
-        """The messages with what their author wrote, as far as the template takes it: roles, parts, further keys.
-
-        Keys that the template has no name for are left out where the text is the same without them.
-        """
+        """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
+        unless the template has no name for them and the text is the same without them."""
         notes: dict[str, None] = {}
         whole = [self._authored(message, notes) if GIVEN in message else message for message in messages]
         slim = [
@@ -187,7 +178,6 @@ class FittedTemplate:
         return Fitted(slim, tuple(notes))
 
     def _check_as_authored(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
-        """Raise Inexact where a row without notes is not rendered as its author's own messages are."""
         own = [message.get(GIVEN, message) for message in messages]
         if any((given.get("tool_calls") or None) != message.get("tool_calls")
                for given, message in zip(own, messages, strict=True)):  # fmt: skip
@@ -219,7 +209,6 @@ class FittedTemplate:
         return authored | {key: value for key, value in given.items() if key not in covered and value is not None}
 
     def _takes(self, role: str, *kinds: str) -> bool:
-        """Whether the template writes a message of this role, with content in parts of these types."""
         asked = (role, *kinds)
         if asked not in self._taken:
             words = [f"part{number}q" for number in range(len(kinds))] or ["part0q"]
@@ -401,7 +390,6 @@ def with_notes(before: Sequence[Message], after: Sequence[Message]) -> Fitted:
 
 
 def _short_id(given: str) -> str:
-    """Nine letters and digits, the same for the same id."""
     # Mistral's templates refuse any other id: "Tool call IDs should be alphanumeric strings with length 9!"
     plain = given if given.isalnum() and given.isascii() else ""
     return plain if len(plain) == 9 else hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]

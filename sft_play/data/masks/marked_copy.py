@@ -83,11 +83,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a template writes around the pieces of rows of one shape, and where their turns are.
-
-    `gaps` has one text more than `order`, which holds for each written piece its number and the form it is written
-    in. `stripped` are numbers of think pieces that are not written.
-    """
+    """What a template writes around the pieces of rows of one shape, and where their turns are. `gaps` has one text
+    more than `order`, which holds for each written piece its number and the form it is written in. `stripped` are
+    numbers of think pieces that are not written."""
 
     gaps: tuple[str, ...]
     order: tuple[tuple[int, str], ...]

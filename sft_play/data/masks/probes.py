@@ -39,11 +39,8 @@ from sft_play.errors import TokenizerError
 def probed(
     jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
 ) -> tuple[FittedTemplate, TurnEnds]:
-    """The template with the habits that were seen, and what ends its assistant turns.
-
-    Raises:
-        TokenizerError: it cannot render a question and an answer, or drops the answer.
-    """
+    """The template with the habits that were seen, and what ends its assistant turns; raises TokenizerError where it
+    cannot render a question and an answer, or drops the answer."""
     # Each step renders with the habits that the steps before it have seen.
     habits = _content(jinja, with_tools=with_tools)
     calls, arguments = _calls(FittedTemplate(jinja, habits))
@@ -55,12 +52,10 @@ def probed(
 
 
 def _render(template: FittedTemplate, messages: Sequence[Message], *, prompt: bool = False) -> str:
-    """A probe conversation, with tools where the template has to be given some."""
     return template.rendered(messages, PROBE_TOOLS if template.habits.tools else (), prompt=prompt)
 
 
 def _content(jinja: ChatTemplate, *, with_tools: bool) -> Habits:
-    """Whether it takes content as text or in parts, with tools or without: the first that writes an answer."""
     problem, does = "", "drops"
     for tools, parts in itertools.product((with_tools, not with_tools), (False, True)):
         habits = Habits(parts=parts, tools=tools)
@@ -84,7 +79,6 @@ def _content(jinja: ChatTemplate, *, with_tools: bool) -> Habits:
 
 
 def _calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
-    """Whether it writes tool calls, and the one form of arguments that it writes correctly."""
     # The whole exchange first; some templates refuse a tool's result, or to be given tools.
     with contextlib.suppress(Endless):
         for turns, tools in ((CALLING, PROBE_TOOLS), (CALLING[:2], PROBE_TOOLS), (CALLING[:2], ())):
@@ -96,7 +90,6 @@ def _calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"
 
 
 def _written_calls(template: FittedTemplate, turns: Sequence[Message], tools: Sequence[Any], kind: ArgumentForm) -> str:
-    """What the template writes for a probe's calls, in the first form in which it writes them; else empty."""
     given = with_arguments_as(turns, kind)
     for form in CALL_FORMS:
         try:
@@ -113,8 +106,7 @@ def _written_calls(template: FittedTemplate, turns: Sequence[Message], tools: Se
 
 
 def _are_right(template: FittedTemplate, written: str, kind: ArgumentForm) -> bool:
-    """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or with `object` each
-    value as it is, for templates that do not write calls as JSON."""
+    """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or each value as it is."""
     if template.entity(written):
         return False
     if kind == "text":
@@ -162,7 +154,6 @@ def _system(template: FittedTemplate) -> Literal["written", "dropped", "refused"
 
 
 def _ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
-    """What ends a last turn, a turn that is history, and a turn that calls."""
     last = _render(template, PLAIN)
     own = last.rpartition("answer1q")[2]
     try:
@@ -193,10 +184,8 @@ def _ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
 
 
 def _call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
-    """The last token of a calling turn's end, where it is none of the known ends, and whether it opens the next turn.
-
-    gpt-oss ends a call with `<|call|>` and an answer with `<|return|>`.
-    """
+    """The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`), and whether it
+    opens the next turn."""
     try:
         last, whole = (
             template.rendered(template.fitted(turns, PROBE_TOOLS).messages, PROBE_TOOLS)

@@ -57,15 +57,9 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
-    """Renders examples with one tokenizer and the data section of a run.
-
-    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is one that this
-    tokenizer has already.
-
-    Raises:
-        TokenizerError: the tokenizer cannot say which characters a token stands for, or its chat template cannot
-            render a question and an answer.
-    """
+    """Renders examples with one tokenizer and the data section of a run. `today` is the day for templates that write
+    the date; `encoder` one that this tokenizer has already. Raises TokenizerError where the tokenizer cannot say which
+    characters a token stands for."""
 
     def __init__(
         self,
@@ -92,11 +86,8 @@ class Renderer:
 
     def turns(self, *, with_tools: bool | None = None, kind: str = PLAIN) -> Turns:
         """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
-        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it.
-
-        Raises:
-            TokenizerError: there is no such template, or it cannot render a question and an answer.
-        """
+        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it. Raises
+        TokenizerError."""
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
@@ -119,7 +110,6 @@ class Renderer:
         return turns
 
     def _turns_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turns:
-        """The turns of rows like this one; raises Inexact where their template cannot be used."""
         try:
             return self.turns(with_tools=bool(tools), kind=kind_of(messages) if self._by_kind else PLAIN)
         except TokenizerError as error:
@@ -159,7 +149,6 @@ class Renderer:
 
     @functools.cached_property
     def _rendered_chats(self) -> RenderedChats | None:
-        """What reads rendered chats; None without a template, or with one that cannot be used."""
         if not self.parts.templates:
             return None
         try:
@@ -203,11 +192,9 @@ class Renderer:
         return [self._draft(example) for example in examples]
 
     def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two.
-
-        For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts
-        with hidden special tokens, which need another copy of the tokenizer (`_tokenised`).
-        """
+        """The second step, the tokenizer's alone: it can run in a thread beside the other two. For each draft an
+        `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts with hidden
+        special tokens, which need another copy of the tokenizer (`_tokenised`)."""
         made: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             asked: dict[int, str] = {}
@@ -279,7 +266,6 @@ class Renderer:
         )  # fmt: skip
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
-        """Raise Inexact where an answer is to be trained that ends with no token at which generation could stop."""
         if self.data.on_missing_end == "train":
             return
         with_tools = bool(tools)
@@ -324,12 +310,10 @@ class Renderer:
         return ""
 
     def _settings(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The variables of the template that may make prompts fit, in words; empty where it reads none."""
         names = self._turns_for(messages, tools).template.jinja.settings
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
-        """Whether the template renders these messages, merged or with the system prompt moved as options would."""
         with contextlib.suppress(RenderError, Inexact):
             tried = merge_turns(messages) if merged else messages
             turns = self._turns_for(tried, tools)
@@ -425,10 +409,8 @@ class Renderer:
         return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
-        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.
-
-        None where the chat does not end with an assistant's text, or its prompt cannot be rendered.
-        """
+        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
+        where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None

@@ -63,8 +63,7 @@ class RenderedChats:
         return None
 
     def _bare(self, text: str) -> str:
-        """A text without what stands around a conversation and not in it: BOS before it, white space and end of text
-        behind it, of which sets leave out some and add others."""
+        """A text without what may stand around a conversation and not in it: BOS, white space and end of text."""
         text = self._without_bos(text.strip())
         ends = [end.strip() for end in self._gaps.get(("assistant", _END), ()) if end.strip()]
         for token in self._special:
@@ -81,7 +80,6 @@ class RenderedChats:
         return bool(starts) and all(gap.startswith(token) for gap in starts) and not within
 
     def _cuts(self, text: str) -> Iterator[tuple[Message, ...]]:
-        """The messages that a text may be, by the ways in which its first turn may begin."""
         for role in ("system", "user"):
             for start in self._gaps.get((_START, role), ()):
                 bare = self._without_bos(start)

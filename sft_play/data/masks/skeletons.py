@@ -57,11 +57,8 @@ class Skeletons:
         self._split = splitter(template.jinja.tested)
 
     def of(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[MarkedPiece]]:
-        """What the template writes around this row's pieces, and the pieces.
-
-        Raises:
-            Inexact: the template refuses a marked copy, or drops, rewrites or takes apart a text.
-        """
+        """What the template writes around this row's pieces, and the pieces; raises Inexact where it refuses a marked
+        copy, or drops, rewrites or takes apart a text."""
         copy, pieces = self.marked_copy(messages)
         try:
             text = self._template.rendered(copy, tools)
@@ -107,7 +104,6 @@ class Skeletons:
         return copy, pieces
 
     def _check_between(self, text: str, index: int) -> None:
-        """Raise Inexact where a text between pieces, for which the template looks, is an end of turn."""
         ends = sorted(self._ends.tokens | {*self._ends.markers})
         marker = next((marker for marker in ends if marker in text), None)
         if marker is not None:
@@ -158,8 +154,6 @@ class _EndPlace:
 
 @dataclass(frozen=True)
 class _MarkedRow:
-    """A marked copy and its rendering, `places`, on which turns are measured."""
-
     template: FittedTemplate
     ends: TurnEnds
     places: MarkedText
@@ -222,11 +216,8 @@ class _MarkedRow:
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
 
     def _header_at(self, index: int, at: int) -> str:
-        """The header of an assistant's turn where the text has it behind the prompt, which has none; else empty.
-
-        Templates may write no generation prompt after a tool's result, and open a turn there all the same. The header
-        is what they write as a generation prompt after a question: given, not generated.
-        """
+        """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's
+        result, in some templates): what is a generation prompt after a question is given; else empty."""
         if not index or self.copy[index - 1]["role"] != "tool":
             return ""
         asked = [*self.copy[:index], NEXT_QUESTION]
@@ -238,11 +229,8 @@ class _MarkedRow:
         return header if header.strip() and self.places.text.startswith(header, at) else ""
 
     def _unasked_start(self, index: int, *, after: int, first: int | None) -> int | None:
-        """Where a turn begins that follows neither a question nor a tool's result; None where that is not certain.
-
-        Templates may write a generation prompt after a question only, and the turn's header in any case. So the header
-        is measured after a question, and the turn begins that much before its first piece.
-        """
+        """Where a turn begins that follows neither a question nor a tool's result: as far before its first piece as its
+        header is long, which is measured after a question; None where that is not certain."""
         if first is None:
             return None
         asked = [*self.copy[:index], NEXT_QUESTION]
@@ -264,12 +252,9 @@ class _MarkedRow:
 
     def _header_size(self, prompt: str, asked: Sequence[Message], tail: str, gap: str) -> int | None:
         """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
-        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
-
-        A prompt may go on otherwise than the turn: it opens think text that the turn has not, or has closed. What both
-        have is given. No more is given than a plain answer has of it, which has no other turn's words, and where they
-        part there are only marks of think text.
-        """
+        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too. A prompt may
+        open think text that the turn has not, or has closed. What both have is given, but no more than a plain answer
+        has, which has no other turn's words; and where they part there are only marks of think text."""
         if SALT in tail or not tail.strip():
             return None
         size = len(shared_beginning(tail, gap, self.ends.special))

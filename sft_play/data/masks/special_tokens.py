@@ -20,12 +20,10 @@ _HIDDEN_BASE = 0xF0000
 
 
 class Specials:
-    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are.
-
-    While the template runs, each one is a private-use character. Then the tokens that the template wrote get names
-    that no text has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and
-    is no special token there.
-    """
+    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are. While the
+    template runs, each one is a private-use character. Then the tokens that the template wrote get names that no text
+    has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and is no special
+    token there."""
 
     def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
         self._parts = parts
@@ -90,11 +88,8 @@ class Specials:
 
     @functools.cached_property
     def plain(self) -> Any:
-        """The tokenizer with its special tokens under names that no text has; ids stay.
-
-        Raises:
-            TokenizerError: renamed, a token has another id.
-        """
+        """The tokenizer with its special tokens under names that no text has; raises TokenizerError where ids do not
+        stay."""
         from tokenizers import Tokenizer
 
         # Renamed wherever tokenizer.json spells them, so that the ids stay and no text has a special token's name.

@@ -70,14 +70,9 @@ class Endless(RenderError):
 
 
 class ChatTemplate:
-    """One chat template, compiled once; `render` gives the text that the model sees.
-
-    `variables` are what the template may read besides messages and tools: special tokens, and the run's own.
-    `today` is the day that `strftime_now` formats.
-
-    Raises:
-        TokenizerError: it is not valid Jinja, or larger than any template.
-    """
+    """One chat template, compiled once. `variables` are what it may read besides messages and tools: special tokens,
+    and the run's own; `today` is the day that `strftime_now` formats. Raises TokenizerError where it is no valid
+    Jinja."""
 
     def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -99,11 +94,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is not valid Jinja{line}: {one_line(str(error))}") from error
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        """The conversation as text; with `prompt`, ended by what an answer is generated after.
-
-        Raises:
-            RenderError: the template refuses it, fails on it, or does not end.
-        """
+        """The conversation as text; with `prompt`, ended by what an answer is generated after. Raises RenderError."""
         self._environment.budget = RenderBudget()  # a new one for each rendering
         pieces: list[str] = []
         written = 0
@@ -124,7 +115,6 @@ class ChatTemplate:
 
 @contextmanager
 def _as_render_error() -> Iterator[None]:
-    """Whatever a template can raise becomes a RenderError: its code is not ours."""
     try:
         yield
     except TooMuch as error:
@@ -139,8 +129,7 @@ def _as_render_error() -> Iterator[None]:
 
 
 def _as_transformers_gives(message: Message) -> Message:
-    """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
-    calls), its think text under every name that templates know."""
+    """The message as transformers gives it: without keys that hold nothing, its think text under every name."""
     copy = {key: value for key, value in message.items() if value is not None}
     reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
     if reasoning is None:
@@ -153,10 +142,8 @@ _NOT_A_WORD = re.compile(r"[^\w\s]")
 
 
 def _tested_texts(tree: nodes.Template) -> Iterator[str]:
-    """Texts that the template compares with, splits at or looks for: those on which its output may depend.
-
-    Words without punctuation (role names, keys) and texts of one or two characters are left out.
-    """
+    """Texts that the template compares with, splits at or looks for, on which its output may depend; without words that
+    have no punctuation (role names, keys) and texts of one or two characters."""
     holders: list[nodes.Node] = [*tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))]
     for holder in holders:
         for constant in holder.find_all(nodes.Const):
@@ -178,8 +165,6 @@ _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 @dataclass
 class _Watched:
-    """A thread, until when its processor time may go, and what is raised in it."""
-
     thread: int
     used: Callable[[], float]
     until: float

@@ -137,7 +137,6 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _passing_as(plain, counted)
 
     def _bounded(self, items: Any) -> Any:
-        """What a loop goes over, counted before it begins."""
         if not isinstance(items, Sized):  # a generator, which Jinja's `map` and `select` return
             items = list(items)
         self.budget.take(1 + len(items))
@@ -177,7 +176,6 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
     def _rewritten(self, node: nodes.Node) -> nodes.Node:
-        """What stands for a node of the template: loops and joins go through filters."""
         if isinstance(node, nodes.For):
             node.iter = _filter_node(node.iter, "bounded")
         elif isinstance(node, nodes.Compare):
@@ -207,7 +205,6 @@ def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> No
 
 
 def _owner_of(function: Any) -> Any:
-    """The object whose method it is, also where the sandbox has wrapped the method; None for other functions."""
     return getattr(getattr(function, "__wrapped__", function), "__self__", None)
 
 
@@ -251,8 +248,6 @@ def _check_flat(*values: Any, **_: Any) -> None:
 
 
 def _after(check: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that is called after a check of what it is given."""
-
     def checked(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
         return plain(*args, **kwargs)
@@ -268,7 +263,6 @@ def _passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:
-    """Raise TooMuch where `left * right` or `left ** right` would be huge."""
     for side, times in ((left, right), (right, left)):
         if isinstance(side, (str, bytes, list, tuple)) and isinstance(times, int):
             # a list takes a pointer of 8 bytes for each value
@@ -284,7 +278,6 @@ _PERCENT_WIDTH = r"%(?:\([^)]*\))?[^a-zA-Z%]*?(\d+|\*)"
 
 
 def _check_format(form: str, width: str) -> None:
-    """Raise TooMuch where a format pads by more than a text may have; `width` is the pattern of a width."""
     widths = [match.group(1) for match in re.finditer(width, form)]
     # by its length first: int() of a thousand digits is slow, and refused beyond 4,300
     if any(text == "*" or len(text) > 5 for text in widths) or sum(map(int, widths)) > MAX_CHARS:
@@ -292,7 +285,6 @@ def _check_format(form: str, width: str) -> None:
 
 
 def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TooMuch where a method of a text would make a huge one."""
     given = (*args, *kwargs.values())
     _check_widths(given)
     if name == "replace":
@@ -367,8 +359,6 @@ def refuse(message: Any) -> None:
 
 
 class _MakeDict:
-    """`dict` without its attributes."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 

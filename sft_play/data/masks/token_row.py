@@ -29,11 +29,9 @@ CHAT, TEXT = "chat", "text"
 
 @dataclass
 class TokenRow:
-    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained. Not frozen, for speed.
-
-    `text` is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and
-    `spans` are the characters of it that are trained. `method` says how they were found.
-    """
+    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained. Not frozen, for speed. `text`
+    is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and `spans`
+    are the characters of it that are trained. `method` says how they were found."""
 
     where: str
     input_ids: list[int]

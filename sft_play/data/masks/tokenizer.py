@@ -44,11 +44,7 @@ class TokenizerParts:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
-        """The parts of a transformers tokenizer.
-
-        Raises:
-            TokenizerError: it cannot say which characters a token stands for.
-        """
+        """The parts of a transformers tokenizer; raises TokenizerError where it has no offsets."""
         if isinstance(tokenizer, cls):
             return tokenizer
         if not tokenizer.is_fast:
@@ -175,10 +171,8 @@ class Masked:
 
 
 def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[int]) -> Masked:
-    """Labels of an encoding: a token counts whose characters all lie in one span.
-
-    An added token may take white space along that follows it (Phi-3's end of turn does); it counts all the same.
-    """
+    """Labels of an encoding: a token counts whose characters all lie in one span. An added token may take white space
+    along that follows it (Phi-3's end of turn does); it counts all the same."""
     ids = list(encoding.ids)
     labels = [IGNORED] * len(ids)
     inside = at = 0
@@ -205,11 +199,9 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
 
 
 class Splitting:
-    """A tokenizer that starts again at every edge of a span, as generation does after its prompt.
-
-    Tokens may reach over the end of a prompt: ` answer` after `Assistant: ` is one token. A model that is prompted
-    never sees that token; it sees the tokens of the prompt and adds its own.
-    """
+    """A tokenizer that starts again at every edge of a span, as generation does after its prompt. Tokens may reach over
+    the end of a prompt: ` answer` after `Assistant: ` is one token. A model that is prompted never sees that token; it
+    sees the tokens of the prompt and adds its own."""
 
     _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 

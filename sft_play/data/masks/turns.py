@@ -62,13 +62,8 @@ class LocatedTurns:
 
 
 class Turns:
-    """Finds the turns of conversations rendered by one template.
-
-    `with_tools` says that it is for rows with tools alone, so that it is probed with some.
-
-    Raises:
-        TokenizerError: the template cannot render a question and an answer, or drops the answer.
-    """
+    """Finds the turns of conversations rendered by one template; `with_tools`: one for rows with tools alone. Raises
+    TokenizerError where it cannot render a question and an answer."""
 
     def __init__(
         self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
@@ -81,11 +76,8 @@ class Turns:
         self._shapes: dict[Any, Skeleton | None] = {}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> LocatedTurns:
-        """The text of a conversation, a fitted one, and the exact spans of its assistant turns.
-
-        Raises:
-            Inexact: the template refuses the row, drops or rewrites a part of it, or cannot be verified on it.
-        """
+        """The text of a conversation, a fitted one, and the exact spans of its assistant turns; raises Inexact where
+        the template refuses the row, drops or rewrites a part of it, or cannot be verified on it."""
         try:
             text = self.template.rendered(messages, tools)
         except RenderError as error:
@@ -114,10 +106,8 @@ class Turns:
         return self._verified(text, messages, tools)
 
     def _shape_of(self, messages: Sequence[Message]) -> Any:
-        """What decides how the template treats a plain row: roles, and the white space around the texts.
-
-        None where the row has calls, think text, or a text that holds something the template looks for, or a mark.
-        """
+        """What decides how the template treats a plain row: roles, and the white space around the texts; None where the
+        row has calls, think text, or a text that holds a mark or something the template looks for."""
         shape: list[tuple[Any, ...]] = []
         for message in messages:
             content = message.get("content")
@@ -133,8 +123,7 @@ class Turns:
         return tuple(shape)
 
     def _verified(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
-        """The turns by a marked copy of this very row, confirmed by its own prompts: each turn must begin where the
-        prompt ends. Raises Inexact."""
+        """The turns by a marked copy of this very row, confirmed by its own prompts. Raises Inexact."""
         skeleton, pieces = self._skeletons.of(messages, tools)
         expected, begins = skeleton.fill([piece.text for piece in pieces])
         if expected != text:
@@ -156,10 +145,8 @@ class Turns:
         begins: Sequence[int],
         of_shape: bool = False,
     ) -> None:
-        """Raise Inexact where a turn does not begin where the row's own prompt ends, or not end where its own does.
-
-        `of_shape`: the skeleton is that of another row, whose turns may be inexact where this row's are not.
-        """
+        """Raise Inexact where a turn does not begin where the row's own prompt ends, or not end where its own does;
+        `of_shape`: the skeleton is that of another row, whose turns may be inexact where this row's are not."""
         for turn in skeleton.turns:
             if not (turn.is_exact or of_shape):
                 continue
@@ -192,7 +179,6 @@ class Turns:
                     raise Inexact(NO_END, where)
 
     def _located(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> LocatedTurns:
-        """The skeleton's turns as spans of a row's text; `begins` is where each gap begins in it."""
         spans: dict[int, Span] = {}
         nearest: dict[int, Span] = {}
         parted = 0

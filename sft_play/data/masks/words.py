@@ -18,7 +18,7 @@ import random
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sft_play.data.masks.token_row import Span
@@ -47,11 +47,9 @@ _NOWHERE = r"\ue000"
 class Words:
     """The tokens of texts by their words; made by `words_of`."""
 
-    def __init__(
-        self, backend: Any, stages: Sequence[re.Pattern[str]], added: dict[str, int], *, only_ascii: bool
-    ) -> None:
+    def __init__(self, backend: Any, pattern: re.Pattern[str], added: dict[str, int], *, only_ascii: bool) -> None:
         self._unknown = re.compile(f"[^{_ranges(_ASCII if only_ascii else _KNOWN)}]").search
-        self._first, self._pattern, self._last = stages[:-1], stages[-1], stages[-1].findall
+        self._pattern = pattern
         self._added = added
         longest_first = sorted(added, key=lambda token: (-len(token), token))
         self._cut: Callable[[str], list[str]] = re.compile(
@@ -65,10 +63,8 @@ class Words:
         return masked and masked[0]
 
     def masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:
-        """The text's ids, and which of them [first, last) stand for each span of characters.
-
-        None where the tokenizer has to be asked: for other characters, or where an edge stands inside a word.
-        """
+        """The text's ids, and which of them [first, last) stand for each span of characters. None where the tokenizer
+        has to be asked: for other characters, or where an edge stands inside a word."""
         if not text.isascii() and self._unknown(text):  # isascii() is a flag of the text, read at once
             return None
         edges = [edge for span in spans for edge in span]
@@ -94,13 +90,8 @@ class Words:
 
     def _tokens_before(self, edge: int, piece: str) -> int | None:
         """How many tokens of a piece stand before an edge between words; None where the edge is inside a word."""
-        words: Iterable[str]
-        if piece in self._added:
-            words = [piece]
-        elif self._first:
-            words = self._words(piece) or ()
-        else:  # one by one: an edge often stands near the beginning
-            words = (match.group() for match in self._pattern.finditer(piece))
+        # one by one: an edge often stands near the beginning
+        words = [piece] if piece in self._added else (match.group() for match in self._pattern.finditer(piece))
         at = count = 0
         for word in words:
             if at >= edge:
@@ -110,16 +101,11 @@ class Words:
 
     def _words(self, piece: str) -> list[str] | None:
         """The words of a text without added tokens; None where the pattern leaves characters out."""
-        parts = [piece]
-        for stage in self._first:
-            parts = [part for whole in parts for part in _all_parts(stage, whole)]
-        words = self._last(piece) if not self._first else [word for part in parts for word in self._last(part)]
+        words = self._pattern.findall(piece)
         return words if "".join(words) == piece else None
 
 
 class _Remembered(dict[str, tuple[int, ...]]):
-    """The ids of words, asked from the model once."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
 
@@ -132,36 +118,23 @@ class _Remembered(dict[str, tuple[int, ...]]):
         return ids
 
 
-def _all_parts(stage: re.Pattern[str], text: str) -> Iterator[str]:
-    """The pattern's matches and the text between them."""
-    at = 0
-    for match in stage.finditer(text):
-        if match.start() > at:
-            yield text[at : match.start()]
-        if match.end() > match.start():
-            yield match.group()
-        at = match.end()
-    if at < len(text):
-        yield text[at:]
-
-
 def words_of(backend: Any) -> Words | None:
     """The words of a tokenizer's backend; None where it is of another kind, or its words do not give its own ids."""
     added = backend.get_added_tokens_decoder()
-    stages = _stages(_state(backend.pre_tokenizer))
+    pattern = _word_pattern(_state(backend.pre_tokenizer))
     normalizer = _state(backend.normalizer)
     is_plain_bpe = type(backend.model).__name__ == "BPE" and not backend.model.dropout
     # dropout makes the tokens of a word random; other models (Unigram, WordPiece) are not asked word by word
-    if stages is None or not _keeps(_KEEP_ASCII, normalizer) or not is_plain_bpe:
+    if pattern is None or not _keeps(_KEEP_ASCII, normalizer) or not is_plain_bpe:
         return None
     # such a token takes white space along, or stands only between words: a plain search for its text is not enough
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
     if len({token.normalized for token in added.values()}) > 1:  # the tokenizer cuts at one kind, then at the other
         return None
-    only_ascii = not (_keeps(_KEEP_KNOWN, normalizer) and all(map(_means_the_same, stages)))
+    only_ascii = not (_keeps(_KEEP_KNOWN, normalizer) and _means_the_same(pattern))
     by_text = {token.content: number for number, token in added.items() if token.content}
-    words = Words(backend, stages, by_text, only_ascii=only_ascii)
+    words = Words(backend, pattern, by_text, only_ascii=only_ascii)
     probes = list(_probes(list(by_text), _ASCII if only_ascii else _KNOWN))
     expected = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
     return words if [words.ids(probe) for probe in probes] == expected else None
@@ -179,31 +152,27 @@ def _keeps(allowed: frozenset[str], normalizer: dict[str, Any]) -> bool:
     return kind is None or kind in allowed
 
 
-def _stages(pre_tokenizer: dict[str, Any]) -> list[re.Pattern[str]] | None:
-    """The patterns that texts are cut by, one after the other; None where Python has no such patterns."""
-    kind = pre_tokenizer.get("type")
-    steps = pre_tokenizer["pretokenizers"] if kind == "Sequence" else [pre_tokenizer]
+def _word_pattern(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
+    """The one pattern that texts are cut by; None where Python has no such pattern, or there are several."""
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
     *before, last = steps or [{}]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
     patterns = [_pattern_of(step) for step in before] + ([_GPT2] if last.get("use_regex", True) else [])
+    if len(patterns) != 1 or patterns[0] is None:
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # "$" is refused by ascii_pattern, as a step of another kind must be
-            stages = [re.compile(ascii_pattern(pattern or "$"), re.ASCII) for pattern in patterns]
+            pattern = re.compile(ascii_pattern(patterns[0]), re.ASCII)
     except (ValueError, re.error, Warning):
         return None
-    return stages if stages and not any(stage.groups for stage in stages) else None
+    return None if pattern.groups else pattern
 
 
 def _pattern_of(step: dict[str, Any]) -> str | None:
-    if step.get("type") == "Digits":
-        return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
-    if step.get("type") != "Split" or (step.get("behavior"), step.get("invert")) not in (
-        ("Isolated", False),
-        ("Removed", True),
-    ):
+    ways = (("Isolated", False), ("Removed", True))
+    if step.get("type") != "Split" or (step.get("behavior"), step.get("invert")) not in ways:
         return None
     pattern: str | None = step["pattern"].get("Regex")
     return pattern
@@ -215,11 +184,8 @@ _FOREIGN = re.compile(r"\\[zZGRXKbBhHA]|&&|\[:|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[
 
 
 def ascii_pattern(pattern: str) -> str:
-    """A tokenizer's pattern as one of Python's (with re.ASCII) that has the same matches in texts of known characters.
-
-    Raises:
-        ValueError: it has something that means another thing in Python.
-    """
+    """A tokenizer's pattern as one of Python's (with re.ASCII) that has the same matches in texts of known characters;
+    raises ValueError where it has something that means another thing in Python."""
     if _FOREIGN.search(pattern):
         raise ValueError(pattern)
     parts: list[str] = []
@@ -265,7 +231,6 @@ def _ranges(codes: Sequence[int]) -> str:
 
 
 def _probes(added: Sequence[str], known: Sequence[int]) -> Iterator[str]:
-    """Texts of words, numbers, white space, marks, controls and added tokens, the same every time."""
     chance = random.Random(0)
     characters = frozenset(map(chr, known))
     pieces = [*map(chr, range(128)), *"eariotnslc" * 4, *" \n" * 20, *"0123456789" * 2]

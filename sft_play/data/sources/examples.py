@@ -84,12 +84,8 @@ LOOKED_AT_ROWS = 100
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
-    """Look at the first rows of every source. Folders saved by `datasets` and the hub need a library, and are left out.
-
-    Raises:
-        DataError: a file is empty, cannot be read or is of no known format, or none of its first rows can be read and
-            `data.on_bad_row` is fail.
-    """
+    """Look at the first rows of every source but folders saved by `datasets` and the hub, which need a library. Raises
+    DataError where a file cannot be read, or none of its first rows can and `data.on_bad_row` is fail."""
     check_columns(data)
     for name, source in paths.files():
         if name == "text" and task_mode != "cpt_mixed":

@@ -37,13 +37,8 @@ _FOREIGN = {
 
 
 def kind_of(path: Path, *, text_wanted: bool = False) -> str:
-    """What a file is, by its content: lines, array, objects, csv, parquet, arrow, arrow stream or text.
-
-    Its name decides only between kinds that the content could be.
-
-    Raises:
-        DataError: it is empty, not UTF-8 or UTF-16, or of no kind that can be read.
-    """
+    """What a file is: lines, array, objects, csv, parquet, arrow, arrow stream or text, by its content; by its name
+    only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     start = head(path)
     binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
     if binary is not None:

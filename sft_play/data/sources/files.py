@@ -68,10 +68,8 @@ class SourcePaths:
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Where each split is read from; None where there is none. `notes` are choices to be logged.
-
-    With `sources`, `train` is the first of them.
-    """
+    """Where each split is read from; None where there is none. `notes` are choices to be logged. With `sources`,
+    `train` is the first of them."""
 
     train: Path | Source
     val: Path | Source | None
@@ -91,11 +89,9 @@ class DataPaths:
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or a piece of one, that one process can read: picklable.
-
-    `kind` is "auto" until the file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first`
-    is the number of the first line or row. `split` picks one of a data set that has several.
-    """
+    """A file, or a piece of one, that one process can read: picklable. `kind` is "auto" until the file was looked at.
+    [start, end) are bytes of lines or row groups of Parquet; `first` is the number of the first line or row. `split`
+    picks one of a data set that has several."""
 
     name: str
     kind: str = "auto"
@@ -120,14 +116,9 @@ def split_of(part: str) -> str:
 
 
 def data_paths(data: DataConfig) -> DataPaths:
-    """The files that a run reads, all of them there.
-
-    Where `make process` or `make dapt-docx` had no rows for the default `val_path` or `test_path`, they may be missing,
-    which is noted.
-
-    Raises:
-        DataError: naming every file that is missing.
-    """
+    """The files that a run reads, all of them there; where `make process` or `dapt-docx` had no rows for the default
+    `val_path` or `test_path`, they may be missing, which is noted. Raises DataError naming every file that is
+    missing."""
     missing: list[str] = []
     notes: list[str] = []
     unwritten: list[str] = []
@@ -166,7 +157,6 @@ def data_paths(data: DataConfig) -> DataPaths:
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
-    """Whether a path option has its default, beside training rows that a command of this project writes."""
     if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key, None)  # a path of data.sources has none
@@ -185,11 +175,8 @@ def has_held_out_file(data: DataConfig) -> bool:
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | Source:
-    """What a path option names, with the encoding of its files.
-
-    Raises:
-        DataError: it does not exist; the message lists what lies beside it.
-    """
+    """What a path option names, with the encoding of its files; raises DataError with what lies beside a missing
+    one."""
     source = _located(value, encoding)
     if source is None:
         raise DataError(f"{_absent(value)}; looked from {Path.cwd()}")
@@ -247,24 +234,16 @@ def _absent(value: str) -> str:
 
 
 def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
-    """The rows of a file, folder, glob or data set of the hub, bad ones among them as `BadRow`.
-
-    `split` picks one of several in a folder saved by `datasets` or on the hub. With `text_wanted`, files that are
-    not JSON or tables are plain text: each one is a row `{"text": …}`, a long one a row for each of its pieces.
-
-    Raises:
-        DataError: a whole file that cannot be read: not UTF-8, not JSON, empty.
-    """
+    """The rows of a source, bad ones among them as `BadRow`. `split` picks one of several in a folder saved by
+    `datasets` or on the hub; with `text_wanted`, files that are not JSON or tables are plain text. Raises DataError for
+    a whole file."""
     for part in data_files(source, split=split, text_wanted=text_wanted):
         yield from read_part(part)
 
 
 def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = False) -> list[Part]:
-    """The files of a source in their order (folders sorted), each as one part; nothing is opened.
-
-    Raises:
-        DataError: there are none, or one is a pipe, a device or not readable by this user.
-    """
+    """The files of a source in their order (folders sorted), each as one part; nothing is opened. Raises DataError
+    where there are none, or one is a pipe, a device or not readable by this user."""
     given = str(source)
     if given.startswith(tables.HUB):
         tables.hub_parts(given)
@@ -327,10 +306,7 @@ def is_saved(path: Path) -> bool:
 
 def read_part(part: Part) -> Iterator[RawRow | BadRow]:
     """The rows of a part in their order; where plain text is wanted, one with a long text as the rows of its pieces.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    Raises DataError where the file cannot be read."""
     rows = _whole_rows(part)
     return itertools.chain.from_iterable(map(_in_pieces, rows)) if part.text_wanted else rows
 
@@ -342,7 +318,7 @@ def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
     if isinstance(row, BadRow) or len(long) != 1:
         yield row
         return
-    for number, piece in enumerate(pieces_of(row.data[long[0]]), start=1):
+    for number, (_, piece) in enumerate(pieces_of([row.data[long[0]]]), start=1):
         data = {**row.data, long[0]: piece}
         yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, is_piece=True)
 
@@ -376,13 +352,8 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
 
 
 def split_part(part: Part, *, part_bytes: int) -> list[Part]:
-    """A file's part as smaller ones that different processes can read; their rows in order are those of the part.
-
-    Files of lines are split at line ends into about `part_bytes`, Parquet by row groups, others not at all.
-
-    Raises:
-        DataError: the file is empty, missing or of no known kind.
-    """
+    """A file's part as smaller ones for different processes: lines in ranges of about `part_bytes`, Parquet by row
+    groups, others not at all. Raises DataError where the file is empty, missing or of no known kind."""
     if part.kind != "auto":
         return [part]
     path = part.path
@@ -428,13 +399,8 @@ def content_digest_of(source: AnySource) -> str:
         return digest_of(path)
     found = _glob(str(source)) if path is None else path.rglob("*")
     files = sorted(file for file in found if file.is_file())
-    sha256 = hashlib.sha256(b"" if files else str(source).encode())
-    for file in files:
-        sha256.update(str(file if path is None else file.relative_to(path)).encode() + b"\0")
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                sha256.update(block)
-    return sha256.hexdigest()
+    named = [[str(file if path is None else file.relative_to(path)), digest_of(file)] for file in files]
+    return hashlib.sha256(json.dumps(named or str(source)).encode()).hexdigest()
 
 
 def digest_of(file: Path) -> str:

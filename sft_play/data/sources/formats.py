@@ -24,7 +24,6 @@ from sft_play.data.sources.messages import (
     content_text,
     kind,
     merge_turns,
-    notes_of_calls,
     pair_of_texts,
     shown,
     tools_of,
@@ -59,10 +58,8 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a template takes it: messages with role, content and tool calls, and the tools.
-
-    A message has `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities.
-    """
+    """A conversation as a template takes it: messages with role, content and tool calls, and the tools. A message has
+    `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities."""
 
     where: str
     messages: tuple[Message, ...]
@@ -145,7 +142,6 @@ _BESIDE = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, *_MEDIA_KEYS})
 
 
 def _chat(row: RawRow, messages: list[Message]) -> Chat:
-    """The chat of a row: its system prompt and tools added, its turns checked as a whole."""
     if _BESIDE.isdisjoint(row.data):
         _check_turns(messages)
         return Chat(row.where, tuple(messages))
@@ -305,10 +301,8 @@ LEADING_COLUMNS = ("messages", "conversations", "prompt", "completion", "questio
 
 
 def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -> Format | None:
-    """The format of a row with these keys, or None.
-
-    A format whose needed keys the user mapped (`data.columns`) goes before all others.
-    """
+    """The format of a row with these keys, or None. A format whose needed keys the user mapped (`data.columns`) goes
+    before all others."""
     mapped = columns or {}
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     fitting = formats_of(keys)
@@ -362,11 +356,9 @@ def _columns(row: RawRow) -> str:
 
 
 def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Example | BadRow:
-    """The row as an example of this format, or why it cannot be one.
-
-    `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
-    such a row comes back as a BadRow with `is_asked`.
-    """
+    """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged
+    (`merge_consecutive`) and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with
+    `is_asked`."""
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in shape.needs if key not in row.data]
     if missing:
@@ -388,20 +380,18 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     if isinstance(example, Text):
-        has_control = not row.is_clean and _CONTROL.search(example.text) is not None
+        has_control = _CONTROL.search(example.text) is not None
         notes = (*([NOTE_CONTROL] if has_control else []), *([NOTE_PIECE] if row.is_piece else []))
         return replace(example, notes=notes) if notes else example
     return _finish(example, row, data)
 
 
 def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
-    """The chat with its turns merged where asked and its oddities noted, or left out where asked."""
     messages = chat.messages
     notes: list[str] = []
     if data is not None and data.merge_consecutive:
         messages = merge_turns(messages)
     previous = first_speaker = ""
-    has_calls = False
     unread: set[str] = set()
     for message in messages:
         unread.update(message.pop("_unread", ()))
@@ -412,7 +402,6 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
             notes.append(NOTE_TWO_IN_A_ROW)
         previous = role
         if role == "assistant":
-            has_calls = has_calls or "tool_calls" in message
             has_more = message.get("tool_calls") or "reasoning_content" in message
             if not (message["content"] or "").strip() and not has_more and message.get("train", True):
                 notes.append(NOTE_EMPTY)
@@ -426,12 +415,9 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if previous == "tool":
         notes.append(NOTE_ENDS_WITH_TOOL)
-    # most rows were scanned by their reader, which sees control characters in the line's escapes
-    texts = () if row.is_clean else (value for message in messages for value in message.values())
+    texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
-    if has_calls:
-        notes += notes_of_calls(row.data)
     return Chat(chat.where, messages, chat.tools, tuple(dict.fromkeys(notes)) if notes else ())
 
 
@@ -440,11 +426,8 @@ FIRST_ROWS = 20
 
 
 def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], Format | None]:
-    """The rows that had to be read to know a file's format, and that format; None where all rows are bad.
-
-    Raises:
-        DataError: none of the first rows has a known format, or `data.columns` names a column that is not there.
-    """
+    """The rows that had to be read to know a file's format, and that format; None where all rows are bad. Raises
+    DataError where none of the first rows has a known format, or `data.columns` names a column that is not there."""
     read: list[RawRow | BadRow] = []
     unknown: RawRow | None = None
     seen = 0
@@ -486,14 +469,5 @@ def unknown_format(row: RawRow) -> DataError:
     way = f"Map them: {example}" if guessed else f"Map yours, such as {example}"
     return DataError(
         f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others, and what "
-        f"is no supervised example). {way}{_advice_if_wrapped(row)}"
+        f"is no supervised example). {way}"
     )
-
-
-def _advice_if_wrapped(row: RawRow) -> str:
-    """How to unpack a file that is one object around its rows; empty for any other row."""
-    for key, value in row.data.items():
-        if isinstance(value, list) and len(value) > 1 and all(isinstance(item, dict) for item in value[:20]):
-            name = one_line(str(key), limit=40)
-            return f". Are the rows those below {name}? Take them out: jq -c '.[\"{name}\"][]' FILE > rows.jsonl"
-    return ""

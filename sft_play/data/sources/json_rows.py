@@ -24,7 +24,6 @@ ROLE_KEYS = ("role", "from", "speaker", "author")
 _SHOWN_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\\b|\x7f")
 _NUMBER_ENDS = 16
 """Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`)."""
 
@@ -34,8 +33,6 @@ class RefusedJson(ValueError):
 
 
 def _decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
-    """A decoder that calls `refuse` with what would be lost."""
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
@@ -63,11 +60,8 @@ _scan = _DECODER.scan_once  # type: ignore[attr-defined]  # raw_decode without i
 
 
 def strict_json(text: str) -> Any:
-    """The value of JSON text inside a row, such as a tool call's arguments.
-
-    Raises:
-        ValueError: it is not JSON, or would lose something; the message says why.
-    """
+    """The value of JSON text inside a row, such as a tool call's arguments; raises ValueError where it would lose
+    something."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -79,7 +73,6 @@ def strict_json(text: str) -> Any:
 
 
 def _lost(value: Any, text: str) -> str:
-    """What is wrong with a value that parsed: "" for nothing."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return "nested too deeply"
     if _SURROGATE.search(text):
@@ -106,11 +99,8 @@ def _depth(value: Any) -> int:
 def read_lines(
     path: Path, name: str, *, start: int = 0, end: int | None = None, first_line: int = 1
 ) -> Iterator[RawRow | BadRow]:
-    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number.
-
-    Raises:
-        DataError: at the first byte that is not UTF-8, after the rows before it.
-    """
+    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number. Raises
+    DataError at the first byte that is not UTF-8, after the rows before it."""
     number = first_line - 1
     for at, block in line_blocks(path, start=start, end=end):
         if isinstance(block, int):
@@ -147,10 +137,7 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
     # brackets bound the depth from above; those inside strings make it a guess, which `parse_line` settles
     if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
         return parse_line(line, f"{name}:{number}")
-    # JSON has control characters and surrogates as escapes only, DEL aside; tabs and line breaks do not count as such
-    if "\\u" in line or "\\b" in line or "\x7f" in line:
-        return _as_row(value, f"{name}:{number}", line)
-    return RawRow(f"{name}:{number}", value, True)
+    return _as_row(value, f"{name}:{number}", line) if "\\u" in line else RawRow(f"{name}:{number}", value)
 
 
 def parse_line(line: str, where: str) -> RawRow | BadRow:
@@ -175,10 +162,10 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
     if problem:
         return BadRow(where, problem)
     if _are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
-        return RawRow(where, {"messages": value}, _CONTROL.search(text) is None)
+        return RawRow(where, {"messages": value})
     if not isinstance(value, dict):
         return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
-    return RawRow(where, value, _CONTROL.search(text) is None)
+    return RawRow(where, value)
 
 
 def is_chat(line: str) -> bool:
@@ -259,11 +246,7 @@ class Window:
 
     def value(self) -> tuple[Any, str, str]:
         """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
-        it.
-
-        Raises:
-            DataError: it is not JSON.
-        """
+        it. Raises DataError where it is no JSON."""
         while True:
             self._lost.clear()
             try:
@@ -289,8 +272,7 @@ class Window:
             self.more(max(1, waiting))  # twice as much: a long row is not parsed again for every block
 
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
-        """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
-        near the window's end."""
+        """Raise the error as a DataError, unless reading on may resolve it: an open string, an error near the end."""
         # 64 characters: more than a literal, an escape or a number that the window's end may have cut
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:

@@ -96,15 +96,9 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def turns_of(value: Any, key: str) -> list[Message]:
-    """The messages of a list of turns.
-
-    A turn is an object with a speaker and a text, or an object that holds a question and its answer; pairs of texts
-    are a question and its answer.
-
-    Raises:
-        Unusable: anything else, such as a list of texts, which does not say who wrote them (mt_bench's are all a
-            user's).
-    """
+    """The messages of a list of turns: objects with a speaker and a text, or with a question and its answer, or pairs
+    of texts. Raises Unusable for anything else: a list of texts does not say who wrote them (mt_bench's are all a
+    user's)."""
     value = unpacked(value, "[")
     if isinstance(value, str):
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
@@ -251,7 +245,6 @@ def without_given(messages: Iterable[Message]) -> list[Message]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether it can be written as JSON: cells of tables may hold dates and bytes, which no template reads."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -260,12 +253,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message says that it is trained or not; None where it says nothing.
-
-    Raises:
-        Unusable: a weight between 0 and 1 or above, a part of a message, a key that may mean either, or two keys that
-            contradict each other.
-    """
+    """Whether a message says that it is trained or not; None where it says nothing. Raises Unusable."""
     said: dict[str, bool] = {}
     for key in _TRAIN_KEYS:
         value = item.get(key)
@@ -423,10 +411,8 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any] | str:
-    """Arguments as their author wrote them, an object or its JSON text; text that was encoded twice is decoded once.
-
-    Which of the two a chat template writes correctly differs from template to template: `masks/turns.py` probes it.
-    """
+    """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
+    `masks/probes.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None
@@ -467,10 +453,8 @@ def tools_of(value: Any) -> tuple[Any, ...]:
 
 
 def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Messages with neighbours of the same role joined by a blank line.
-
-    Not joined: results of tools, a trained turn and an untrained one, turns with different names.
-    """
+    """Messages with neighbours of the same role joined by a blank line; not results of tools, a trained turn and an
+    untrained one, or turns with different names."""
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else {}
@@ -487,26 +471,3 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
         if message.get("tool_calls"):
             last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
     return tuple(merged)
-
-
-NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
-NOTE_NO_ARGUMENTS = "a tool call has no arguments (none, null or an empty text); it is read as one with {}"
-NOTE_OTHER_CALL = "a tool call is not written as {function: {name, arguments}}; it is read as one"
-
-
-def notes_of_calls(data: Mapping[str, Any]) -> Iterator[str]:
-    """What is read in another form than it is written in, in the tool calls of a row's turns."""
-    items = (item for turns in data.values() if isinstance(turns, list) for item in turns if isinstance(item, dict))
-    for item in items:
-        given = _first(item, "tool_calls", "function_call")
-        is_listed = isinstance(given, list)
-        for call in given if is_listed else [given] if given else []:
-            function = call.get("function") if isinstance(call, dict) else None
-            if not is_listed or not isinstance(function, dict) or any(function.get(key) for key in _ARGUMENT_KEYS[1:]):
-                yield NOTE_OTHER_CALL
-            function = function if isinstance(function, dict) else call
-            arguments = _first(function, *_ARGUMENT_KEYS) if isinstance(function, dict) else {}
-            if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-                yield NOTE_NO_ARGUMENTS
-            elif isinstance(arguments, str) and arguments.lstrip().startswith('"'):
-                yield NOTE_ENCODED_TWICE

@@ -90,7 +90,6 @@ def _is_answer(value: Any) -> bool:
 
 
 def _is_passage(value: Any) -> bool:
-    """A text of several words, or a list of texts or of objects that hold one."""
     if isinstance(value, str):
         value = unpacked(value, "[")
     if isinstance(value, str):
@@ -99,7 +98,6 @@ def _is_passage(value: Any) -> bool:
 
 
 def _is_mark(value: Any, choices: Any) -> bool:
-    """A number or letter that points at one of several; not one of them itself."""
     if isinstance(value, str):
         mark = value.strip().strip("().")
         return len(mark) == 1 and mark.isalnum() and not (isinstance(choices, list) and mark in choices)

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,19 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One object of a data file with the place it came from; `is_clean`: its texts hold no control character (False:
-    not checked yet); `is_piece`: it is a piece of a longer text; `nulls`: keys of its tool calls and tools for which
-    a table had null, and that were left out."""
+    """One object of a data file with the place it came from; `is_piece`: it is a piece of a longer text; `nulls`: keys
+    of its tool calls and tools for which a table had null, and that were left out."""
 
     where: str
     data: dict[str, Any]
-    is_clean: bool = False
     is_piece: bool = False
     nulls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is not used, where it stands, and why; `reason` is what rows are counted by.
-
-    `is_asked`: an option asks for rows like it to be left out, so it is counted and never an error.
-    """
+    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_asked`: an option
+    asks for rows like it to be left out, so it is counted and never an error."""
 
     where: str
     reason: str
@@ -121,12 +117,9 @@ def encoding_of(path: Path) -> str:
 
 
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, and from its beginning to its end;
-    those of a file in another encoding as UTF-8.
-
-    Raises:
-        DataError: the file cannot be read, unpacks to more than the limits, or is not in the encoding that was said.
-    """
+    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, from its beginning to its end;
+    those of a file in another encoding as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than
+    the limits."""
     encoding = encoding_of(path)
     if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
         yield from _as_utf8(path, encoding, size)
@@ -189,10 +182,8 @@ def head(path: Path, size: int = HEAD_BYTES) -> bytes:
 
 
 def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
-    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
-
-    In the place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held.
-    """
+    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out. In the
+    place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held."""
     pending: list[bytes] = []
     waiting = 0
     at = start
@@ -241,16 +232,22 @@ def text_blocks(path: Path) -> Iterator[str]:
 
 
 def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
-    the line on which it begins. Joined they are the text; pieces of nothing but white space are left out.
+    """The text of a file that is one document, whole or in pieces; raises DataError where it is not UTF-8 text."""
+    return pieces_of(_without_nul(path))
 
-    Raises:
-        DataError: it is not UTF-8 text.
-    """
-    line, buffer, is_whole = 1, "", True
+
+def _without_nul(path: Path) -> Iterator[str]:
     for block in text_blocks(path):
         if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
+        yield block
+
+
+def pieces_of(blocks_of_text: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(1, all of a text), or pieces of at most TEXT_CHARS characters, each with the line on which it begins. Joined
+    they are the text; pieces of nothing but white space are left out."""
+    line, buffer, is_whole = 1, "", True
+    for block in blocks_of_text:
         buffer += block
         while is_long(buffer):
             cut = piece_end(buffer, TEXT_CHARS)
@@ -266,17 +263,6 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
 def is_long(value: object) -> bool:
     """Whether a value is a text that is read in pieces."""
     return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
-
-
-def pieces_of(text: str) -> Iterator[str]:
-    """A text in hand, cut where `text_pieces` would cut one of a file; those of white space are left out."""
-    while is_long(text):
-        cut = piece_end(text[: TEXT_CHARS + 1], TEXT_CHARS)
-        if text[:cut].strip():
-            yield text[:cut]
-        text = text[cut:]
-    if text.strip():
-        yield text
 
 
 _PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")

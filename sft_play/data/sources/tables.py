@@ -44,10 +44,8 @@ _SPLIT_NAME = re.compile(
 
 
 def split_of_name(name: str) -> str | None:
-    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others.
-
-    `train`, `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not.
-    """
+    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others. `train`,
+    `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not."""
     match = _SPLIT_NAME.fullmatch(name)
     word = match and (match["whole"] or match["end"])
     return SPLIT_WORDS[word.lower()] if word else None
@@ -82,11 +80,8 @@ def looks_like_table(start: str) -> bool:
 
 
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
-    """The rows of a table with a header line; a row knows the line on which it begins.
-
-    Raises:
-        DataError: there is no header, it names a column twice, a quote is not closed, or a byte is not UTF-8.
-    """
+    """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
+    header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
     delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
@@ -138,8 +133,7 @@ def _never_closed(where: str) -> DataError:
 
 
 class _TextLines:
-    """The lines of a file as the csv module takes them; DataError where one row is larger than MAX_ROW_BYTES, since an
-    open quote would take the rest of the file."""
+    """The lines of a file for the csv module; DataError where a row is too large: an open quote takes all the rest."""
 
     def __init__(self, path: Path) -> None:
         start = head(path)
@@ -175,8 +169,7 @@ class _TextLines:
 
 @contextmanager
 def _reading(path: Path | str, kind: str) -> Iterator[None]:
-    """Turns the many exceptions that pyarrow, datasets and the hub's libraries raise into a DataError; `kind` is what
-    cannot be read, or `hub:`."""
+    """Turns whatever pyarrow, datasets and the hub raise into a DataError; `kind` cannot be read, or is `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -285,8 +278,7 @@ class _NotText(ValueError):
 
 
 def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
-    """The row as values that JSON has, without its nulls: Arrow gives every row every column, and a key says that
-    something is there."""
+    """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
     left_out = [0]
     try:
         cells = {str(key): _cell(value, key, left_out) for key, value in row.items()}
@@ -302,11 +294,8 @@ _CALL_PARTS = frozenset({"tool_call", "function_call"})
 
 
 def _cell(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null.
-
-    Tool calls and tools have no keys with null, which are counted: a table gives every object of a column the keys of
-    all, so that a call of one function gets the arguments of every other.
-    """
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null. Tool calls and tools lose
+    their keys with null, which are counted: a table gives every object of a column the keys of all the others."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     is_call = is_call or key in _CALL_KEYS
@@ -335,11 +324,7 @@ def split_names(given: str, *, on_hub: bool) -> list[str]:
 
 
 def read_saved(given: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
-    """The rows of one split of a folder saved by `datasets`.
-
-    Raises:
-        DataError: the folder is damaged, or has no such split.
-    """
+    """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
     loaded = _load_saved(given)
     if isinstance(loaded, dict):
         chosen = choose_split([str(known) for known in loaded], split, given)
@@ -362,11 +347,8 @@ def _load_saved(given: str) -> Any:
 
 
 def choose_split(names: list[str], split: str, path: str) -> str:
-    """Which of a data set's splits is train, val or test; a split's own name counts too.
-
-    Raises:
-        DataError: none of them, or several without one that has the plain name.
-    """
+    """Which of a data set's splits is train, val or test, or has that very name; raises DataError where none or several
+    may."""
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
     exact = next((name for name in (split, *wanted) if name in names), None)  # plain names before likenesses
     if exact is not None:
@@ -387,11 +369,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 def hub_parts(given: str) -> tuple[str, str | None]:
-    """The id and the config of `hub:owner/name` or `hub:owner/name:config`.
-
-    Raises:
-        DataError: it is not of this form, or a folder of that name lies here.
-    """
+    """The id and the config of `hub:owner/name` or `hub:owner/name:config`; raises DataError where it has another form,
+    or a folder of that name lies here."""
     ident, _, config = given.removeprefix(HUB).partition(":")
     if not _HUB_ID.fullmatch(ident):
         raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
@@ -423,20 +402,17 @@ def _load_hub(given: str) -> Any:
 def _hub_advice(ident: str, error: Exception) -> str:
     import datasets
 
-    text = one_line(str(error), limit=300)
-    # by name: importing the hub's exception classes would tie this to the module that they live in
-    kinds = {kind.__name__ for kind in type(error).__mro__}
     fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
-    if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
+    if datasets.config.HF_HUB_OFFLINE:
         return (
             "the hub is not asked (there is no connection, or HF_HUB_OFFLINE is set), and the cache of this machine "
             f"does not hold it; fetch it where there is a network ({fetch}) and name the folder"
         )
-    if "gated" in text.lower() or "GatedRepoError" in kinds:
-        return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
-    if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
-        return "there is no data set of that name, or it is private; check the spelling, or log in: hf auth login"
-    return f"{text}; or fetch its files ({fetch}) and name the folder"
+    return (
+        f"{one_line(str(error), limit=300)}; check the spelling; where it is gated or private accept its terms on "
+        f"https://huggingface.co/datasets/{ident} and log in (hf auth login); or fetch its files ({fetch}) and name "
+        "the folder"
+    )
 
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:

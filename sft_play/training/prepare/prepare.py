@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.config.load import resolved_without_paths
 from sft_play.data.build.splits import Splits, build_splits
-from sft_play.data.checks import mask_lines
+from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
@@ -143,10 +143,13 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
-        remarks = split.report.remarks(name) if split else []
-        for line in split.report.lines(name) if split else []:
-            logger.log(logging.INFO if line in remarks else logging.DEBUG, "%s", line)
-    _log(mask_lines(splits.train.report, tokenizer.tokenizer))
+        report = replace(split.report, split=name) if split else None
+        for finding in judge_split(report, config.data, max_seq_len=plan.max_seq_len, positions=None) if report else ():
+            level = logging.INFO if finding.verdict == "WARN" else logging.DEBUG
+            logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
+    train = replace(splits.train.report, split="train")
+    marks = (*judge_roles(train), *judge_marks(train, tokenizer.tokenizer))
+    _log(f"Data train: {finding.name}: {finding.found}" for finding in marks)
     return splits
 
 
