@@ -32,6 +32,7 @@ def test_what_is_planned_agrees_with_its_trace_and_trains(book):
     assert {kind for kind, found in shares.items() if None in found} == UNTRACED
     far = {kind for kind, found in shares.items() if any(abs(share) > 0.01 for share in found if share is not None)}
     assert far == FAR_FROM_TRACE
+    assert min(share for found in shares.values() for share in found if share is not None) > -0.01  # none is lower
     assert {kind for kind, row in planned.items() if any(isinstance(row[mode], str) for mode in MODES)} == BROKEN
 
 
@@ -43,15 +44,19 @@ UNTRACED = {
 """Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU."""
 FAR_FROM_TRACE = {
     "deepseek_v32",
-    "gemma3n_text",
+    "ernie4_5_vl_moe",
     "glm_moe_dsa",
     "gpt_oss",
+    "mistral_large4",
     "modernbert-decoder",
     "nemotron",
     "openai-gpt",
+    "trocr",
+    "xglm",
     "zamba2",
 }
-"""Classes whose estimate and trace differ by more than 1%."""
+"""Classes whose estimate is more than 1% above their trace, in full nearly always: what gets no gradient counts as
+trained."""
 BROKEN = {
     "blip-2",
     "deepseek_v4",
