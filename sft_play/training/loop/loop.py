@@ -325,6 +325,11 @@ class PlannedLoop(CheckpointedLoop):
         return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
+        output = super().evaluation_loop(*args, **options)
+        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")
