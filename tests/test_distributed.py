@@ -276,14 +276,14 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
         gpus = tuple(Gpu(n, name, 24 * GIB, 24 * GIB, (8, 9)) for n, name in enumerate(names))
         return Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB)
 
-    monkeypatch.setattr(module, "detect", lambda: machine("A", "B"))
+    two = machine("A", "B")
     with pytest.raises(HardwareError, match="the GPUs differ"):
-        module.machine_of(launch_options_of({}))
+        module.machine_of(launch_options_of({}), two)
     with pytest.raises(HardwareError, match="NPROC=3 and 2 GPUs"):
-        module.machine_of(launch_options_of({"NPROC": "3"}))
+        module.machine_of(launch_options_of({"NPROC": "3"}), two)
     with pytest.raises(HardwareError, match="GPUS= names 5"):
-        module.machine_of(launch_options_of({"GPUS": "5"}))
-    assert module.machine_of(launch_options_of({"GPUS": "1"})).ranks == 1
+        module.machine_of(launch_options_of({"GPUS": "5"}), two)
+    assert module.machine_of(launch_options_of({"GPUS": "1"}), two).ranks == 1
 
 
 WRITTEN_ELSEWHERE = """// for the A100s

@@ -238,7 +238,7 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
     with pytest.raises(DataError, match=r"DATA=.*does not exist"):
         evaluate_run(lora, data=str(tmp_path / "gone.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
-    with pytest.raises(DataError, match="DATA="):
+    with pytest.raises(DataError, match="DATA: 1 of 1 row of "):
         evaluate_run(lora, data=str(tmp_path / "bad.jsonl"))
     with pytest.raises(ConfigError, match="leave it out with DATA="):
         evaluate_run(lora, data=str(other), split="val")

@@ -100,14 +100,6 @@ def test_few_rows_widen_the_interval_and_one_row_says_nothing():
         paired_bootstrap([1.0, 2.0], [1.0])
 
 
-@pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (30, 2.042), (1000, 1.962)]
-)
-def test_student_s_quantile_is_the_table_s(freedom, quantile):
-    # tables of t for 97.5%
-    assert statistics._student(1.959964, freedom) == pytest.approx(quantile, rel=0.01)
-
-
 def test_above_and_below_mean_the_whole_interval():
     assert Interval(1.0, 0.1, 2.0, 0.95).is_above
     assert not Interval(1.0, 0.0, 2.0, 0.95).is_above

@@ -48,6 +48,8 @@ def dangerous(call: ast.Call) -> str | None:
     """The name of a call that can run what it is given; None for others."""
     name = ast.unparse(call.func)
     words = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "yaml.load" and words.get("Loader") == "yaml.BaseLoader":  # makes texts of everything
+        return None
     if name in ("eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load",
                 "yaml.unsafe_load", "yaml.full_load", "shelve.open", "joblib.load"):  # fmt: skip
         return name
@@ -71,9 +73,10 @@ def test_nothing_of_the_package_runs_what_it_reads():
 
 def test_the_search_finds_what_it_looks_for():
     for code in ("eval(x)", "torch.load(f)", "torch.load(f, weights_only=False)", "a.extractall(p)",
-                 "subprocess.run(x, shell=True)", "yaml.load(x)"):  # fmt: skip
+                 "subprocess.run(x, shell=True)", "yaml.load(x)", "yaml.load(x, Loader=yaml.Loader)"):  # fmt: skip
         assert dangerous(calls(ast.parse(code))[0]), code
-    for code in ("torch.load(f, weights_only=True)", "model.eval()", "json.load(f)", "subprocess.run([x])"):
+    for code in ("torch.load(f, weights_only=True)", "model.eval()", "json.load(f)", "subprocess.run([x])",
+                 "yaml.load(x, Loader=yaml.BaseLoader)"):  # fmt: skip
         assert not dangerous(calls(ast.parse(code))[0]), code
 
 

@@ -182,7 +182,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
     for split in (False, True):
         machine(split=split)
         assert pages()
-    assert len(CALLS) == 29
+    assert len(CALLS) == 26
     assert set(CALLS) <= asked
 
 

@@ -125,6 +125,8 @@ def read_text(
     except FileNotFoundError:
         near = _near(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
         raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){near}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{shown} is a folder; name {wanted}") from None
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {error.strerror}; name {wanted}") from None
     except UnicodeDecodeError as error:

@@ -87,7 +87,8 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
     whose starts the C compiler builds; on a CPU it writes C++ (torch 2.13, `_inductor/config.py`: `cpp.cxx`)."""
     old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
     if old:  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
-        return f"it compiles for compute capability 7.0 and newer, and {old[0].name} is older", "use another GPU"
+        found = ".".join(map(str, old[0].capability or ()))
+        return f"it compiles for compute capability 7.0 and newer, and {old[0].name} has {found}", "use another GPU"
     tools = replace(find_toolchain(environment), built=False)  # what an earlier run has left is of other kernels
     if hardware.gpus and not tools.triton:
         return "Triton is not installed", "pip install triton"
