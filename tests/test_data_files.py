@@ -115,7 +115,9 @@ SCHEMAS = {
         }
     ),
     "facts/models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
-    "facts/models/fp16.json": listed(record({"models": TEXT, "what": TEXT, "source": TEXT}, note=TEXT, only_with=TEXT)),
+    "facts/models/fp16.json": listed(
+        record({"models": TEXT, "what": TEXT, "source": TEXT}, note=TEXT, only_with=TEXT, in_backward=YES)
+    ),
     "facts/models/other_kinds.json": mapping(TEXT),
     "facts/models/known_models.json": listed(
         record({"names": listed(TEXT), "source": TEXT, "config": mapping(ANYTHING)}, params=ANYTHING)
