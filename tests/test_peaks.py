@@ -11,7 +11,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -112,10 +111,6 @@ def test_nothing_is_counted_after_the_end_and_a_stage_begins_anew(card):
     assert found.by_moment() == {"training": Highest(4, 4)}
     found.forget()
     assert found.by_moment() == {}
-
-
-def _touch(mib: int) -> int:
-    return int(np.ones(mib * MIB // 8).sum())
 
 
 ALONE = """
