@@ -444,7 +444,7 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
         try:
             started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config), machine)
         except HardwareError:
-            with pytest.raises(ConfigError, match=rf"start {fsdp * tp} \(one for each GPU: "):
+            with pytest.raises(ConfigError, match=rf"start {fsdp * tp}, one for each GPU"):
                 make_plan(PlanRequest(config, shape_of(LLAMA), planned))
             kinds.add("too few")
             continue
