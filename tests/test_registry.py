@@ -55,8 +55,8 @@ FAR_FROM_TRACE = {
     "xglm",
     "zamba2",
 }
-"""Classes whose estimate is more than 1% above their trace, in full nearly always: what gets no gradient counts as
-trained."""
+"""Classes whose estimate is more than 1% above their trace: in full, where it counts as trained what gets no gradient,
+or small models; XGLM in QLoRA too."""
 BROKEN = {
     "blip-2",
     "deepseek_v4",
