@@ -100,6 +100,31 @@ def test_a_run_that_is_killed_while_it_starts_is_started_again(world, unbroken, 
     assert "train" in manifest["data"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "given"),
+    [(2, {}), pytest.param(3, {}, marks=pytest.mark.slow),
+     pytest.param(2, {"NPROC": "2", "STRATEGY": "fsdp"}, marks=pytest.mark.slow),
+     pytest.param(2, {"NPROC": "2", "STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow])],
+)  # fmt: skip
+def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, killing, steps, given):
+    """In the midst of an epoch, and at its end; with a learning rate that has not come to zero."""
+    command, name = "train-distributed" if given else "train", f"last-{steps}-{given.get('STRATEGY')}"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}", f"train.max_steps={steps}",
+             "train.save_steps=1", "train.lr_scheduler_type=constant"]  # fmt: skip
+    at = "sft_play.training.run:summary_of"
+    begun = start(world, command, *words, PYTHONPATH=killing, KILL_AT=at, **given)
+    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
+    run = world / "outputs" / name
+    before = losses(run)
+    ended = start(world, command, *words, "output.if_exists=resume", **given)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(run) == before and len(before) == steps
+    assert json.loads((run / "summary.json").read_text())["steps"] == steps
+    last = load_file(run / "checkpoints" / f"checkpoint-{steps}" / "adapter_model.safetensors")
+    saved = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert all(bool((saved[key] == value).all()) for key, value in last.items())
+
+
 def test_what_has_not_trained_starts_with_the_settings_of_now(world, killing):
     words = ["--config", f"{world}/run.yaml", "output.name=changed"]
     begun = start(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train")

@@ -241,6 +241,13 @@ class PlannedLoop(CheckpointedLoop):
         optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        # resumed after its last step, in the midst of an epoch, the Trainer would train one more
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **options)
+        else:
+            self.control.should_training_stop = True
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass, or those of a list of batches; the sum of their losses. An empty batch takes
         none. Where memory runs out, all passes of the step are repeated with smaller ones."""

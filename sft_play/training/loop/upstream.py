@@ -30,6 +30,7 @@ OVERRIDDEN = (
     Private("_load_optimizer_and_scheduler", ("_prepare_for_training",), ("self", "checkpoint")),
     Private("_load_from_checkpoint", ("_prepare_for_training",), ("self", "resume_from_checkpoint", "model")),
     Private("_load_best_model", ("_finalize_training",), ("self",)),
+    Private("_run_epoch", ("_inner_training_loop",)),
     Private("_get_grad_norm", ("_run_epoch",), ("self", "model", "grad_norm")),
     Private("_save_rng_state", ("_save_checkpoint",), ("self", "output_dir")),
     Private("_issue_warnings_after_load", ("_load_from_checkpoint", "_load_best_model"), ("self", "load_result")),
