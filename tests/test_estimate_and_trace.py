@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.families import FAMILIES
+from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.model_states import resident
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.structure import numbers
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.trace.block_meter import planned_shape
 
@@ -117,8 +121,8 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
         assert abs(found) < TOLERANCE, checkpointed
 
 
-FEW = ("llama", "gpt_oss", "opt")
-OTHERS = (*sorted(FAMILIES), "opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox")
+FEW = ("llama", "gpt_oss", "opt", "trocr")
+OTHERS = (*sorted(FAMILIES), "opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr")
 
 
 @pytest.mark.parametrize(
@@ -134,3 +138,30 @@ def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
         step = Step(8, 1, 512, attention=at, masks=False, saves=False, checkpointed_layers=checkpointed)
         found = apart(model, words, "adamw_torch_fused", PRECISIONS[0], step)
         assert -0.01 < found < 0.02, (words, found)
+
+
+def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
+    """TrOCR's attention to an image runs in no pass of text."""
+    model = wide_config("trocr") | {"vocab_size": 512}
+    shape = planned_shape(model, name="m")
+    assert 0.1 * shape.params < shape.untrained < 0.5 * shape.params
+    for optim, accumulated, precision in zip(("adamw_torch_fused", "adamw_torch"), (1, 2), PRECISIONS, strict=True):
+        step = Step(2, accumulated, 256, attention="eager", masks=False, saves=False, checkpointed_layers=None)
+        assert abs(apart(model, "{mode: full}", optim, precision, step)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
+def test_a_rank_holds_its_part_of_it(name: str) -> None:
+    config = config_from_text("model: {name: m}\ntuning: {mode: full}\n", name="x")
+    layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
+    shape = planned_shape(fields("llama", tied=False), name="m")
+    part = replace(shape, untrained=40_000_000)
+    widths = numbers(config, PRECISIONS[0], layout)
+    whole, found = resident(config, shape, widths, layout), resident(config, part, widths, layout)
+    learns = 1 - 40_000_000 / shape.params
+    for of in ("gradients", "optimizer", "master", "buckets"):
+        assert getattr(found, of) == pytest.approx(learns * getattr(whole, of), rel=0.01), of
+    if name == "zero3_offload":
+        assert learns * whole.host < found.host < whole.host
+    else:
+        assert 0 <= whole.weights - found.weights <= (2 if name == "fsdp" else 0) * 40_000_000 / 4 + 0.001 * whole.weights

@@ -72,7 +72,7 @@ def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, la
         adapters=0 if full else adapter_params(shape, lora),
         adapter_dtype=None if full else _held_in(adapter_dtype(config, precision), config, precision, layout),
         trained=learned,
-        frozen=0 if full else shape.params,
+        frozen=shape.untrained if full else shape.params,
         rest_dtype=_held_in(precision.load, config, precision, layout) if full else precision.load,
         experts=experts if stacks else None,
     )
@@ -93,7 +93,9 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
     one, lora = parameters, config.tuning.lora
     chosen = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
     if one.adapter_dtype is None:
-        return f"Parameters: all of {count_of(one.total)} are trained in {one.rest_dtype}{chosen}"
+        which = f"{count_of(one.trained)} of" if one.frozen else "all of"
+        left = ", the others get no gradient by their class" * bool(one.frozen)
+        return f"Parameters: {which} {count_of(one.total)} are trained in {one.rest_dtype}{left}{chosen}"
     on_experts = saved = ""
     if one.experts is not None and one.experts.adapters:
         on_experts = f", {count_of(one.experts.adapters)} of them on experts (tuning.lora.target_parameters)"

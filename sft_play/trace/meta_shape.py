@@ -29,7 +29,7 @@ from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
 from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import adapter_places, any_number, read_past
+from sft_play.training.proofs.adapter_trial import adapter_places, any_number, read_past, without_gradient
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
@@ -82,7 +82,11 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
         ) from None
     places, lost = adapter_places(model, trust_remote_code=trust_remote_code)
     shape = measure(model, hf_config, name=name, without_adapter=lost)
-    return shape if shape.model_type in FAMILIES else replace(shape, adapters=places)
+    if shape.model_type in FAMILIES:
+        return shape
+    names = without_gradient(model, trust_remote_code=trust_remote_code)
+    untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
+    return replace(shape, adapters=places, untrained=untrained)
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:

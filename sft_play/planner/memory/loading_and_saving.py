@@ -148,12 +148,14 @@ class Saving:
 def saving_of(walk: Walk) -> Saving:
     """How checkpoints are written: sharded where FSDP divides full states that are too large for one process."""
     layout, parameters = walk.step.layout, walk.trained
-    alone = min(parameters.params * parameters.width, SAVE_SHARD_BYTES)
+    untrained = walk.shape.untrained if walk.full else 0  # saved with the rest
+    alone = min((parameters.params + untrained) * parameters.width, SAVE_SHARD_BYTES)
     paged = paged_bytes(walk.config.train.optim, walk.shape, parameters)
     if layout.is_zero:
         return Saving("deepspeed", 4 * parameters.params + (paged or 8 * parameters.params), alone, 0, alone)
     parts = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
-    weights = walk.resident.gradients * parts  # a gradient is as large as its parameter
+    # a gradient is as large as its parameter
+    weights = walk.resident.gradients * parts + walk.loaded.weights * untrained
     states = walk.resident.optimizer * parts + paged
     total = weights + states
     if not (layout.is_fsdp and walk.full):
@@ -162,7 +164,7 @@ def saving_of(walk: Walk) -> Saving:
     largest = largest_tensor(walk.shape)
     # the first rank holds a file of the final weights in 16 bits, and one tensor in fp32; all of them where there are
     # experts, which are saved under other names than they have in memory
-    final = 2 * parameters.params
+    final = 2 * (parameters.params + untrained)
     if walk.shape.num_experts == 0:
         final = min(final, FILE_BYTES) + 4 * largest
     beside = walk.config.train.async_save

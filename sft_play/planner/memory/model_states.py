@@ -129,7 +129,7 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     if config.tuning.mode == "full":
         sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         return Trained(
-            shape.params, widths.weights, embedding=True, head=True, states=widths.states or widths.weights,
+            shape.params - shape.untrained, widths.weights, embedding=True, head=True, states=widths.states or widths.weights,
             small=shape.other_params, largest=largest_tensor(shape),
             sides=sides + (1 if shape.tied else 2) * table + shape.other_params,
         )  # fmt: skip
@@ -157,7 +157,7 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full:
         return bitsandbytes_states(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.sides
-    rests = _rests(shape, parameters.states) if full and parameters.params == shape.params else 0
+    rests = _rests(shape, parameters.states) if full and parameters.params == shape.params - shape.untrained else 0
     second = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
     return 2 * (parameters.states * parameters.params + rests) - parameters.states * second
 
@@ -223,7 +223,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
 def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
     full, nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
     own = trained(config, shape, widths)
-    frozen = 0 if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
+    frozen = widths.weights * shape.untrained if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
@@ -232,13 +232,13 @@ def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Lay
     if layout.tensor_parallel > 1:
         own = part_of_trained(config, shape, own, layout.tensor_parallel)
         elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
-        frozen = frozen and frozen - elsewhere  # 0 in full training, where `own` has the weights
+        frozen -= 0 if full else elsewhere  # in full training `own` has them
     if layout.is_fsdp:
-        return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
+        return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, mode=config.tuning.mode)
     rests = _rests(shape, own.width) if full and layout.tensor_parallel == 1 else 0
     held = own.params * own.width + rests
     return Resident(
-        weights=held if full else frozen,
+        weights=frozen + (held if full else 0),
         adapters=0 if full else held + own.rows * widths.weights,  # PEFT keeps the rows that were there, too
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
@@ -252,11 +252,12 @@ def _rests(shape: ModelShape, width: int) -> int:
 
 
 def _sharded(
-    whole: Trained, frozen: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, nf4: bool
+    whole: Trained, frozen: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, mode: str
 ) -> Resident:
     """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py),
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
     packed weights are sharded too, their absmax is not (it is not a parameter)."""
+    full, nf4 = mode == "full", mode == "qlora"
     width = 4 if upcast and not nf4 else whole.width
     # rounded up: fully_shard pads every parameter to equal parts
     own = replace(whole, params=-(-whole.params // layout.shard), width=width, states=width)
@@ -265,8 +266,8 @@ def _sharded(
     states = 2 * width * own.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, own, full=False)
     held = own.params * width
     return Resident(
-        weights=part + (held if not frozen else 0),
-        adapters=held if frozen else 0,
+        weights=part + (held if full else 0),
+        adapters=0 if full else held,
         gradients=held,
         optimizer=states,
     )
