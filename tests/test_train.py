@@ -363,6 +363,30 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(train):
     assert (folder / "checkpoints" / f"checkpoint-{best}").is_dir()
 
 
+@pytest.mark.usefixtures("any_rate")
+@pytest.mark.parametrize("stopped", [2, "after its last step"])
+def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch, stopped):
+    words = ["train.max_steps=8", "tuning.mode=lora", "train.learning_rate=30.0", "train.lr_scheduler_type=constant",
+             "train.save_steps=1", "eval.steps=1", "train.load_best_model_at_end=true",
+             "train.early_stopping_patience=2"]  # fmt: skip
+    code, _, unbroken = train("unbroken", *words)
+    assert code == 0 and 2 < len(losses(unbroken)) < 8
+    with monkeypatch.context() as patch:
+        if stopped == 2:
+            words.append("train.stop_after_steps=2")
+        else:
+
+            def fail(*_):
+                raise TrainingError("ended here")
+
+            patch.setattr("sft_play.training.run.summary_of", fail)
+        code, _, _ = train("two", *words)
+        assert code == (0 if stopped == 2 else 2)
+    code, printed, folder = train("two", *words[:8], verb="resume")
+    assert code == 0, printed
+    assert losses(folder) == losses(unbroken)
+
+
 class TestGradientCheck:
     class State:
         global_step = 0

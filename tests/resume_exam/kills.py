@@ -1,7 +1,8 @@
 """kill -9 at random moments of a run; what is resumed afterwards, against the run that nobody killed.
 
 Moments are drawn over the whole time of a run: starting, steps, evaluation, answers, checkpoints, the last weights.
-Equal bit for bit are the losses of all steps, the rows that were trained, the weights and the optimizer's state.
+Equal bit for bit are the losses of all steps, how many rows and tokens had been trained at each, the weights and the
+optimizer's state. The learning rate is constant: one that has come to zero would hide a step too many.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,8 @@ def write_run(folder: Path, base: Path, layout: str) -> Path:
     path.write_text(
         f"model: {{name: {base}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{dropout: 0.1}}}}\n"
         f"data: {{train_path: {folder}/rows.jsonl, val_fraction: 0.2}}\n"
-        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 10, learning_rate: 1e-3, save_steps: 2, "
-        "report_to: []}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 10, learning_rate: 1e-3, "
+        "lr_scheduler_type: constant, save_steps: 2, report_to: []}\n"
         "eval: {steps: 3, generate_rows: 2}\n"
         f"output: {{dir: {folder}/outputs, name: run, if_exists: resume}}\n" + stages * (layout == "curriculum")
     )
@@ -79,13 +81,17 @@ def left_of(run: Path) -> dict[str, Any]:
     from tests.resume_exam.exam import _digest
 
     lines = [json.loads(line) for file in sorted(run.rglob("metrics.jsonl")) for line in file.read_text().splitlines()]
-    steps = {(one.get("stage"), one["step"]): one["loss"] for one in lines if "loss" in one and "step" in one}
+    steps = {(one.get("stage"), one["step"]): one for one in lines if "loss" in one and "step" in one}
     weights = {
         str(file.relative_to(run)): _digest(*(one for _, one in sorted(load_file(file).items())))
         for file in sorted(run.rglob("adapter_model.safetensors"))
         if "checkpoints" not in file.parts
     }
-    return {"losses": steps, "weights": weights, "optimizer": _optimizers(run)}
+    losses, rows = (
+        {at: [one[name] for name in names] for at, one in steps.items()}
+        for names in (["loss"], ["samples_seen", "num_tokens"])
+    )
+    return {"losses": losses, "rows": rows, "weights": weights, "optimizer": _optimizers(run)}
 
 
 def _optimizers(run: Path) -> dict[str, str]:
@@ -94,11 +100,27 @@ def _optimizers(run: Path) -> dict[str, str]:
     from tests.resume_exam.exam import _digest
 
     found = {}
-    for file in sorted(run.rglob("optimizer.pt")):
-        state = torch.load(file, weights_only=True)["state"]
-        tensors = [one.reshape(-1) for _, part in sorted(state.items()) for _, one in sorted(part.items())]
-        found[str(file.relative_to(run))] = _digest(*tensors)
+    for file in sorted([*run.rglob("optimizer.pt"), *run.rglob("*_optim_states.pt")]):
+        # DeepSpeed's holds objects of its own; the run is this machine's
+        state = torch.load(file, weights_only=file.name == "optimizer.pt")
+        found[str(file.relative_to(run))] = _digest(*_tensors(state))
+    if not found:
+        raise RuntimeError(f"{run} has no optimizer's state that could be compared")
     return found
+
+
+def _tensors(state: Any) -> Iterator[Any]:
+    """Every tensor of nested dicts and lists, in the order of their keys."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        yield state.reshape(-1)
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from _tensors(state[key])
+    elif isinstance(state, list | tuple):
+        for one in state:
+            yield from _tensors(one)
 
 
 def unbroken(folder: Path, base: Path, layout: str) -> tuple[dict[str, Any], int]:

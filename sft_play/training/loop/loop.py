@@ -30,7 +30,7 @@ from sft_play.process.endings import leave_with
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
-from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums, evaluations_without_a_better
 from sft_play.training.loop.memory import TRAINING, StepMemory
 from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
 from sft_play.training.loop.rows import (
@@ -110,7 +110,7 @@ class PlannedLoop(CheckpointedLoop):
         of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
-        self._patience = patience
+        self._early = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
@@ -209,10 +209,12 @@ class PlannedLoop(CheckpointedLoop):
         # the longest rows are tried before the monitor begins to measure
         callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self.step_memory]
         callbacks += [self._monitor, self.finite]
-        if self._patience is not None:
-            callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
         checkpoint = options.get("resume_from_checkpoint")
+        if self._early is not None:
+            callbacks.append(self._early)
         if checkpoint:
+            if self._early is not None:
+                self._early.early_stopping_patience_counter = evaluations_without_a_better(Path(checkpoint))
             callbacks.append(RestoreSums(self, Path(checkpoint)))
         if self.compiler is not None:
             self.compiler.waiting.append(self._monitor.wait)
@@ -242,11 +244,13 @@ class PlannedLoop(CheckpointedLoop):
         return optimizer
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
-        # resumed after its last step, in the midst of an epoch, the Trainer would train one more
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **options)
-        else:
+        # resumed after its last step the Trainer would train one more: it looks only after each
+        early = self._early
+        ended = early is not None and early.early_stopping_patience_counter >= early.early_stopping_patience
+        if ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass, or those of a list of batches; the sum of their losses. An empty batch takes

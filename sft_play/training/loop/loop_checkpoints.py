@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import SftPlayError, TrainingError
 from sft_play.log import one_line
@@ -54,6 +55,14 @@ class RestoreSums(TrainerCallback):
         self._trainer._total_loss_scalar = state["total_loss"]
         self._trainer.finite.left_out = state["left_out"]
         self._trainer._monitor.continue_from(state["seen"])
+
+
+def evaluations_without_a_better(checkpoint: Path) -> int:
+    """How often early stopping had seen no better evaluation when the checkpoint was written, which the Trainer saves
+    and restores only together with all other callbacks."""
+    saved = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["stateful_callbacks"]
+    attributes = saved.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+    return int(attributes.get("early_stopping_patience_counter", 0))
 
 
 class Writing:
