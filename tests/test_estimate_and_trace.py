@@ -122,7 +122,10 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
 
 
 FEW = ("llama", "gpt_oss", "opt", "trocr")
-OTHERS = (*sorted(FAMILIES), "opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr")
+OTHERS = (
+    *sorted(FAMILIES),
+    *("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr"),
+)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +167,5 @@ def test_a_rank_holds_its_part_of_it(name: str) -> None:
     if name == "zero3_offload":
         assert learns * whole.host < found.host < whole.host
     else:
-        assert 0 <= whole.weights - found.weights <= (2 if name == "fsdp" else 0) * 40_000_000 / 4 + 0.001 * whole.weights
+        narrower = 2 * 40_000_000 / 4 if name == "fsdp" else 0  # what trains is held in fp32 there
+        assert 0 <= whole.weights - found.weights <= narrower + 0.001 * whole.weights

@@ -118,7 +118,8 @@ def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, k
     before = losses(run)
     ended = start(world, command, *words, "output.if_exists=resume", **given)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert losses(run) == before and len(before) == steps
+    assert losses(run) == before
+    assert len(before) == steps
     assert json.loads((run / "summary.json").read_text())["steps"] == steps
     last = load_file(run / "checkpoints" / f"checkpoint-{steps}" / "adapter_model.safetensors")
     saved = load_file(run / "adapter" / "adapter_model.safetensors")

@@ -370,7 +370,8 @@ def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch, stopped):
              "train.save_steps=1", "eval.steps=1", "train.load_best_model_at_end=true",
              "train.early_stopping_patience=2"]  # fmt: skip
     code, _, unbroken = train("unbroken", *words)
-    assert code == 0 and 2 < len(losses(unbroken)) < 8
+    assert code == 0
+    assert 2 < len(losses(unbroken)) < 8
     with monkeypatch.context() as patch:
         if stopped == 2:
             words.append("train.stop_after_steps=2")

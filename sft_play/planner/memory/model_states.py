@@ -129,7 +129,8 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     if config.tuning.mode == "full":
         sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         return Trained(
-            shape.params - shape.untrained, widths.weights, embedding=True, head=True, states=widths.states or widths.weights,
+            shape.params - shape.untrained, widths.weights,
+            embedding=True, head=True, states=widths.states or widths.weights,
             small=shape.other_params, largest=largest_tensor(shape),
             sides=sides + (1 if shape.tied else 2) * table + shape.other_params,
         )  # fmt: skip
@@ -221,27 +222,28 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
 
 
 def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
-    full, nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
+    mode, optim = config.tuning.mode, config.train.optim
+    full, nf4 = mode == "full", mode == "qlora"
     own = trained(config, shape, widths)
     frozen = widths.weights * shape.untrained if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
         whole = _nf4_constants(shape) + widths.weights * shape.other_params
-        return _zero(own, frozen, whole if nf4 and layout.shards_params else 0, layout, config.train.optim, full=full)
+        return _zero(own, frozen, whole if nf4 and layout.shards_params else 0, layout, optim, full=full)
     if layout.tensor_parallel > 1:
         own = part_of_trained(config, shape, own, layout.tensor_parallel)
         elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
         frozen -= 0 if full else elsewhere  # in full training `own` has them
     if layout.is_fsdp:
-        return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, mode=config.tuning.mode)
+        return _sharded(own, frozen, shape, layout, optim, upcast=widths.autocast is not None, mode=mode)
     rests = _rests(shape, own.width) if full and layout.tensor_parallel == 1 else 0
     held = own.params * own.width + rests
     return Resident(
         weights=frozen + (held if full else 0),
         adapters=0 if full else held + own.rows * widths.weights,  # PEFT keeps the rows that were there, too
         gradients=held,
-        optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
+        optimizer=optimizer_bytes(optim, shape, own, full=full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
         buckets=own.params * own.width if layout.name == "ddp" else 0,
     )
