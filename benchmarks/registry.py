@@ -226,7 +226,10 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
     run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
     attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
     for masks in (False, True):  # a class may not run without a mask, with which a run pads its rows then
-        step = Step(8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers)
+        step = Step(
+            8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers,
+            loss="logits" if shape.own_logits else "chunked",
+        )  # fmt: skip
         predicted = estimate(run, shape, BF16, step).allocated
         with contextlib.suppress(TraceUnavailable):
             return round(predicted / record(settings_of(run, fields, shape, BF16, step))[0].peak - 1, 4)

@@ -312,14 +312,15 @@ def candidate_of(
     batch: BatchPlan,
     checkpointed: int,
     *,
-    loss: Any = "chunked",
+    loss: Any = None,
     eval_rows: int | None = None,
     masks: bool = False,
 ) -> Candidate:
     """One candidate with its predictions; `masks`: padded rows and packs come with a mask even where they need none;
     `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory than
-    the step; where only fitting is asked, 1 has the same peak)."""
+    the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
     precision = job.precision_of(layout)
+    loss = loss or ("logits" if job.shape.own_logits else "chunked")
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster

@@ -98,7 +98,8 @@ def _activation_words(walk: Walk) -> list[str]:
     if not isinstance(walk, MeasuredWalk):
         return []
     how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
-    return [f"activations: the class's own blocks were run on {how}"]
+    whole = "loss: over whole logits, as the class's own are more than its head's products"
+    return [f"activations: the class's own blocks were run on {how}", *([whole] if walk.shape.own_logits else [])]
 
 
 def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
@@ -257,7 +258,7 @@ def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[
         best = choose(mine) or least(mine)
         kept.setdefault(best.key, best)
     whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
-    # full logits are shown only for comparison: training always computes the loss in chunks
+    # full logits are shown only for comparison, but where the class leaves no other way
     if chosen.fits or not whole.fits:
         kept.setdefault(whole.key, whole)
     speed = fastest(candidates)

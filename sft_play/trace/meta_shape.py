@@ -29,7 +29,7 @@ from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
 from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import adapter_places, any_number, read_past, without_gradient
+from sft_play.training.proofs.adapter_trial import adapter_places, any_number, own_logits, read_past, without_gradient
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
@@ -86,7 +86,8 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
         return shape
     names = without_gradient(model, trust_remote_code=trust_remote_code)
     untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
-    return replace(shape, adapters=places, untrained=untrained)
+    whole = own_logits(hf_config, trust_remote_code=trust_remote_code)
+    return replace(shape, adapters=places, untrained=untrained, own_logits=whole)
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:

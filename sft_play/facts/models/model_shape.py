@@ -224,6 +224,8 @@ class ModelShape:
     """Linear layers outside the blocks, the output head left out."""
     outer_params: int = 0
     """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    own_logits: bool = False
+    """Its logits are more than its head's products, so that the loss is computed over whole ones."""
     untrained: int = 0
     """Of all parameters: those that a full training gives no gradient, by the class's own code."""
     buffer_bytes: int = 0

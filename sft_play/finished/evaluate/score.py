@@ -21,6 +21,7 @@ from sft_play.training.loop.rows import lengths_of
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.model_loading import DTYPES
 from sft_play.training.prepare.device_checks import free_memory
+from sft_play.training.proofs.adapter_trial import own_logits
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def score_rows(
     was_training, start = model.training, 0
     model.eval()
     try:
-        with fused_head(model):
+        with fused_head(model, whole=own_logits(model.config)):
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, most_tokens // longest)]

@@ -1,15 +1,19 @@
-"""TRL's fused head on a model that no trainer holds: log-probabilities of trained tokens without whole logits."""
+"""TRL's fused head on a model that no trainer holds: log-probabilities of trained tokens without whole logits; and one
+over whole logits for classes whose logits TRL does not compute."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from peft.utils import TrainableTokensWrapper
 
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.prepare.experts import fit_balance_loss
 
@@ -24,10 +28,39 @@ def name_backbone(model: Any) -> None:
         head.bias = None  # `prepare.lora_config` refuses one
 
 
+def whole_head(model: Any) -> None:
+    """Let the model answer `fused_lm_head=True` from its class's own logits [B, T, V]: TRL multiplies the last hidden
+    states by the head, and knows a few factors and caps."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    plain = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` looks at its parameters
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
+        if not fused_lm_head:
+            return plain(*args, **options)
+        labels, shifted = options.pop("labels", None), options.pop("shift_labels", None)
+        found = plain(*args, **options)
+        logits = found.logits if shifted is not None else found.logits[:, :-1]
+        labels = (shifted if shifted is not None else labels[:, 1:]).to(logits.device)
+        mask = labels != IGNORED
+        chances = logits.float().log_softmax(-1)
+        log_probs = chances.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0)
+        with torch.no_grad():  # row by row: it would be as large as the logits
+            entropy = torch.stack([-(row.exp() * row).sum(-1) for row in chances]).masked_fill(~mask, 0)
+            right = (logits.argmax(-1) == labels) & mask
+        return FusedCausalLMOutput(
+            loss=-log_probs.sum() / mask.sum().clamp(min=1), log_probs=log_probs, entropy=entropy, is_top1=right,
+            label_mask=mask, aux_loss=getattr(found, "aux_loss", None),
+        )  # fmt: skip
+
+    model.forward = MethodType(forward, model)
+
+
 @contextlib.contextmanager
-def fused_head(model: Any) -> Iterator[None]:
+def fused_head(model: Any, *, whole: bool = False) -> Iterator[None]:
     """While it lasts, the model takes `fused_lm_head=True` and then returns `log_probs`, `is_top1` and `label_mask` of
-    the labels from the second on, each [B, T - 1], as under TRL's trainer."""
+    the labels from the second on, each [B, T - 1], as under TRL's trainer; `whole`: of its class's own logits."""
     if not torch.cuda.is_available():
         deepspeed_on_cpu()
     from trl.trainer.utils import add_fused_lm_head  # imports the whole of TRL's utilities, DeepSpeed among them
@@ -36,7 +69,10 @@ def fused_head(model: Any) -> Iterator[None]:
     name_backbone(base)
     fit_balance_loss(base.config.get_text_config())
     before = base.__dict__.get("forward")  # TRL sets its own on the instance, over the class's
-    add_fused_lm_head(base, outputs=("log_probs", "is_top1"))
+    if whole:
+        whole_head(base)
+    else:
+        add_fused_lm_head(base, outputs=("log_probs", "is_top1"))
     try:
         yield
     finally:

@@ -174,6 +174,14 @@ def _beside(kind: type, ending: str) -> list[type]:
     return [one for one in models if one.config_class is kind and one.__name__.endswith(ending)]
 
 
+def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """As the whole classes scale and cap their logits (transformers 5.23: Granite Docling, Mistral Large 4, Muse)."""
+    factor, divisor = getattr(config, "output_multiplier", None), getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    logits = logits * (factor or 1.0) / (divisor or 1.0)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def _with_head(decoder: Any, kind: type) -> type:
     plain: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
 
@@ -200,7 +208,7 @@ def _with_head(decoder: Any, kind: type) -> type:
             options.pop("return_dict", None)
             found = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(found.last_hidden_state[:, kept, :])
+            logits = _scaled(self.lm_head(found.last_hidden_state[:, kept, :]), self.config)
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)

@@ -1,5 +1,5 @@
-"""Which linear layers of a class take an adapter, and whether its tokens see only those before them: tried on a small
-model of it.
+"""Which linear layers of a class take an adapter, whether its tokens see only those before them, and whether its logits
+are what TRL's loss takes them for: tried on a small model of it.
 
 PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers), some are read past the adapter.
 What the table of families knows is recorded there, and a test tries it again.
@@ -27,7 +27,8 @@ from sft_play.facts.installed import remembered
 from sft_play.facts.models.families import FAMILIES, why_no_adapter
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
-from sft_play.training.proofs.small_model import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
+from sft_play.training.model.fused_head import fused_head
+from sft_play.training.proofs.small_model import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model, small_model
 
 _FOUND = TypeAdapter(dict[str, str])
 VERSION = 3
@@ -116,6 +117,31 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
         return frozenset()
 
 
+def own_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether a class's logits are others than TRL's head computes of its last hidden states (a layer between, a factor
+    or a cap that TRL does not know, words left out); False where no small model computes."""
+    if str(hf_config.model_type) in FAMILIES:
+        return False
+    try:
+        return bool(_tried(hf_config, _try_head, trust_remote_code))
+    except _Untried:
+        return False
+
+
+def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    small = copy.deepcopy(small)
+    if getattr(small, "unpadded_vocab_size", None):
+        small.unpadded_vocab_size = VOCABULARY - 8  # below the vocabulary, as in the model itself
+    model = small_model(small, "flash", trust_remote_code)
+    ids = torch.randint(3, VOCABULARY - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
+    found = []
+    for whole in (True, False):
+        with torch.no_grad(), fused_head(model, whole=whole):
+            found.append(model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs)
+    apart = float((found[0] - found[1]).abs().max() / found[0].std())
+    return {"": f"log-probabilities differ by {apart:.2g} of their spread"} if apart > AHEAD else {}
+
+
 def freeze(model: nn.Module, patterns: Collection[str]) -> None:
     """Take the parameters of these names, with * for numbers, out of training."""
     for name, parameter in model.named_parameters():
@@ -142,7 +168,7 @@ def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
     """From the cache where it was tried before; a model's own code is tried anew."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
     decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
-    decides |= {"full": True} if trial is _try_in_full else {}
+    decides |= {} if trial is try_out else {"trial": trial.__name__}
 
     def tried() -> dict[str, str]:
         found, problem = on_small_model(
