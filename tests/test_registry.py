@@ -43,20 +43,15 @@ UNTRACED = {
 }
 """Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU."""
 FAR_FROM_TRACE = {
-    "deepseek_v32",
-    "ernie4_5_vl_moe",
-    "glm_moe_dsa",
     "gpt_oss",
-    "mistral_large4",
     "modernbert-decoder",
     "nemotron",
     "openai-gpt",
-    "trocr",
     "xglm",
     "zamba2",
 }
-"""Classes whose estimate is more than 1% above their trace: in full, where it counts as trained what gets no gradient,
-or small models; XGLM in QLoRA too."""
+"""Classes whose estimate is more than 1% above their trace, by 1.9% at most: in full, or small models; XGLM in QLoRA
+too."""
 BROKEN = {
     "blip-2",
     "deepseek_v4",
@@ -68,7 +63,6 @@ BROKEN = {
     "laguna",
     "minimax_m3_vl",
     "mistral_large4",
-    "modernbert-decoder",
     "rwkv",
     "unlimited_ocr",
     "zamba2",
