@@ -208,8 +208,9 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
     config = run_yaml(tmp_path, tiny_llama, sums)
     code, said = command("check", "--config", str(config))
     assert code == 0, said
-    (line,) = said.splitlines()
-    assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \(\d+ s\); WHY=1 shows each", line)
+    *waited, line = said.splitlines()
+    assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so
+    assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \([^)]+\); WHY=1 shows each", line)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(sums.read_text() + '{"messages": []}\n')
     code, said = command("check", "--config", str(config), f"data.train_path={broken}")
