@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "export": (lambda world: ["--run", "whole", "--format", "vllm"], {"ok", "format", "path", "commands"}),
     "export-test": (
         lambda world: ["--run", "whole", "--limit", "2", "--out", "exported"],
-        {"ok", "checks", "answers", "weights", "kl_base"},
+        {"ok", "checks", "answers", "kl_base"},
     ),
     "push": (
         lambda world: ["--run", "whole", "--repo", "me/it", "--yes"],

@@ -58,11 +58,11 @@ def answer_of(result: Result, *, to_out: bool = True) -> Answer:
 
 def agreed(request: Request, question: str, *, refusal: str) -> bool:
     """Whether the user agrees, by YES=1 or at the terminal; no answer is a no. Raises ConfigError where there is no
-    terminal to ask on, or JSON=1 was given: `refusal` says what YES=1 would do."""
+    terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
     if request.yes:
         return True
     if request.json or sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError(refusal)
+        raise ConfigError(f"{refusal}\nand there is no terminal to ask on: YES=1 agrees")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -115,8 +115,7 @@ def _export_test(request: Request, finished: FinishedRun) -> Answer:
 def _push(request: Request, finished: FinishedRun) -> Answer:
     upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
     listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
-    refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
-    if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
+    if not agreed(request, f"{listed}\nUpload?", refusal=listed):
         return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
     return answer_of(push(upload))
 

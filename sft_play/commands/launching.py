@@ -18,6 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.finished.listing import best_checkpoint
 from sft_play.launch.accelerate import (
+    MIXED_PRECISION,
     accelerate_path,
     find_accelerate_file,
     machines_of,
@@ -165,12 +166,14 @@ def _setup_accelerate(request: Request) -> Answer:
     options = dataclasses.replace(request.options, nodes=machines_of(os.environ))
     hardware = machine_of(options, machine_for(loaded.config, detect()))
     precision = choose_precision(loaded.config, hardware).compute
-    written = write_accelerate_file(
+    text = write_accelerate_file(
         path,
         hardware,
-        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
+        mixed_precision=MIXED_PRECISION.get(precision, "no"),
         gpu_ids=options.gpus,
         overwrite=request.force,
         machines=options.nodes,
     )
-    return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)
+    return Answer(
+        {"ok": True, "path": str(path), "text": text}, [f"{path}:", *(f"  {one}" for one in text.splitlines())]
+    )

@@ -25,7 +25,6 @@ from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
-from sft_play.planner.plan import Plan
 from sft_play.spelling import did_you_mean
 
 
@@ -142,22 +141,6 @@ def take_choices() -> AccelerateConfig | None:
     return choices
 
 
-def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
-    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
-
-    `max_grad_norm`: the run's, which such a file may contradict. `with_count`: whether the choices hold a number of
-    processes.
-    """
-    for line in overridden_lines(
-        choices,
-        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
-        grad_accum=plan.batch.grad_accum,
-        max_grad_norm=max_grad_norm,
-        with_count=with_count,
-    ):
-        logger.info("%s", line)
-
-
 def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
     file, accelerate, notes = find_accelerate_file(os.environ), None, options.notes
@@ -207,11 +190,8 @@ def overridden_lines(
     max_grad_norm: float | None = None,
     with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is read, and where the run YAML or the plan overrides the file.
-
-    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
-    launch` sets for a rank, which do not include the count.
-    """
+    """Lines for the log: how the file's process count is read (`with_count`: `accelerate launch` hands none to a rank),
+    and where the run YAML or the plan overrides the file. `mixed_precision` is the run's (`no`, `fp16`, `bf16`)."""
     total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
     where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
     precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}

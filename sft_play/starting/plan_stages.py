@@ -20,7 +20,6 @@ from sft_play.launch.deepspeed.files import (
     shipped_config,
     translate,
     with_batch,
-    with_dtypes,
 )
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
@@ -204,12 +203,10 @@ def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tu
 
 
 def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
-    """The settings with the batch and the dtypes of DeepSpeed's config where the run YAML leaves them open."""
+    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
     train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
-    mixed, of_dtypes = with_dtypes(config.distributed.mixed_precision, raw, name=name)
-    _log_deepspeed((*of_batch, *of_dtypes))
-    distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
-    return config.model_copy(update={"train": train, "distributed": distributed})
+    _log_deepspeed(of_batch)
+    return config.model_copy(update={"train": train})
 
 
 def batches_of(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:

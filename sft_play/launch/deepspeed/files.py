@@ -1,5 +1,5 @@
 """A DeepSpeed configuration: the shipped one of each ZeRO layout, a person's file as plain data in current keys, and
-what it decides of a run: the layout, and batch and dtypes of communication where the run YAML leaves them open.
+what it decides of a run: the layout, and the batch where the run YAML leaves it open.
 
 DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on every rank; in all
 others, the top level first, an unknown key is ignored without a word. So `keys.json` lists the keys that it knows,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config import yaml_io
-from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
+from sft_play.config.schema import DTYPES, TrainConfig
 from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -176,30 +176,8 @@ def with_batch(
 
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+"""Dtypes that the run YAML alone sets: `distributed.mixed_precision`."""
 SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
-
-
-def with_dtypes(
-    mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
-) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
-    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each;
-    raises ConfigError where a dtype of the file contradicts the run YAML's, or is not one."""
-    taken, lines, problems = dict[str, str](), [], []
-    for key, field in DTYPE_KEYS.items():
-        theirs, path = value_at(config, key), f"distributed.mixed_precision.{field}"
-        if theirs in (None, AUTO):
-            continue
-        ours, given = DTYPES.get(str(theirs).lower()), getattr(mixed, field)
-        if ours is None:
-            problems.append(f"{key}: {yaml_io.show(theirs)} is not valid; expected {', '.join(DTYPES)}")
-        elif given not in (AUTO, ours):
-            problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
-        elif given == AUTO:
-            taken[field] = ours
-            lines.append(f"{key}: {theirs} is the run's {path}, which the run YAML leaves open")
-    if problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return mixed.model_copy(update=taken), tuple(lines)
 
 
 # --- in current keys --------------------------------------------------------------------------------------------------
@@ -347,6 +325,9 @@ def _wrong_values(config: Config) -> list[str]:
         if _number(size := value_at(config, path)) and size > 1:
             what = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
             problems.append(f"{path}: {size} {what}")
+    for path, field in DTYPE_KEYS.items():
+        if value_at(config, path) not in (None, AUTO):
+            problems.append(f'{path} is distributed.mixed_precision.{field} of the run YAML; set it there, "auto" here')
     for path in ("expert_parallel", "autotuning", "data_efficiency"):
         if value_at(config, f"{path}.enabled") is True:
             problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
