@@ -29,7 +29,6 @@ def run(request: Request) -> Answer:
 
 
 def _shown(request: Request) -> Sidecar:
-    """A TensorBoard over the output folder or over RUN, that stays until it is stopped."""
     base, logdir = output_dir_of(request), _logdir(request)
     title = (logdir.parent if request.run else logdir).absolute().name
     sidecar, words = tensorboard.start(logdir, title=title, **tensorboard.settings(os.environ))
@@ -69,7 +68,6 @@ def _stop(request: Request) -> Answer:
 
 
 def _clean(request: Request) -> Answer:
-    """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
     output = output_dir_of(request)
     chosen = {}
     for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):

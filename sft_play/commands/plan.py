@@ -129,7 +129,6 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
 def _page(
     request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
 ) -> Sequence[str]:
-    """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
     if request.why:
         return [*absent, *show.plan_lines(plan, config, command=command, by_node=by_node)]
     start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []

@@ -75,7 +75,6 @@ def examine(
 
 
 def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
-    """What the ranks of this node use, the same over all nodes, and whether that is what was asked for."""
     try:
         here = machine_of(replace(options, nodes=Nodes()), whole)
     except SftPlayError as error:

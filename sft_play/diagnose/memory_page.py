@@ -51,7 +51,6 @@ def memory_lines(check: MemorySeen) -> list[str]:
 
 
 def _shows_ranks(check: MemorySeen) -> bool:
-    """Whether the run is one of the CPU, so that its ranks' RSS is what there is to see."""
     if not check.ranks:
         return False
     return not check.gpus or (check.prediction is not None and not check.prediction.on_gpu)

@@ -169,7 +169,6 @@ _SECONDARY = re.compile(
 
 
 def _failed(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
-    """The first rank that failed by itself; where there is none, which ranks wait for which."""
     own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)}
     if own:
         text = next(iter(own.values()))

@@ -179,7 +179,6 @@ class _Checks:
             yield skipped("masks", "not without a tokenizer and a template; see there")
 
     def _survey(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
-        """Every row of a file, counted; with a tokenizer from the cache of rows, which a run would read."""
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
@@ -281,7 +280,6 @@ class _Checks:
         )
 
     def _model(self) -> Iterator[Finding]:
-        """Names of modules, embeddings and the backend, looked up on the model's own class."""
         if self._tokenizer is None or self._planned is None:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return

@@ -41,7 +41,6 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, 
 
 
 def _problem(text: str, versions: Mapping[str, str]) -> str | None:
-    """What is wrong with a requirement, in words; None if it is met, or is for another platform or an extra."""
     try:
         wanted = Requirement(text)
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out

@@ -120,7 +120,6 @@ def _free_name(folder: RunFolder) -> str:
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
-    """Raises DataError or ModelError where a file that training read is not the one of the manifest's digest."""
     base_folder(run)
     recorded = run.manifest.get("data") or {}
     wrong = changed_data(run.manifest, loaded)
@@ -139,7 +138,6 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
 
 
 def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
-    """A file with DeepSpeed's config as the run was given it; None where another engine ran it."""
     given = given_deepspeed(folder)
     if given is None:
         return None
@@ -149,7 +147,6 @@ def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
 
 
 def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
-    """The words of `sft-play` that train the run again: its settings, and what its plan decided."""
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
     words = ["train" if layout == "single" and processes == 1 else "train-distributed"]

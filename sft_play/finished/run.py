@@ -134,7 +134,6 @@ def find_any(base: Path, name: str | None) -> RunFolder:
 
 
 def _newest(base: Path, status: str | None = None) -> RunFolder | None:
-    """The run with this status that ended last, or of all runs the one that started last."""
     manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
     chosen = [one for one in manifests if status is None or one[1].get("status") == status]
     when = "ended" if status else "started"
@@ -161,7 +160,6 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    """Raises ModelError where the base's files are no longer those that the run was trained on."""
     from sft_play.training.model.model_loading import weights_facts
 
     now = weights_facts(run.config.model.name, None)["sha256"]

@@ -174,7 +174,6 @@ class AccelerateConfig(BaseModel):
 
 
 def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a `parallelism_config`, or with the variables that accelerate makes of it."""
     axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
     if axes:
         yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"

@@ -206,7 +206,6 @@ def start(
 
 
 def _free_port(host: str, first: int) -> int:
-    """The first free port from `first` on (0: any); raises ConfigError where there is none, or no such host."""
     last = min(65535, first + PORTS_TRIED - 1) if first else 0
     for port in range(first, last + 1):
         try:
@@ -311,7 +310,6 @@ def stop(sidecar: Sidecar) -> str:
 
 
 def _end(process: psutil.Process) -> bool:
-    """SIGTERM to a process and its children, then SIGKILL to those that stay; returns whether all are gone."""
     family = [process]
     with contextlib.suppress(psutil.Error):
         family += process.children(recursive=True)

@@ -89,7 +89,6 @@ def launch_ranks(
 def _write_launch(
     folder: RunFolder, loaded: LoadedConfig, planned: Sequence[Planned], *, resume: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Write the run folder with the plan and what the ranks are handed, or nothing; returns a new folder's lock."""
     mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, resolved = planned[0]
     if not resume:
@@ -129,7 +128,6 @@ def _threads(hardware: Hardware) -> int:
 
 
 def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
-    """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
     from sft_play.training.prepare.model_spec import build_model_spec
@@ -202,7 +200,6 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
 
 
 def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
-    """The agent's exit code, which is sft-play's; where a signal ended the agent 1, or 130 if the user stopped it."""
     if code < 0 and stopped:
         logger.warning("ended at once; what was saved until then is kept")
         return Interrupted.exit_code

@@ -265,7 +265,6 @@ def advised(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    """Changes to a step that ran out of memory, each with its predicted peak."""
     layers = plan.choice.checkpointed if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
     given: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
     given |= {} if plan.choice.step.offloads else {"gradient_checkpointing": layers}
@@ -319,9 +318,6 @@ def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
 
 
 def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | None]:
-    """A function of the effective batch: how many steps and tokens the run has, by its rows or the size of its
-    files."""
-
     def work(effective: int) -> Work | None:
         if known is not None:
             per_epoch = math.ceil(known.rows / effective)

@@ -70,7 +70,6 @@ def plan_stages(
 
 
 def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
-    """The layout of all stages: that of the stopped run where it can be kept, else the one they have in common."""
     stopped = stopped_run(resume_from) if resume_from is not None else None
     if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
         return stopped.layout

@@ -136,7 +136,6 @@ def _note(key: str) -> Path:
 
 
 def _key(config: RunConfig) -> str:
-    """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
     folder = local_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts

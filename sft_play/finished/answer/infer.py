@@ -72,7 +72,6 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _from_rows(path: Path) -> list[Prompt]:
-    """Raises DataError with the first rows that are no prompts, and how many there are."""
     read = [(raw.where, _prompt_of(raw)) for raw in read_rows(find_source(str(path)), split="train")]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:

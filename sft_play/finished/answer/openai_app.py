@@ -87,7 +87,6 @@ async def _as_openai_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _positions(model: Any) -> int | None:
-    """Positions that a model has; None where nothing limits them."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

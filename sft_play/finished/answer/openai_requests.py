@@ -105,7 +105,6 @@ def refused(message: str, option: str | None = None) -> HTTPException:
 
 
 def _refusal(error: ValidationError, body: Mapping[str, Any]) -> HTTPException:
-    """What is wrong with the first option that is: OpenAI's errors name one."""
     first = error.errors(include_url=False)[0]
     option = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
@@ -151,7 +150,6 @@ class Guard:
         await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> tuple[int, str]:
-        """The status and what is wrong; (0, "") where nothing is."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._names is not None and not is_asked_from_here(self._names, host, origin):
             return 403, "this server answers this machine alone, and the request names another in Host or Origin"

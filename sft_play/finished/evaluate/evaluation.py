@@ -176,8 +176,6 @@ def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
 
 
 def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Metric]) -> None:
-    """Raises ConfigError, before anything is generated, for metrics of answers that no row ends with, and for one that
-    fails on the first row."""
     if named and metrics and not rows.asked:
         raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
     if rows.asked:
@@ -214,8 +212,6 @@ def _both(
 
 
 def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[str]) -> dict[str, list[float]]:
-    """Each metric's value of each answer, in the order asked; raises ConfigError, naming the row, where a user's own
-    fails."""
     values: dict[str, list[float]] = {metric.name: [] for metric in metrics} if given and rows else {}
     for asked, answer in zip(rows.asked if rows else (), given, strict=False):
         for metric in metrics:

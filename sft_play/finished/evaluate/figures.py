@@ -125,7 +125,6 @@ def words(text: str) -> list[str]:
 
 
 def _own(name: str) -> Compare:
-    """A function of the user's, `module:function`, importable from the current folder; ConfigError where it is not."""
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a console script has its own folder first, not the current one
@@ -143,7 +142,6 @@ def _own(name: str) -> Compare:
 
 
 def _checked(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
-    """What the user's function returns, as a number; raises ConfigError where it fails or returns something else."""
     try:
         value = function(answer, reference, [dict(message) for message in messages])
         number = float(value)

@@ -183,7 +183,6 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
 
 
 def _losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row]) -> rule.Losses:
-    """Of rows with trained tokens."""
     counts = [at for at, score in enumerate(base) if score.tokens]
     trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = rule.chance_losses(trained) if counts else []
@@ -196,7 +195,6 @@ def _losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[
 
 
 def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
-    """The merged model compared with the adapter; it is made first where it is missing or older."""
     if not run.is_adapter:
         return rule.MergeEvidence("no adapter")
     try:

@@ -293,7 +293,6 @@ def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipChec
 
 
 def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
-    """The line, what is wrong, and the figures of one half of the sample."""
     figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
     if not len(losses):
         return f"{name} not measured (the chat template renders none)", "", figures

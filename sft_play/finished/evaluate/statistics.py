@@ -105,7 +105,6 @@ def _drawn(
 
 
 def _tail(level: float, number: int) -> float:
-    """The share of resamples beyond each end of the interval."""
     from scipy.stats import norm, t
 
     student = t.ppf(0.5 + level / 2, number - 1)

@@ -137,7 +137,6 @@ def export_run(
 
 
 def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:
-    """The whole model as a folder: files of `merged/` or `model/`, linked where the disk allows it."""
     prompts = Prompts(run, model)
     for file in model.iterdir():
         if file.is_file():
@@ -202,7 +201,6 @@ def _write_gguf(
 
 
 def _quant(model: Path, given: Quant | None) -> Quant:
-    """How the file stores weights; raises ConfigError where f16 would make them infinite."""
     quant = given or _lossless(model)
     if quant is None:
         own = _dtype(model)
@@ -263,7 +261,6 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
 
 
 def _base_files(run: FinishedRun, model: Path) -> Path:
-    """The folder of the base's files; that of the model itself where the base is gone and not needed."""
     try:
         return base_folder(run)
     except ModelError:

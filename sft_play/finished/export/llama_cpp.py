@@ -83,7 +83,6 @@ def find_converter(given: Path | None) -> Converter:
 
 
 def _cached(archive: Path | None) -> Converter:
-    """The converters in the cache, unpacked from `archive` or from what pip downloads where there are none yet."""
     folder = cache_dir() / "llama.cpp"
     final = folder / f"{VERSION}-{SHA256[:12]}"
     converter = Converter(final, f"{PACKAGE} {VERSION}")

@@ -133,7 +133,6 @@ def card_facts(
 
 
 def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
-    """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
     config = dequantised_config(read_json(base / "config.json"))
     text = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))

@@ -146,7 +146,6 @@ class MergedWeights:
                     yield self._in_whole(other), self._as_in_files(self._adapted.tensor(other, base), base)
 
     def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the files that transformers joins into one of the model, after training."""
         stack = self._stacks[target]
         parts = {key: self._opened[key].read() for key in stack.keys}
         joined = self._adapted.tensor(target, stack.joined(parts))

@@ -70,7 +70,6 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
 
 
 def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
-    """The branches of the source that ask for a name: the names, the type that they set, and their other settings."""
     names: list[str] = []
     kind, settings = "", ""
     for line in text.splitlines():

@@ -202,7 +202,6 @@ def _chosen(folder: Path) -> dict[str, Path | bytes]:
 
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
-    """Raises ConfigError where a text names a folder that the run used, or holds a secret."""
     data = (run.manifest.get("data") or {}).values()
     used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
     folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}

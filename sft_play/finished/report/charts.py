@@ -179,7 +179,6 @@ def _layer(curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour
 
 
 def _plain(text: str) -> str:
-    """A name fit for a chart: one line, without secrets."""
     return one_line(redact(escape_control(text)), limit=60)
 
 

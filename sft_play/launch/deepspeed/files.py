@@ -228,7 +228,6 @@ def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tupl
 
 
 def _rename(config: Config, notes: list[str]) -> Iterator[str]:
-    """Translate the old keys that guides teach; yields what is wrong with them."""
     for old, new in _TABLE["renamed"].items():
         holder, key = holder_of(config, old)
         if holder is None or key not in holder:
@@ -267,7 +266,6 @@ def _unknown(config: Config) -> Iterator[str]:
 
 
 def _nearest(path: str, key: str) -> str:
-    """What an unknown key at `path` may mean: the same name in another section, else the nearest of its own."""
     homes = sorted((one for one, names in KNOWN.items() if key in names), key=lambda section: section.count("."))
     if homes:
         return f"it belongs at {' or '.join(_join(home, key) for home in homes[:3])}"
