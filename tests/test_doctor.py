@@ -102,8 +102,8 @@ def test_a_failure_without_a_remedy_cannot_be_made():
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 
-def check(versions: Mapping[str, str], *wanted: str, optional: tuple[str, ...] = ()) -> Finding:
-    return system.check_packages(versions, wanted, optional=frozenset(optional))
+def check(versions: Mapping[str, str], *wanted: str) -> Finding:
+    return system.check_packages(versions, wanted)
 
 
 def test_a_package_outside_the_projects_range_fails():
@@ -113,11 +113,8 @@ def test_a_package_outside_the_projects_range_fails():
     assert (found.verdict, found.found) == ("FAIL", "torch is 2.7.1+cu128, needed >=2.11")
 
 
-def test_a_missing_package_fails_only_where_the_run_uses_it():
-    wanted = ("deepspeed>=0.19", "trl>=1")
-    assert check({"trl": "1.0"}, *wanted).verdict == "FAIL"
-    found = check({"trl": "1.0"}, *wanted, optional=("deepspeed",))
-    assert (found.verdict, found.found) == ("WARN", "deepspeed>=0.19 is missing (this run does not use it)")
+def test_a_missing_package_fails():
+    assert check({"trl": "1.0"}, "deepspeed>=0.19", "trl>=1").found == "deepspeed>=0.19 is missing"
 
 
 def test_the_versions_of_this_environment_are_read():

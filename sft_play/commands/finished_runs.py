@@ -47,7 +47,7 @@ def _run_models(request: Request) -> Answer:
     if request.command == "reproduce":
         from sft_play.finished.reproduce import reproduce
 
-        return answer_of(reproduce(finished, by_this_code=request.force))
+        return answer_of(reproduce(finished))
     if request.command == "ship":
         from sft_play.finished.evaluate.ship import ROWS, ship
 

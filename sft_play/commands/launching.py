@@ -5,7 +5,6 @@ them `setup-accelerate`, which writes accelerate's configuration."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import os
 import subprocess
@@ -36,9 +35,6 @@ from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
 
-RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-"""Packages that every rank imports: checked in the parent, before any rank starts."""
-
 
 def run(request: Request) -> Answer | int:
     """Train, or show how; the answer is the run's summary, whose lines are already in the log."""
@@ -60,11 +56,6 @@ def asked_for(request: Request) -> Asked:
     ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
     launches = command in ("train-distributed", "train-deepspeed", "launch-command")
-    if launches:
-        # one message here instead of a traceback from each rank
-        for package in RANKS_NEED:
-            if importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
     ranks = _own_place() if command == "rank" else launched_ranks(request)

@@ -103,16 +103,9 @@ def _machine_findings(
     around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
-    config, plan = (planned.config, planned.plan) if planned else (None, None)
-    quantised = config is not None and config.uses_bitsandbytes
-    layout = plan.layout if plan else str(options.strategy or "")
-    uses = {
-        "bitsandbytes": quantised or config is None,
-        "deepspeed": layout.startswith("zero") or options.deepspeed is not None,
-    }
-    optional = frozenset(name for name, used in uses.items() if not used)
+    layout = planned.plan.layout if planned else str(options.strategy or "")
     return [
-        system.check_packages(around.versions, around.requirements, optional=optional),
+        system.check_packages(around.versions, around.requirements),
         chosen,
         *check_build(around),
         *known_bad.find_known_bad(

@@ -81,13 +81,12 @@ class Reproduced(Outcome):
         return [first, written, f"{following} says whether versions, machine or plan are others"]
 
 
-def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
+def reproduce(run: FinishedRun) -> Reproduced:
     """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
 
-    `by_this_code`: where the code has changed since, the present one trains all the same. Raises DataError or
-    ModelError where a file that training read is gone, or has changed; RunFolderError where it was trained by other
-    code, or its settings cannot be read; TrainingError where the training of the repetition failed; Interrupted where
-    the user stopped it.
+    Raises DataError or ModelError where a file that training read is gone, or has changed; RunFolderError where it was
+    trained by other code, or its settings cannot be read; TrainingError where the training of the repetition failed;
+    Interrupted where the user stopped it.
     """
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
@@ -95,7 +94,7 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
-    code = code_words(run.manifest, by_this_code=by_this_code)
+    code = code_words(run.manifest)
     logger.info("Code: %s", code)
     with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as folder:
         words = _words(run, loaded, deepspeed=_deepspeed_file(run.folder, Path(folder)))
@@ -202,23 +201,16 @@ def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> in
     return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
 
 
-def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:
-    """The code that trains, in words: this one, by the digest that the manifest records.
-
-    `by_this_code`: where it is not the recorded one, this one all the same. Raises RunFolderError where it is not the
-    recorded code.
-    """
+def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE) -> str:
+    """The code that trains, in words; raises RunFolderError where it is not that of the manifest's digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
     at = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
     if recorded.get("sha256") == code_facts(package)["sha256"]:
         return f"{package.parent}, unchanged since the run ({at})"
-    if by_this_code:
-        return f"{package.parent}, which is not the run's ({at})"
-    checkout = f"git worktree add ../then {commit} has it, and make reproduce there; " if commit else ""
-    present = "FORCE=1 trains by the present code all the same"
-    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}): {checkout}{present}")
+    checkout = f": git worktree add ../then {commit} has it, and make reproduce there" if commit else ""
+    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}){checkout}")
 
 
 def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
-import importlib.util
 import json
 import logging
 import os
@@ -94,7 +93,7 @@ def _url(host: str, port: int) -> str:
 def with_curves(loaded: LoadedConfig) -> LoadedConfig:
     """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
     trackers = loaded.config.train.report_to
-    if "tensorboard" in trackers or importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in trackers:
         return loaded
     asked = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
     logger.info("TensorBoard was asked for: %s, in place of %s", asked, json.dumps(list(trackers)))

@@ -63,15 +63,9 @@ class Serving(Outcome):
     def lines(self) -> list[str]:
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
-        name = json.dumps(self.model, ensure_ascii=False)
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
             f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
-            "or in Python:",
-            "  from openai import OpenAI",
-            f'  client = OpenAI(base_url="{self.url}", api_key="none")',
-            f"  print(client.chat.completions.create(model={name}, messages={json.dumps(messages)}, temperature=0)"
-            ".choices[0].message.content)",
             f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
