@@ -111,10 +111,8 @@ def refuse_place(out: Path, name: str = "OUT") -> None:
 
 
 def write_out(path: Path, data: Any) -> None:
-    """JSON in a file of its own; raises ConfigError where it cannot be written.
-
-    A device or a pipe (`/dev/stdout`) is written in place: the renamed file would replace it.
-    """
+    """JSON in a file of its own, or in place in a device or a pipe (`/dev/stdout`); raises ConfigError where it cannot
+    be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -126,11 +124,8 @@ def write_out(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def stdout_to_stderr(*, wanted: bool) -> Iterator[None]:
-    """Within it, output of this process, its libraries and its children goes to standard error.
-
-    A run prints logs and progress bars, some of them not by our logging; with JSON=1 standard output holds the answer
-    alone.
-    """
+    """Within it, output of this process, its libraries and its children goes to standard error: with JSON=1 standard
+    output holds the answer alone."""
     if not wanted:
         yield
         return

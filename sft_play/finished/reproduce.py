@@ -82,12 +82,9 @@ class Reproduced(Outcome):
 
 
 def reproduce(run: FinishedRun) -> Reproduced:
-    """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
-
-    Raises DataError or ModelError where a file that training read is gone, or has changed; RunFolderError where it was
-    trained by other code, or its settings cannot be read; TrainingError where the training of the repetition failed;
-    Interrupted where the user stopped it.
-    """
+    """Train a run again as its folder records it, into a new folder beside it, and compare the weights. Raises
+    DataError or ModelError where what training read is gone or has changed; RunFolderError where other code trained it,
+    or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
     place = place if place.is_dir() else Path.cwd()

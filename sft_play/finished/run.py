@@ -92,11 +92,9 @@ class FinishedRun:
 
 
 def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
-    """The finished run that `name` means: `last` (or None), a run's name in the output folder `base`, or a path.
-
-    `trusts`: see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings
-    allow what `trusts` does not, or its trained weights are gone.
-    """
+    """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
+    see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings allow what
+    `trusts` does not, or its weights are gone."""
     folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in runs_in(base))
@@ -120,11 +118,8 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
 
 
 def find_any(base: Path, name: str | None) -> RunFolder:
-    """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
-
-    `last` (or None) is the run that finished last, and where none has finished the one that started last. Raises
-    RunFolderError where there is none.
-    """
+    """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
+    the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST):
         return run_named(base, str(name))
     folder = _newest(base, "finished") or _newest(base)
@@ -241,10 +236,8 @@ def built_folder(target: Path) -> Iterator[Path]:
 
 
 def require_space(folder: Path, needed: int, what: str) -> None:
-    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free.
-
-    `what` begins the message, such as "the merged model needs".
-    """
+    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free; `what`
+    begins the message."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         there = f"{folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"

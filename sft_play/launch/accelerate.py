@@ -240,11 +240,9 @@ def is_of_accelerate(environment: Mapping[str, str]) -> bool:
 
 
 def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
-    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
-
-    Its flags and its file look the same here: both reach a rank as variables. Raises ConfigError where they divide what
-    the run YAML alone divides.
-    """
+    """The choices of `accelerate launch`, flags or file, which reach a rank as variables, as a configuration of one
+    machine; None where it did not start this process. Raises ConfigError where they divide what the run YAML alone
+    divides."""
     if not is_of_accelerate(environment):
         return None
     kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
@@ -273,12 +271,8 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> None:
 
 
 def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
-    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
-
-    On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
-
-    `instead`: what starts them.
-    """
+    """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
+    started one, as on a CPU without MPI. `instead`: what starts them."""
     if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "

@@ -79,11 +79,9 @@ def launch_options_of(
 
 
 def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig, mesh: Mesh | None = None) -> LaunchOptions:
-    """The options with an accelerate configuration filled in wherever the command line says nothing; raises ConfigError
-    where it is for several machines and lacks the address of rank 0's.
-
-    `mesh`: the run YAML's; FSDP in the configuration means it then, and not a layout.
-    """
+    """The options with an accelerate configuration filled in wherever the command line says nothing. `mesh`: the run
+    YAML's; FSDP in the configuration means it then, and not a layout. Raises ConfigError where it is for several
+    machines and lacks the address of rank 0's."""
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
         address = nodes.address or accelerate.main_process_ip
@@ -155,10 +153,8 @@ def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[Launc
 
 
 def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
-    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or as many of its GPUs.
-
-    GPUs that are only named are all used, and too few stay too few: the plan says what the mesh would take.
-    """
+    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or of its GPUs. GPUs that are
+    only named are all used, and too few stay too few: the plan says what the mesh would take."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is None:
         return hardware

@@ -82,14 +82,10 @@ def with_own_gpu(ranks: Ranks, hardware: Hardware, environment: MutableMapping[s
 
 
 def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
-    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
-
-    gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
-    resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
-    other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
-    may use several at once. Raises ConfigError where MASTER_ADDR does not resolve here, so this rank would not find the
-    others.
-    """
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
+    has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
+    the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
+    resolve here."""
     host = environment.get("MASTER_ADDR")
     if ranks.world_size <= ranks.local_world_size or not host:
         return
@@ -146,10 +142,8 @@ def spread_over(hardware: Hardware, world: int, nodes: int, *, is_own: bool = Fa
 
 
 def one_gpu(hardware: Hardware) -> Hardware:
-    """The machine as one process uses it: one GPU; the log says that the others stay idle.
-
-    Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
-    """
+    """The machine as one process uses it: one GPU; the log says that the others stay idle. Several visible ones would
+    make transformers wrap the model in DataParallel and multiply the batch."""
     if len(hardware.gpus) < 2:
         return hardware
     first = hardware.gpus[0]
@@ -235,12 +229,9 @@ def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> Non
 def require_machine(
     config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, params: Callable[[], int]
 ) -> None:
-    """Check, before anything loads, that a run on this machine is what its user expects and can take a step.
-
-    `params`: the model's parameters; asked for a run on the CPU only. Raises HardwareError where there is an
-    accelerator that would not be used, the model is too large for a CPU, Triton cannot build what the loss needs,
-    blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
-    """
+    """Check, before anything loads, that a run here is what its user expects and can take a step; `params`: the model's
+    parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model is too
+    large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
         require_for_blocks(hardware, environment)
     flash = flash_obstacle(config, hardware)

@@ -170,11 +170,8 @@ def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list
 
 
 def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
-    """Start the ranks under the agent, pass signals on, leave no process behind; returns sft-play's exit code.
-
-    The first signal goes to the agent, which passes it on to the ranks and waits until they have saved. A second one
-    ends everything at once.
-    """
+    """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
+    passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
     signals: list[int] = []
     environment = endings.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)

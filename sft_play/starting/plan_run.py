@@ -58,10 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 def stopped_run(folder: RunFolder) -> Stopped | None:
-    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it.
-
-    None where neither says.
-    """
+    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
+    None where neither says."""
     manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
@@ -92,14 +90,10 @@ NOTHING_KEPT = Kept()
 
 
 def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
-    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights.
-
-    Free GPU memory may have changed; the rows of a step must not, and with the same split no number does. Over another
-    number of ranks the effective batch is kept and the accumulation follows, whatever the config says; a micro-batch
-    that does not divide a rank's share becomes the largest that does. One that ran out of memory is not tried again. A
-    config that was changed meanwhile is reported by the run folder's own check. Raises RunFolderError where the
-    effective batch does not split over the ranks.
-    """
+    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
+    memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
+    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
+    RunFolderError where the effective batch does not split over the ranks."""
     if stopped is None or not (stopped.has_trained or stopped.too_many):
         return NOTHING_KEPT
     train = config.train
@@ -198,9 +192,7 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: 
 
 def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
     """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
-
-    Raises as `backend_here` does: what cannot be trained here has no plan here.
-    """
+    Raises as `backend_here` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
     usual: LayoutName = "ddp" if hardware.ranks > 1 else "single"
@@ -235,10 +227,8 @@ def plan_for(
     kept: Kept = NOTHING_KEPT,
     rows: RowTokens | None = None,
 ) -> Plan:
-    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
-
-    `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
-    """
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for. `kept`:
+    what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
     request = _request(config, hardware, only, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan

@@ -53,10 +53,8 @@ def plan_stages(
     *,
     resume_from: RunFolder | None = None,
 ) -> list[Planned]:
-    """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does.
-
-    `resume_from`: the run that is resumed; None for a new one.
-    """
+    """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does. `resume_from`:
+    the run that is resumed."""
     given = given_deepspeed(resume_from) if resume_from is not None else None
     if loaded.stages and options.strategy is None and options.deepspeed is None:
         options = dataclasses.replace(options, strategy=_layout_of_stages(loaded, hardware, resume_from))
@@ -91,14 +89,9 @@ def _parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[Load
 def count_before_planning(
     loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_here: bool
 ) -> None:
-    """Count the tokens of the run's rows, so that its plan knows their lengths; nothing where they are known.
-
-    What no length changes is refused before minutes go into the rows, except where a DeepSpeed file or a stopped run
-    decides the batch.
-
-    `trains_here`: whether this process trains, and so needs all libraries anyway. Raises SftPlayError as planning or
-    reading the rows does.
-    """
+    """Count the tokens of the run's rows, so that its plan knows their lengths; what no length changes is refused
+    before, but where a DeepSpeed file or a stopped run decides the batch. `trains_here`: this process needs all
+    libraries anyway. Raises SftPlayError as planning or reading the rows does."""
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_open = not is_resumed and options.deepspeed is None
@@ -117,10 +110,8 @@ def count_before_planning(
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
-    """The fastest layout that fits every stage, of those that some stage would use by itself.
-
-    Where none does, the one that the stage with the longest rows would use, whose plan says what does not fit.
-    """
+    """The fastest layout that fits every stage, of those that some stage would use by itself; else that of the stage
+    with the longest rows, whose plan says what does not fit."""
 
     def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
         return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]

@@ -100,10 +100,8 @@ def start(asked: Asked) -> Started:
 
 
 def _start(asked: Asked) -> Started:
-    """Start a run once; what is cheap to refuse comes first.
-
-    Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
-    """
+    """Start a run once; what is cheap to refuse comes first. Outside the training's steps a request to stop unwinds the
+    stack."""
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
             held.enter_context(endings.StopSignals(endings.interrupt))

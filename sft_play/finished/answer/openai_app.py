@@ -49,11 +49,8 @@ _PROMPT: ContextVar[list[int]] = ContextVar("prompt")
 
 
 def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None = None) -> FastAPI:
-    """The application that answers as the run's model.
-
-    `name` is the model's name for clients; `hosts` the names under which this server is asked, and from whose pages
-    (None: any).
-    """
+    """The application that answers as the run's model, called `name`; `hosts`: the names under which this server is
+    asked, and from whose pages (None: any)."""
     _prepare(responder)
     manager, state, answers = _OneModel(responder, name), GenerationState(), _Answers()
     state.get_manager = lambda *_, **__: answers

@@ -165,21 +165,16 @@ class Guard:
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the stop text that is complete first; all of it where there is none.
-
-    Not the one that begins first: of two that overlap, the answer ends before the longer one could be complete, and
-    where it is cut must not depend on how the text is divided into tokens.
-    """
+    """The text before the stop text that is complete first, not the one that begins first: where an answer is cut must
+    not depend on how it is divided into tokens."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return text[: min(found)[1]] if found else text
 
 
 class StopTexts(StoppingCriteria):
-    """Ends generation once the text after the prompt holds a stop text.
-
-    transformers' own `stop_strings` compares each with every entry of the vocabulary first, which takes seconds for a
-    few and minutes for many, and takes the prompt's end for the beginning of one.
-    """
+    """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
+    with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning
+    of one."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self._stops, self._begin = tokenizer, stops, prompt_tokens

@@ -123,12 +123,9 @@ def evaluate_run(
     out: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`.
-
-    The options, and what each is where it is not given, are those of docs/trained.md (eval). Raises ConfigError where a
-    name is wrong, a package is missing, or a place cannot be written; DataError where there are no rows to evaluate;
-    ModelError where the base is gone.
-    """
+    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`, with the options of
+    docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
+    written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path, path = _places(run, out)
     chosen_tasks = find_tasks(tasks)

@@ -115,11 +115,9 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text for ROUGE-L: maximal runs of letters and digits, with their combining marks, in NFKC and case
-    folded; of scripts without spaces between words each character is one. Nothing is stemmed.
-
-    Of ASCII texts these are the tokens of Google's rouge-score without stemming.
-    """
+    """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining marks, in NFKC and case
+    folded; of scripts without spaces each character. Of ASCII texts the tokens of Google's rouge-score without
+    stemming."""
     found: list[str] = regex.findall(_WORD, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
     return found
 

@@ -86,11 +86,9 @@ class Shipped(Outcome):
 
 
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
-    """Measure, judge, and write ship.json into the run folder.
-
-    `tolerance`: nats a token by which the loss on general text and chats may rise, in place of the defaults. Raises
-    DataError where the run's data is gone, or RunFolderError where another process writes the run folder.
-    """
+    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
+    text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
+    writes it."""
     quiet_libraries()
     thresholds = rule.Thresholds()
     if tolerance is not None:

@@ -67,10 +67,8 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows].
-
-    None: not a number. `chance`: of guessing each token by its frequency in these rows.
-    """
+    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows]; None: not a
+    number. `chance`: of guessing each token by its frequency in these rows."""
 
     base: tuple[Finite | None, ...] = ()
     tuned: tuple[Finite | None, ...] = ()
@@ -214,10 +212,8 @@ def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None)
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
-    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
-
-    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
-    """
+    """The loss of each row (its trained tokens), in nats, by guessing every token with the frequency that it has in all
+    rows: the least that a model without any context can have on them."""
     tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
     nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
     return [sum(nats[token] for token in row) for row in rows]

@@ -152,11 +152,9 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def convert(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
-    """Write the model in the folder `model` as the GGUF `target`, by llama.cpp's converter in a process of its own.
-
-    `name`: the model's name in the file. `vocabulary`: JSON for `run_converter.py`: the tokenizer's entries that the
-    converter would guess otherwise. Raises BackendError with its last lines where it failed.
-    """
+    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
+    model's in the file. `vocabulary`: JSON for `run_converter.py`. Raises BackendError with its last lines where it
+    failed."""
     runner = Path(__file__).with_name("run_converter.py")
     words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
     done = run_python([str(runner), *words], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})

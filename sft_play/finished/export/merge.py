@@ -157,11 +157,8 @@ def merged_model(run: FinishedRun) -> Path | None:
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
-    of an earlier adapter.
-
-    `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError where what was merged is
-    not what was trained, or SftPlayError as `merge_run` does.
-    """
+    of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
+    where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
     if not run.is_adapter:
         return run.weights
     merged = merged_model(run)

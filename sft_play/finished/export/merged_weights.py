@@ -108,11 +108,8 @@ class MergedWeights:
         return next((f"{len(names)} {what}, such as {min(names)}" for what, names in kinds.items() if names), None)
 
     def _out_name(self, key: str) -> str | None:
-        """The name of a base's tensor in the result; None where it has no place there.
-
-        The base's own names are kept, so that other engines read the result as they read the base, an image-text
-        model's other parts too.
-        """
+        """The name of a base's tensor in the result, its own, so that other engines read it as they read the base; None
+        where it has no place there."""
         target = self._targets[key][0]
         return None if target in self._adapted.tied or target in self._adapted.untied else key
 

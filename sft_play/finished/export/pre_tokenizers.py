@@ -124,11 +124,8 @@ def probe_texts() -> list[str]:
 
 
 def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str]) -> list[str]:
-    """Names of the known pre-tokenizers that cut every text as the tokenizer does, those to prefer first.
-
-    `backend`: a tokenizer of the library `tokenizers`. None is proven where it is not byte-level BPE, changes the text
-    before it cuts it, or merges in another way than llama.cpp.
-    """
+    """Names of the known pre-tokenizers that cut every text as the tokenizer `backend` does, those to prefer first;
+    none where it is not byte-level BPE, changes the text before it cuts it, or merges in another way."""
     from tokenizers import models
 
     model = backend.model

@@ -40,11 +40,8 @@ class NotDrawn(Exception):
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve. `colour` is a place in COLOURS, None is grey.
-
-    `marked` shows its points, which are joined where there are more than two: nothing is known of what is between the
-    first and the last evaluation.
-    """
+    """A named curve. `colour` is a place in COLOURS, None is grey. `marked` shows its points, joined where there are
+    more than two."""
 
     name: str
     points: Points

@@ -227,11 +227,8 @@ def tokens_per_s(record: Record) -> float | None:
 
 
 def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
-    """The peak of the training steps by which plan and run are compared: what is counted, predicted and measured bytes.
-
-    On a GPU what torch's allocator reserved, on a CPU resident memory. Of a run that has not ended, the measured peak
-    is what it has logged so far.
-    """
+    """The peak of the training steps by which plan and run are compared: what is counted (reserved on a GPU, resident
+    on a CPU), predicted and measured bytes; of a run that has not ended what it has logged so far."""
     peak = part.summary.get("peak_bytes") or {}
     planned = part.plan.get("peak_bytes") or {}
     predicted = peak.get("predicted_reserved", planned.get("reserved"))

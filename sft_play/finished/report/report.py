@@ -103,10 +103,8 @@ def _state(folder: RunFolder) -> tuple[int, int] | None:
 
 
 def report_at_end(folder: RunFolder) -> None:
-    """Write the report of a run that has just ended, and name it; whatever goes wrong is a warning.
-
-    It is called after the summary was written: nothing that the run measured of itself changes.
-    """
+    """Write the report of a run that has just ended, after its summary, and name it; whatever goes wrong is a
+    warning."""
     if not folder.manifest_path.is_file():  # nothing was trained, and the folder is gone
         return
     try:

@@ -132,14 +132,10 @@ BATCH_KEYS = {
 def with_batch(
     train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
-    each value taken from it.
-
-    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set one;
-    where both others are known it is their product with the data-parallel `ranks`. Raises ConfigError where a number of
-    the file contradicts one that the run YAML gives, or they do not multiply; both are named, all contradictions at
-    once.
-    """
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
+    and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
+    where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
+    once."""
     given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
     if not given_batch:
         return train, ()
