@@ -112,10 +112,8 @@ def _command(started: Started) -> Answer:
 
 
 def accelerate_names_machines() -> bool:
-    """Whether the accelerate configuration that a launch would read is for several machines.
-
-    One that cannot be read is only a warning: a single process needs nothing from it.
-    """
+    """Whether the accelerate configuration that a launch would read is for several machines; one that cannot be read is
+    only a warning."""
     file = find_accelerate_file(os.environ)
     try:
         return file is not None and read_accelerate_file(file).num_machines > 1

@@ -39,10 +39,8 @@ from sft_play.starter import CONFIG
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; what its words say wins over make's variables in the environment.
-
-    A field with the name of a variable of make holds its value, read by the variable's kind; None: not given.
-    """
+    """The request to a command; its words win over make's variables in the environment. A field with the name of a
+    variable of make holds its value, read by the variable's kind; None: not given."""
 
     command: str
     config: Path
@@ -294,9 +292,7 @@ def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[
 
 def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
-
-    `train` takes the nodes too where the environment names several: then each of them runs `train`.
-    """
+    `train` takes the nodes too where the environment names several: then each of them runs `train`."""
     command = given.command
     values = {
         name: getattr(given, name.lower(), None) or environment.get(name) or ""

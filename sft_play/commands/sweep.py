@@ -287,10 +287,8 @@ class Sweep:
 
 def train_cells(cells: Sequence[Cell], environment: Mapping[str, str]) -> list[Cell]:
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
-
-    `environment`: that of this process before it planned, which may have set variables for one cell's libraries. Raises
-    Interrupted where the user stopped the sweep.
-    """
+    `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
+    stopped it."""
     ended, trained = [], [cell for cell in cells if cell.trains]
     for cell in cells:
         if cell.trains:

@@ -53,10 +53,8 @@ def examine(
     on_cpu: bool = False,
     meeting_s: float = MEETING_S,
 ) -> DoctorReport:
-    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
-
-    `on_cpu`: the run asks for the CPU. Nothing is raised: a check that cannot be made is a finding.
-    """
+    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
+    and a check that cannot be made is a finding. `on_cpu`: the run asks for the CPU."""
     started = time.monotonic()
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
@@ -182,11 +180,8 @@ def _together(
 def meet_nodes(
     around: Surroundings, nodes: Nodes, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
-    """All nodes meet before a rank is started: which ones are missing, and what differs between them.
-
-    Returns:
-        Variables that the ranks need to find each other, None where the nodes did not meet; and the finding.
-    """
+    """All nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did not
+    meet), and the finding, with the nodes that are missing and what differs."""
     from sft_play.training.ranks.node_meeting import meet
 
     try:

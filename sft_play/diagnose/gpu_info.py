@@ -100,10 +100,8 @@ class Machine:
 
 
 def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`).
-
-    `full`: also start torch in a separate process and ask what it sees, which takes seconds.
-    """
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`); `full`:
+    torch is asked too, in a process of its own."""
     hardware = detect(environment)
     seen = all_gpus()
     variable = environment.get("CUDA_VISIBLE_DEVICES")

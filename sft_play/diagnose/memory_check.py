@@ -127,11 +127,8 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
 def see_memory(
     output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
 ) -> MemorySeen:
-    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running.
-
-    `peaks` is what was seen before, and is updated. Raises RunFolderError where a name was given, and it is not a run
-    of this toolkit.
-    """
+    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
+    seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)
     hardware = detect(environment)

@@ -132,19 +132,15 @@ _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 
 
 def lock_holder(folder: RunFolder) -> int | None:
-    """The pid of the process that writes a run; 0 where it is of another machine or container, None where none writes.
-
-    The rank that writes comes before the command that started it.
-    """
+    """The pid of the process that writes a run, the rank's before its command's; 0 where it is of another machine or
+    container, None where none writes."""
     pid = next(iter(_lock_holders(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
 
 def _lock_holders(folder: RunFolder) -> tuple[int, ...]:
-    """The processes that have a run locked, the writer first; -1 is one of another machine.
-
-    The lock is only asked about, never taken: a run that starts at this moment must not find it held.
-    """
+    """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
+    about: a run that starts at this moment must not find it held."""
     try:
         with (folder.path / LOCK).open("rb") as file:
             # a run alone locks all of the file, and holds both parts

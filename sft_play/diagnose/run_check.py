@@ -48,10 +48,8 @@ def check(
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training, after the caller's own findings (`also`). Nothing is written.
-
-    `serve`: engines that are to load the result; of stages that is what the last one trains.
-    """
+    """Everything that can be checked before training, after the caller's own findings (`also`); nothing is written.
+    `serve`: engines that are to load the result, of stages the last one's."""
     started = time.monotonic()
     try:
         loaded = load_config(config_path, overrides=overrides)
