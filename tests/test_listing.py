@@ -58,7 +58,7 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     ages = [line.split("  ") for line in listed.lines()[1:-2]]
     assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
     assert "50" not in listed.lines()[-3]
-    assert "2 d" in listed.lines()[-3]
+    assert "2.1 days" in listed.lines()[-3]
     assert listed.runs[1].path == killed.path
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 

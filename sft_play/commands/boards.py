@@ -69,7 +69,7 @@ def _stop(request: Request) -> Answer:
 
 def _clean(request: Request) -> Answer:
     output = output_dir_of(request)
-    chosen = {}
+    chosen: dict[Path, dict[Path, int]] = {}
     for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):
         try:
             chosen |= to_prune([folder], "curves")

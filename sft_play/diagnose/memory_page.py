@@ -9,8 +9,9 @@ from collections.abc import Callable
 from rich.table import Table
 
 from sft_play.diagnose.memory_check import MemorySeen, Prediction
-from sft_play.diagnose.pages import gib, lines_of, sized, table_of
+from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.log import escape_control, one_line
+from sft_play.units import size_of
 
 REFRESH_S = 3.0
 """Seconds between two looks."""
@@ -79,7 +80,7 @@ def _prediction_table(prediction: Prediction) -> Table:
         ("+ context, NCCL", prediction.outside_allocator),
         ("= needed", prediction.required),
     ]
-    rows = [[name, sized(size)] for name, size in [*terms, *sums] if size > 0]
+    rows = [[name, size_of(size)] for name, size in [*terms, *sums] if size > 0]
     return table_of(("predicted\nper rank", ""), rows, left=(0,))
 
 

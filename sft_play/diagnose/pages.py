@@ -16,7 +16,6 @@ from rich.table import Table
 from sft_play import units
 from sft_play.findings import Finding
 from sft_play.log import escape_control, one_line
-from sft_play.units import GIB, MIB
 
 WIDTH = 100
 """Columns that every table of figures fits."""
@@ -27,13 +26,6 @@ NOT_KNOWN = "n/a"
 def gib(size: int | None, *, digits: int = 1) -> str:
     """A size in units of 2**30 bytes."""
     return NOT_KNOWN if size is None else units.gib(size, digits=digits)
-
-
-def sized(size: float | None) -> str:
-    """A size with its unit, small ones in MiB."""
-    if size is None:
-        return NOT_KNOWN
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.1f} MiB"
 
 
 def value_text(value: Any, unit: str = "") -> str:

@@ -24,7 +24,7 @@ from sft_play.runs.files import evaluations, metric_lines, read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import runs_in
-from sft_play.units import size_of
+from sft_play.units import duration_of, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class RunList(Outcome):
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
             form = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
-            step, age = "-" if run.step is None else str(run.step), _age(run.started, self.now)
+            step = "-" if run.step is None else str(run.step)
+            age = "-" if run.started is None else duration_of((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
             rows.append((name, run.status, step, form.format(run.best_value), size_of(run.bytes), age, model))
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
@@ -163,16 +164,6 @@ def _bytes(folder: Path) -> int:
         with contextlib.suppress(OSError):
             total += path.lstat().st_size if not path.is_dir() else 0
     return total
-
-
-def _age(started: datetime | None, now: datetime) -> str:
-    if started is None:
-        return "-"
-    seconds = max(0, int((now - started).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
 
 
 @dataclass(frozen=True)
