@@ -14,6 +14,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, Pruned, prune, to_prune
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
@@ -69,7 +70,7 @@ def _stop(request: Request) -> Answer:
 
 def _clean(request: Request) -> Answer:
     output = output_dir_of(request)
-    chosen: dict[Path, dict[Path, int]] = {}
+    chosen: dict[RunFolder, dict[Path, int]] = {}
     for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):
         try:
             chosen |= to_prune([folder], "curves")

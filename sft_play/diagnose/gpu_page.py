@@ -34,8 +34,7 @@ def _visible_lines(machine: Machine) -> list[str]:
     shown = []
     if machine.visible_setting is not None:
         order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible))
-        hidden = f"; hidden: {', '.join(f'GPU {index}' for index in machine.hidden)}" if machine.hidden else ""
-        shown.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}{hidden}")
+        shown.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}")
     shown += [f"GPU {gpu.index} does not answer: {one_line(gpu.trouble)}" for gpu in machine.seen.gpus if gpu.trouble]
     return [*shown, *machine.hardware.notes]
 

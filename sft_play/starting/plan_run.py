@@ -121,22 +121,6 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
     return Kept(BatchPlan(micro, share // micro, ranks), updates)
 
 
-def log_kept(kept: Kept, stopped: Stopped | None) -> None:
-    """Log the batch that is kept."""
-    if kept.batch is None or stopped is None:
-        return
-    batch = kept.batch
-    if stopped.too_many:
-        logger.info("Batch: micro %d x accum %d x %d ranks: the run ran out of memory with micro-batch %d",
-                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.too_many)  # fmt: skip
-    elif batch.ranks == stopped.batch.ranks:
-        logger.debug("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
-    else:
-        logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
-                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.batch.ranks,
-                    batch.effective_batch)  # fmt: skip
-
-
 def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName) -> None:
     """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
     because = stopped.cannot_become(layout) if stopped else None

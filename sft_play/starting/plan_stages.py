@@ -33,7 +33,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import (
     kept_of,
-    log_kept,
     log_plan,
     plan_for,
     refuse_early,
@@ -160,7 +159,9 @@ def plan_ranks(
         config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
     kept = kept_of(config, stopped, batches_of(config, stopped, hardware))
-    log_kept(kept, stopped)
+    if stopped is not None and kept.batch not in (None, stopped.batch):
+        words = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+        logger.info(words, *dataclasses.astuple(kept.batch), stopped.batch.ranks, kept.batch.effective_batch)
     refuse_strategy(config, hardware, strategy)
     only = _layouts(strategy, hardware)
     if stopped is not None and strategy is None:
