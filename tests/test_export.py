@@ -546,8 +546,6 @@ def test_an_archive_that_is_not_the_package_is_refused(tmp_path):
     (tmp_path / "c.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         unpack(tmp_path / "c.tar.gz", tmp_path / "c")
-    with pytest.raises(ConfigError, match="SHA-256"):
-        find_converter(tmp_path / "c.tar.gz")
     with pytest.raises(ConfigError, match=r"not a checkout of llama.cpp"):
         find_converter(tmp_path)
 
@@ -556,7 +554,7 @@ def test_without_an_index_one_message_says_how_to_get_the_converter(tmp_path, mo
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama_cpp_python-.*\.tar\.gz") as caught:
+    with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama-cpp-python") as caught:
         find_converter(None)
     assert "\n" not in str(caught.value)
     assert {path.name for path in (tmp_path / "cache" / "llama.cpp").iterdir()} == {"lock"}
@@ -589,15 +587,6 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
     (tmp_path / "no.gguf").write_bytes(b"GGU")
     with pytest.raises(ModelError, match="cannot be read as a GGUF"):
         export_test(run, path=tmp_path / "no.gguf")
-
-
-def test_f16_is_refused_where_a_value_does_not_fit(tmp_path, failing):
-    built = model("Llama")
-    with torch.no_grad():
-        built.model.norm.weight[0] = 7e4
-    run = run_of(tmp_path, built)
-    with pytest.raises(ConfigError, match=r"f16 cannot hold model.norm.weight"):
-        export_run(run, "gguf", quant="f16", llama_cpp=failing)
 
 
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
