@@ -55,7 +55,7 @@ def check(
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
         unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
-        return CheckReport(config_path, (*also, unread), time.monotonic() - started)
+        return CheckReport((*also, unread), time.monotonic() - started, config_path)
     checks = [*also]
     *others, last = [*map(loaded.of, loaded.stages)] or [loaded]
     for number, part in enumerate([*others, last], start=1):
@@ -63,7 +63,7 @@ def check(
             checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
         with waiting("Checking model, rows, masks, memory and disk"):
             checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
-    return CheckReport(config_path, tuple(checks), time.monotonic() - started)
+    return CheckReport(tuple(checks), time.monotonic() - started, config_path)
 
 
 class _Checks:
