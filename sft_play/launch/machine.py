@@ -158,17 +158,13 @@ def check_gpu(plan: Plan, ranks: Ranks) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    machine, planned = detect(), plan.hardware.gpus[0]
-    here = machine.gpus
+    here, planned = detect().gpus, plan.hardware.gpus[0]
     if ranks.local_rank >= len(here):
         raise HardwareError(f"rank {ranks.rank} needs GPU {ranks.local_rank}, and {len(here)} can be seen")
     if here[ranks.local_rank].name != planned.name:
-        remedy = "use nodes with GPUs of one kind"
-        if len(machine.alike) > 1:
-            named = machine.alike_words(variable="CUDA_VISIBLE_DEVICES")
-            remedy = f"use GPUs of one kind, with CUDA_DEVICE_ORDER=PCI_BUS_ID and as many ranks: {named}"
         raise HardwareError(
-            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: {remedy}"
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
+            "one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, names those of this machine)"
         )
 
 
