@@ -81,7 +81,7 @@ class Shipped(Outcome):
 
     def lines(self) -> list[str]:
         after = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
-        evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        evidence = rule.evidence_lines(self.verdict, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -194,19 +194,10 @@ def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     return Verdict((task, general, _judge_merge(evidence.merge)))
 
 
-def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
-    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
-    by default, and the verdict."""
+def evidence_lines(verdict: Verdict, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, and the verdict."""
     lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
     lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
-    default = Thresholds()
-    other = [
-        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
-        for field in fields(Thresholds)
-        if getattr(thresholds, field.name) != getattr(default, field.name)
-    ]
-    if other:
-        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
     why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
     return [*lines, f"Verdict: {verdict.word}{why}"]
 
@@ -339,7 +330,6 @@ class Replayed(Outcome):
 
     path: Path
     verdict: Verdict
-    thresholds: Thresholds
     differences: tuple[str, ...]
     before: str | None = None
     """The adapter that the run continued, as the file names it."""
@@ -355,7 +345,7 @@ class Replayed(Outcome):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        lines = evidence_lines(self.verdict, self.thresholds, self.before)
+        lines = evidence_lines(self.verdict, self.before)
         if self.differences:
             return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
         return [*lines, f"Replayed: the verdict of {self.path} follows from its evidence"]
@@ -385,7 +375,7 @@ def replay(path: Path) -> Replayed:
     now = _said(verdict.ok, verdict.word, [check.as_json() for check in verdict.checks])
     differences = tuple(name for name in now | was if now.get(name) != was.get(name))
     before = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return Replayed(path, verdict, thresholds, differences, before)
+    return Replayed(path, verdict, differences, before)
 
 
 def _said(ok: Any, verdict: Any, checks: Any) -> dict[str, Any]:
