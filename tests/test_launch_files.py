@@ -166,9 +166,8 @@ def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
     lines = overridden_lines(config, mixed_precision="bf16")
-    assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert len(overridden_lines(config, mixed_precision="no")) == 1
+    assert overridden_lines(config, mixed_precision="no") == []
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
@@ -179,7 +178,7 @@ def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(overridden_lines(config, mixed_precision="no")) == 3
+    assert len(overridden_lines(config, mixed_precision="no")) == 2
 
 
 @pytest.mark.parametrize(

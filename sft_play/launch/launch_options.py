@@ -184,17 +184,14 @@ def overridden_lines(
     mixed_precision: str,
     grad_accum: int | None = None,
     max_grad_norm: float | None = None,
-    with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is read (`with_count`: `accelerate launch` hands none to a rank),
-    and where the run YAML or the plan overrides the file. `mixed_precision` is the run's (`no`, `fp16`, `bf16`)."""
-    total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
-    where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
-    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
+    """Lines for the log: where the run YAML or the plan overrides the file. `mixed_precision` is the run's (`no`,
+    `fp16`, `bf16`)."""
+    kind, precision = accelerate.distributed_type, accelerate.mixed_precision
+    of_fsdp = accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
     offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
     wins = f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins"
     said = [
-        (with_count and total is not None, f"says num_processes: {total}, accelerate's total over machines ({where})"),
         (precision not in (None, mixed_precision), wins),
         (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
         (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),

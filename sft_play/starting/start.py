@@ -118,7 +118,6 @@ def _start(asked: Asked) -> Started:
             for line in overridden_lines(
                 asked.accelerate, mixed_precision=MIXED_PRECISION.get(plan.precision.compute, "no"),
                 grad_accum=plan.batch.grad_accum, max_grad_norm=asked.loaded.config.train.max_grad_norm,
-                with_count=asked.over_ranks,
             ):  # fmt: skip
                 logger.info("%s", line)
         if folder is None or not decided.trains_here:
