@@ -9,8 +9,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +47,12 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """`ok` and the fields, as plain data."""
-        return {"ok": self.ok} | {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        plain = json.dumps(asdict(self), default=lambda one: getattr(one, "isoformat", one.__str__)())
+        return {"ok": self.ok, **json.loads(plain)}
 
     def lines(self) -> list[str]:
         """In words, the next command last."""
         raise NotImplementedError
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return value.isoformat() if isinstance(value, datetime) else str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,11 @@ def _drawn(
 ) -> npt.NDArray[np.float64]:
     generator = np.random.default_rng(seed)
     number, ratios = len(parts), np.empty(resamples)
-    is_even = bool((weight == weight[0]).all())
     piece = max(1, _AT_ONCE // number)
     for start in range(0, resamples, piece):
         count = min(piece, resamples - start)
         rows = generator.integers(0, number, size=(count, number), dtype=np.int32)  # half of what int64 takes
-        total = number * weight[0] if is_even else weight[rows].sum(axis=1)
-        ratios[start : start + count] = parts[rows].sum(axis=1) / total
+        ratios[start : start + count] = parts[rows].sum(axis=1) / weight[rows].sum(axis=1)
     return ratios
 
 
