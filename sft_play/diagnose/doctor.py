@@ -129,24 +129,18 @@ def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, 
 
 
 def check_build(around: Surroundings) -> list[Finding]:
-    """What torch is built for, compared with the newest CUDA that the driver runs."""
-    if "torch" not in around.versions:
+    """What torch is built for, and the newest CUDA that the driver runs, where there are GPUs."""
+    torch = around.versions.get("torch")
+    if torch is None or not around.hardware.gpus:
         return []
-    torch, gpus = around.versions["torch"], around.hardware.gpus
-    if not gpus:
-        return [skipped("driver", f"no GPU; torch {torch} is {_built_for(around)}")]
-    torch_words = f"torch {torch} is {_built_for(around)}"
     if around.torch_cuda is None:
-        return [failed("driver", f"{torch_words}, but there are GPUs",
+        return [failed("driver", f"torch {torch} is a build without CUDA, but there are GPUs",
                        "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+    built = f"torch {torch} is built for CUDA {around.torch_cuda}"
     if around.driver is None or around.driver_cuda is None:
-        return [skipped("driver", f"NVML does not answer; {torch_words}")]
+        return [skipped("driver", f"NVML does not answer; {built}")]
     newest = ".".join(map(str, around.driver_cuda))
-    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {torch_words}")]
-
-
-def _built_for(around: Surroundings) -> str:
-    return f"built for CUDA {around.torch_cuda}" if around.torch_cuda else "a build without CUDA"
+    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {built}")]
 
 
 def _together(
