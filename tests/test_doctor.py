@@ -378,17 +378,7 @@ def test_weights_that_must_be_fetched_need_room(tiny_llama):
 
 
 def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
-    device = "NVIDIA A100-SXM4-80GB"
-    made = {
-        "rank": rank,
-        "host": "a",
-        "stage": stage,
-        "torch": "2.13.0",
-        "cuda": "13.0",
-        "nccl": "2.29.3",
-        "device": device,
-    }
-    return {**made, **changes}
+    return {"rank": rank, "host": "a", "stage": stage, **changes}
 
 
 def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> Outcome:
@@ -410,10 +400,7 @@ def test_bus_bandwidth_is_the_one_of_nccl_tests():
 def test_a_right_sum_at_the_links_speed_passes():
     found = judge(outcome(note(0), note(1)), AROUND, Nodes())
     assert verdicts(found) == ["PASS", "PASS"]
-    assert (
-        "right over NCCL on 2 ranks: ranks 0, 1 on a; NVIDIA A100-SXM4-80GB; torch 2.13.0, NCCL 2.29.3"
-        in found[0].found
-    )
+    assert found[0].found == "right over NCCL on 2 ranks: ranks 0, 1 on a"
     # 256 MiB in 1 ms between 2 ranks: 268 GB/s
     assert "268.44 GB/s" in found[1].found
     assert "89% of the 300 GB/s" in found[1].found
