@@ -63,7 +63,7 @@ export-test: setup ## Compare RUN's exported GGUF with its adapter: prompts, wei
 push: setup ## Upload RUN's adapter or model to the hub, after asking (REPO=user/name, MERGED=1, PUBLIC=1, YES=1)
 report: setup ## Write one page about RUN: curves, predicted and measured, answers, how to reproduce it (OUT=FILE)
 compare: setup ## Write one page about several runs: what differs, results, curves (RUNS='first second', OUT=FILE)
-reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit (FORCE=1: with this code)
+reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit
 runs: setup ## List all runs: status, last step, best held-out figure, size, age
 prune: setup ## Remove runs, after asking (RUNS='first second', CHECKPOINTS=1 only their checkpoints, YES=1)
 
@@ -120,7 +120,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: CHECKPOINTS=1            prune: remove only the checkpoints of finished runs
 #: TRUST=1                  resume, consolidate: read what DeepSpeed stored in a checkpoint even if it could run code (only from people you trust)
 #: YES=1                    tb-clean, prune, push: remove or upload without asking
-#: FORCE=1                  overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); reproduce: train with the present code if the run's own cannot be found
+#: FORCE=1                  overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export)
 #: STYLE='You are terse.'   style, full-pipeline: the system prompt
 #: N=5                      preview, fuzz: how many examples; fuzz: cases of each part
 #: ROW=12                   preview: this row of the training file

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "train-distributed": (lambda world: ["--nproc", "2", "--strategy", "ddp", *a_run(world, "two")], SUMMARY),
     "train-deepspeed": (lambda world: ["--nproc", "2", *a_run(world, "zero")], SUMMARY),
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
-    "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
+    "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "text"}),
     "new": (lambda world: ["--model", "MODEL", "--data", "rows.jsonl"], {"ok", "path", "settings", "next"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
     "launch-file": (
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "export": (lambda world: ["--run", "whole", "--format", "vllm"], {"ok", "format", "path", "commands"}),
     "export-test": (
         lambda world: ["--run", "whole", "--limit", "2", "--out", "exported"],
-        {"ok", "checks", "answers", "weights", "kl_base"},
+        {"ok", "checks", "answers", "kl_base"},
     ),
     "push": (
         lambda world: ["--run", "whole", "--repo", "me/it", "--yes"],

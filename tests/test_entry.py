@@ -270,7 +270,6 @@ sys.meta_path.insert(0, Without())
     ("package", "words"),
     [
         ("torch", ("train",)),
-        ("trl", ("train-distributed",)),
         ("transformers", ("preview",)),
         ("torch", ("verify-layouts",)),
     ],

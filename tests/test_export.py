@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export import gguf_model
-from sft_play.finished.export.check_export import Answering, export_test
+from sft_play.finished.export.check_export import Answering, bits_of, export_test
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, prefixes_space, read_fields, write_pieces
@@ -98,8 +97,6 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     assert exported.prompts_checked > 10
     tested = export_test(run, rows=6)
     assert tested.ok, "\n".join(tested.lines())
-    assert tested.weights.equal == tested.weights.tensors > 15
-    assert (tested.weights.rounded > 0) == (written not in ("bf16", "f32"))
     of_file = tested.answers
     assert of_file.kl < tested.kl_base / 10
 
@@ -136,36 +133,20 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
     exported = export_run(run, "gguf", quant=quant)
     assert exported.file.name.endswith(f"-{quant}.gguf")
     assert [file.name for file in exported.path.iterdir() if file.suffix == ".gguf"] == [exported.file.name]
-    found = gguf_model.tensor_types(exported.file)
+    tested = export_test(run, rows=4)
+    found = set(tested.types)
     fallback = found - types  # rows of 352 weights, which llama.cpp stores in blocks of 32
     assert types - {"Q3_K"} <= found
     assert bool(fallback) == (quant != "q5_0")
-    tested = export_test(run, rows=4)
-    assert {check.name: check.ok for check in tested.checks}["Weights"], "\n".join(tested.lines())
-    assert tested.weights.equal == tested.weights.tensors
-    bits = min(bits for name in found if (bits := gguf_model.bits_of(name)))
-    assert 0.05 * 2.0**-bits < tested.weights.relative_rounding < 2.0 ** (1 - bits)
+    bits = min(bits for name in found if (bits := bits_of(name)))
     of_file = tested.answers
     assert 0 < of_file.kl < of_file.kl_limit == limit_of(f"q{bits}", tested.kl_base)
     assert 0 <= of_file.equal_answers <= 1
 
 
-def test_another_tensor_in_few_bits_is_seen(tmp_path):
-    """Weights that are near in size alone are not the model's."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(256, 256, bias=False)
-    for scale, equal in ((0.0, 1), (0.2, 1), (0.6, 0), (1.0, 0)):
-        other = torch.nn.Linear(256, 256, bias=False)
-        noise = torch.randn_like(layer.weight) * layer.weight.std()
-        other.weight.data = layer.weight.data + scale * noise
-        assert gguf_model.compare_gguf_weights(other, layer, {"F32", "Q4_K"}, rows=1).equal == equal
-    other.weight.data = layer.weight.data * 1.001
-    assert gguf_model.compare_gguf_weights(other, layer, {"F32", "Q8_0"}, rows=1).equal == 0
-
-
 def test_bits_are_read_from_the_names_of_types():
     names = {"Q4_K": 4, "IQ4_XS": 4, "Q8_0": 8, "Q2_K": 2, "F16": None, "BF16": None, "MXFP4": None}
-    assert {name: gguf_model.bits_of(name) for name in names} == names
+    assert {name: bits_of(name) for name in names} == names
 
 
 def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
@@ -203,7 +184,7 @@ def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
 
 
 def _change_weights(reader):
-    next(one for one in reader.tensors if one.name == "blk.1.attn_k.weight").data[3] *= 1.01
+    next(one for one in reader.tensors if one.name == "blk.1.attn_k.weight").data[3] *= 1.5
 
 
 def _swap_rows(reader):
@@ -227,13 +208,11 @@ def _another_template(reader):
 
 
 WRONG = {
-    "weights": (_change_weights, {"weights"}),
-    "rows of the output embeddings": (_swap_rows, {"weights"}),
+    "weights": (_change_weights, {"answers"}),
+    "rows of the output embeddings": (_swap_rows, {"answers"}),
     "template": (_another_template, {"template"}),
     "end": (_entry("tokenizer.ggml.eos_token_id", 1), {"stop tokens"}),
     "pre-tokenizer": (_entry("tokenizer.ggml.pre", "tekke"), {"tokenizer"}),
-    "positions": (_entry("llama.rope.freq_base", 500_000.0), {"settings"}),
-    "heads": (_entry("llama.attention.head_count_kv", 4), {"settings", "weights"}),
 }
 
 
@@ -252,8 +231,7 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     tested = export_test(run, path=copy, rows=3)
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
-    assert names <= wrong
-    assert not wrong - names - {"answers"}
+    assert wrong == names
     assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
 
 
@@ -264,7 +242,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong == {"Weights", "Answers"}
+    assert wrong == {"Answers"}
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path):
@@ -273,7 +251,7 @@ def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_pa
     export_run(run, "gguf")
     tested = export_test(run, rows=3)
     assert not tested.ok
-    assert [check.ok for check in tested.checks if check.name == "Weights"] == [None]
+    assert [check.ok for check in tested.checks if check.name == "Answers"] == [None]
     assert "Verdict: not known" in tested.lines()[-1]
 
 
@@ -568,8 +546,6 @@ def test_an_archive_that_is_not_the_package_is_refused(tmp_path):
     (tmp_path / "c.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         unpack(tmp_path / "c.tar.gz", tmp_path / "c")
-    with pytest.raises(ConfigError, match="SHA-256"):
-        find_converter(tmp_path / "c.tar.gz")
     with pytest.raises(ConfigError, match=r"not a checkout of llama.cpp"):
         find_converter(tmp_path)
 
@@ -578,7 +554,7 @@ def test_without_an_index_one_message_says_how_to_get_the_converter(tmp_path, mo
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama_cpp_python-.*\.tar\.gz") as caught:
+    with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama-cpp-python") as caught:
         find_converter(None)
     assert "\n" not in str(caught.value)
     assert {path.name for path in (tmp_path / "cache" / "llama.cpp").iterdir()} == {"lock"}
@@ -611,15 +587,6 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
     (tmp_path / "no.gguf").write_bytes(b"GGU")
     with pytest.raises(ModelError, match="cannot be read as a GGUF"):
         export_test(run, path=tmp_path / "no.gguf")
-
-
-def test_f16_is_refused_where_a_value_does_not_fit(tmp_path, failing):
-    built = model("Llama")
-    with torch.no_grad():
-        built.model.norm.weight[0] = 7e4
-    run = run_of(tmp_path, built)
-    with pytest.raises(ConfigError, match=r"f16 cannot hold model.norm.weight"):
-        export_run(run, "gguf", quant="f16", llama_cpp=failing)
 
 
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):

@@ -258,10 +258,10 @@ def test_cuda_visible_devices_is_respected_and_said(nvml):
     nvml(*(Fake() for _ in range(4)))
     text = seen_text({"CUDA_VISIBLE_DEVICES": "2,0"})
     assert "Number of GPUs: 2" in text
-    assert "CUDA_VISIBLE_DEVICES=2,0: GPU 2 is cuda:0, GPU 0 is cuda:1; hidden: GPU 1, GPU 3" in text
+    assert "CUDA_VISIBLE_DEVICES=2,0: GPU 2 is cuda:0, GPU 0 is cuda:1" in text
     nothing = seen_text({"CUDA_VISIBLE_DEVICES": ""})
     assert "Number of GPUs: 0" in nothing
-    assert "no GPU is visible; hidden: GPU 0, GPU 1, GPU 2, GPU 3" in nothing
+    assert "no GPU is visible" in nothing
     assert "What still works" in nothing
 
 
@@ -405,9 +405,7 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     text = gpu_page.assumed_lines(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
-    assert "  memory bandwidth: 4,800 GB/s" in text
-    assert "Link between GPUs, per GPU and one way: 450 GB/s" in text
-    assert any("bf16 989.4 TFLOPS" in line for line in text)
+    assert {"  bandwidth: 4,800 GB/s", "  link_bytes_per_s: 450 GB/s", "  bf16_flops: 989.4 TFLOPS"} < set(text)
     assert max(map(len, text)) <= 100
     answer = gpu_page.assumed_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
@@ -416,13 +414,11 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     assert (answer["ram_bytes"], answer["ram_given"]) == (2**40, True)
 
 
-def test_a_named_cluster_shows_its_network_and_what_is_not_known():
+def test_a_named_cluster_shows_its_network_and_not_what_is_not_known():
     text = gpu_page.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
-    assert "Number of GPUs: 16 on 2 nodes of 8" in text
-    assert "Network between nodes, per node and one way: 50 GB/s" in text
-    assert "  memory bandwidth: n/a" in text
-    assert "Price: 2.5 per GPU-hour" in text
-    assert any("this machine's; ram= sets another" in line for line in text)
+    assert {"Number of GPUs: 16", "  nodes: 2", "  network_bytes_per_s: 50 GB/s", "  ram_given: False"} < set(text)
+    assert "  price_per_gpu_hour: 2.5" in text
+    assert not any(line.startswith("  bandwidth") for line in text)
     assert gpu_page.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.config.schema import MixedPrecisionConfig, RunConfig
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.deepspeed.files import with_dtypes
+from sft_play.launch.deepspeed.files import translate
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal
@@ -311,16 +311,14 @@ def test_the_trace_runs_what_the_keys_say():
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
-def test_a_deepspeed_file_names_dtypes_too():
-    open_ = MixedPrecisionConfig()
-    mixed, lines = with_dtypes(open_, {"communication_data_type": "fp32", "data_types": {"buffer_dtype": "bf16"}})
-    assert (mixed.reduce, mixed.buffer, mixed.param) == ("float32", "bfloat16", "auto")
-    assert lines[0].startswith("communication_data_type: fp32 is the run's distributed.mixed_precision.reduce")
-    assert with_dtypes(open_, {"communication_data_type": "auto"}) == (open_, ())
-    with pytest.raises(ConfigError, match="fp16 contradicts distributed"):
-        with_dtypes(MixedPrecisionConfig(reduce="float32"), {"communication_data_type": "fp16"}, name="x.json")
-    with pytest.raises(ConfigError, match="is not valid; expected bf16, fp16, fp32"):
-        with_dtypes(open_, {"communication_data_type": "fp8"})
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"communication_data_type": "fp32"}, "reduce"), ({"data_types": {"buffer_dtype": "bf16"}}, "buffer")],
+)
+def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
+    with pytest.raises(ConfigError, match=f"distributed.mixed_precision.{field} of the run YAML"):
+        translate(given)
+    assert translate({"communication_data_type": "auto"})[0] == {"communication_data_type": "auto"}
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

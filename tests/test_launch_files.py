@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DataError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.network import Nodes
@@ -73,8 +73,7 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
     assert theirs.use_cpu is (gpus == 0)
     assert theirs.main_process_port == (29500 if machines > 1 else None)
     assert "total over all machines" in path.read_text()
-    assert str(path) in written.lines[0]
-    assert path.read_text() == written.text
+    assert path.read_text() == written
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -92,19 +91,19 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
     path = tmp_path / "a.yaml"
     write = lambda gpus, **more: write_accelerate_file(path, machine(gpus), mixed_precision="bf16", **more)  # noqa: E731
-    assert [write(2).how, write(2).how, write(4).how] == ["new", "same", "renewed"]
+    assert write(2) == write(2) != write(4) == path.read_text()
     path.write_text(path.read_text().replace("num_processes: 4", "num_processes: 3"))
-    with pytest.raises(ConfigError, match=r"was edited.*FORCE=1.*ACCELERATE_CONFIG="):
+    with pytest.raises(DataError, match=r"edited since make setup-accelerate wrote it.*FORCE=1"):
         write(2)
     assert read_accelerate_file(path).num_processes == 3
-    assert write(2, overwrite=True).how == "replaced"
+    write(2, overwrite=True)
     assert read_accelerate_file(path).num_processes == 2
 
 
 def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    with pytest.raises(ConfigError, match="was not written by this command"):
+    with pytest.raises(DataError, match="or not written by it"):
         write_accelerate_file(path, machine(2), mixed_precision="bf16")
     assert path.read_text().startswith("distributed_type")
 
@@ -167,9 +166,8 @@ def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
     lines = overridden_lines(config, mixed_precision="bf16")
-    assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert len(overridden_lines(config, mixed_precision="no")) == 1
+    assert overridden_lines(config, mixed_precision="no") == []
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
@@ -180,7 +178,7 @@ def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(overridden_lines(config, mixed_precision="no")) == 3
+    assert len(overridden_lines(config, mixed_precision="no")) == 2
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,6 @@ def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     [
         (("mixed_precision: 'no'", "mixed_precision: no"), "mixed_precision", "no"),
         (("mixed_precision: 'no'", "mixed_precision: false"), "mixed_precision", "no"),
-        (("mixed_precision: 'no'", "fp16: true"), "mixed_precision", "fp16"),
         (("gpu_ids: all", "gpu_ids: 0,1,2,3,4,5,6,9"), "gpu_ids", (0, 1, 2, 3, 4, 5, 6, 9)),
         (("num_processes: 16\n", ""), "num_processes", None),
         (("num_processes: 16", "num_processes: '16'"), "num_processes", 16),

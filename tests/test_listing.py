@@ -13,6 +13,7 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.listing import best_checkpoint, list_runs, prune, to_prune
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.lookup import checked_name, run_at
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
@@ -27,6 +28,11 @@ def make_run(output: Path, name: str, *, status: str = "finished", hours: float 
     lines = [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.0, **figures}]
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
     return folder
+
+
+def runs(output: Path, names: list[str]) -> list[RunFolder]:
+    """As `make prune` finds the runs of RUNS=."""
+    return [run_at(output, checked_name(name, key="RUNS")) for name in names]
 
 
 def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
@@ -52,7 +58,7 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     ages = [line.split("  ") for line in listed.lines()[1:-2]]
     assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
     assert "50" not in listed.lines()[-3]
-    assert "2 d" in listed.lines()[-3]
+    assert "2.1 days" in listed.lines()[-3]
     assert listed.runs[1].path == killed.path
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 
@@ -106,10 +112,10 @@ def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
     try:
         assert [run.status for run in list_runs(tmp_path, now=NOW).runs] == ["finished"]
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(tmp_path, ["done"], "run")
+            to_prune(runs(tmp_path, ["done"]), "run")
         (done.path / "checkpoints" / "one").mkdir(parents=True)
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(tmp_path, ["done"], "checkpoints")
+            to_prune(runs(tmp_path, ["done"]), "checkpoints")
     finally:
         holder.kill()
         holder.communicate()
@@ -149,19 +155,23 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
     stopped = make_run(tmp_path, "stopped", status="stopped")
     sizes = {run.name: run for run in list_runs(tmp_path).runs}
-    chosen = to_prune(tmp_path, ["one"], "checkpoints")
-    assert chosen == {one.path / "checkpoints": 1000} == {one.path / "checkpoints": sizes["one"].checkpoint_bytes}
-    assert prune(tmp_path, chosen).freed_bytes == 1000
+    chosen = to_prune(runs(tmp_path, ["one"]), "checkpoints")
+    assert (
+        chosen
+        == {one: {one.path / "checkpoints": 1000}}
+        == {one: {one.path / "checkpoints": sizes["one"].checkpoint_bytes}}
+    )
+    assert prune(chosen).freed_bytes == 1000
     assert not (one.path / "checkpoints").exists()
     assert one.manifest_path.is_file()
     with pytest.raises(RunFolderError, match="not finished"):
-        to_prune(tmp_path, ["stopped"], "checkpoints")
+        to_prune(runs(tmp_path, ["stopped"]), "checkpoints")
     with pytest.raises(RunFolderError, match="there is no run"):
-        to_prune(tmp_path, ["one", "nothing"], "run")
+        to_prune(runs(tmp_path, ["one", "nothing"]), "run")
     with pytest.raises(RunFolderError, match="refused"):
-        to_prune(tmp_path, ["../one"], "run")
-    chosen = to_prune(tmp_path, ["stopped", "one"], "run")
-    prune(tmp_path, chosen)
+        to_prune(runs(tmp_path, ["../one"]), "run")
+    chosen = to_prune(runs(tmp_path, ["stopped", "one"]), "run")
+    prune(chosen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
     assert other.manifest_path.is_file()
     assert not stopped.path.exists()
@@ -169,12 +179,12 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
 
 def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
     live, other = make_run(tmp_path, "live", status="running"), make_run(tmp_path, "other")
-    chosen = to_prune(tmp_path, ["live", "other"], "run")  # nobody writes it yet
+    chosen = to_prune(runs(tmp_path, ["live", "other"]), "run")  # nobody writes it yet
     holder = _locked_elsewhere(live)
     try:
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(tmp_path, ["live"], "run")
-        pruned = prune(tmp_path, chosen)
+            to_prune(runs(tmp_path, ["live"]), "run")
+        pruned = prune(chosen)
         assert (pruned.ok, pruned.removed, pruned.kept) == (False, (other.path,), (live.path,))
         assert f"kept: {live.path} is being written by another process" in caplog.text
         assert live.manifest_path.is_file()
@@ -185,9 +195,9 @@ def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
 
 def test_one_that_is_resumed_while_the_question_is_open_keeps_its_checkpoints(tmp_path, caplog):
     one = make_run(tmp_path, "one")
-    chosen = to_prune(tmp_path, ["one"], "checkpoints")
+    chosen = to_prune(runs(tmp_path, ["one"]), "checkpoints")
     one.update_manifest(status="stopped")
-    assert not prune(tmp_path, chosen).ok
+    assert not prune(chosen).ok
     assert f"kept: {one.path} is not finished (stopped)" in caplog.text
     assert (one.path / "checkpoints").is_dir()
 
@@ -198,7 +208,7 @@ def test_a_link_to_a_run_is_not_followed(tmp_path):
     (tmp_path / "outputs" / "link").symlink_to(far.path)
     for what in ("run", "checkpoints"):
         with pytest.raises(RunFolderError, match=f"is a link to {far.path}: name that folder"):
-            to_prune(tmp_path / "outputs", ["link"], what)
+            to_prune(runs(tmp_path / "outputs", ["link"]), what)
 
 
 def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):

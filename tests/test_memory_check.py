@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from rich.console import Console
 
 from sft_play.diagnose import memory_check, memory_page, processes
 from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
@@ -70,7 +69,7 @@ def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00",
 
 def rank(number: int, pid: int, **fields: Any) -> RankProcess:
     environment = {"WORLD_SIZE": "2"}
-    of = {"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB, "peak_rss_bytes": 4 * GIB}
+    of = {"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB}
     return RankProcess(**{**of, "environment": environment, **fields})
 
 
@@ -107,9 +106,9 @@ OTHER = os.getpid()
 
 def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
-    ranks = (rank(0, 11, workers=(12,), workers_rss_bytes=GIB), rank(1, 21))
+    ranks = (rank(0, 11, rss_bytes=4 * GIB), rank(1, 21))
     output = machine(
-        gpu(0, GpuProcess(11, "python", 30 * GIB), GpuProcess(12, "python", GIB), used=32 * GIB),
+        gpu(0, GpuProcess(11, "python", 31 * GIB), used=32 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
         group=Group(ranks, 1.0),
     )
@@ -123,8 +122,8 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     row = next(line for line in text if line.startswith("  1 "))
     assert row.split()[:7] == ["1", "1", "80.0", "30.00", "5.00", "45.00", "30.00"]
     joined = "\n".join(text)
-    for term in ("weights           40.00 GiB", "loss head         15.00 GiB", "= allocated       55.00 GiB",
-                 "+ margin           5.00 GiB", "= needed          65.00 GiB"):  # fmt: skip
+    for term in ("weights           40.0 GiB", "loss head         15.0 GiB", "= allocated       55.0 GiB",
+                 "+ margin           5.0 GiB", "= needed          65.0 GiB"):  # fmt: skip
         assert " ".join(term.split()) in " ".join(joined.split()), term
     assert "adapters" not in joined  # a term of no bytes
     assert max(map(len, text)) <= 120
@@ -206,12 +205,12 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
-    ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
+    ranks = (rank(0, 11, rss_bytes=4 * GIB), rank(1, 21, rss_bytes=2 * GIB))
     output = machine(group=Group(ranks, 1.0), hardware=CPU)
     check = see_memory(output, {})
-    assert [(use.rank, use.rss_bytes, use.peak_rss_bytes, use.workers) for use in check.ranks] == [
-        (0, 3 * GIB, 4 * GIB, 2),
-        (1, 2 * GIB, 4 * GIB, 0),
+    assert [(use.rank, use.rss_bytes, use.peak_rss_bytes) for use in check.ranks] == [
+        (0, 4 * GIB, 4 * GIB),
+        (1, 2 * GIB, 2 * GIB),
     ]
     assert check.ram.run_bytes == 6 * GIB
     text = "\n".join(memory_lines(check))
@@ -226,24 +225,6 @@ def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
     group = Group((rank(0, 11), rank(1, 21)), 1.0)
     (warning,) = see_memory(machine(group=group, hardware=scarce), {}).warnings
     assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
-
-
-def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
-    run_folder(tmp_path, "mine", host=40 * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), 1.0)
-    seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
-    (warning,) = see_memory(machine(*seen, group=group), {}).warnings
-    assert "the plan counts on 80.0 GiB" in warning  # 60 are free, 6 held
-
-
-@pytest.mark.parametrize(("save", "wanted"), [(0, 80), (10, 70), (40, None)])
-def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machine, tmp_path):
-    run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), 1.0)
-    seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
-    found = see_memory(machine(*seen, group=group), {}).warnings
-    assert len(found) == (wanted is not None)  # 60 are free, 6 held
-    assert all(f"the plan counts on {wanted}.0 GiB for the ranks" in warning for warning in found)
 
 
 # --- which run --------------------------------------------------------------------------------------------------------
@@ -265,7 +246,7 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     found = find_run(output, named="killed")
     assert not found.running
     assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
-    assert "40.00 GiB" in "\n".join(memory_lines(see_memory(output, {}, named=str(output / "killed"))))
+    assert "40.0 GiB" in "\n".join(memory_lines(see_memory(output, {}, named=str(output / "killed"))))
 
 
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
@@ -345,8 +326,8 @@ def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_pat
     assert found.running
     assert found.group is not None
     (one,) = found.group.ranks
-    assert (one.pid, one.rank, len(one.workers)) == (process.pid, None, 2)
-    assert 0 < one.rss_bytes <= (one.peak_rss_bytes or 0)
+    assert (one.pid, one.rank) == (process.pid, None)
+    assert one.rss_bytes > psutil.Process(process.pid).memory_info().rss  # with what it started
     assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
     end(process)
     assert not find_run(tmp_path / "out", named="alone").running
@@ -358,10 +339,7 @@ def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(train
     started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
     group = find_run(tmp_path / "out").group
     assert group is not None
-    assert [(one.rank, one.pid, len(one.workers)) for one in group.ranks] == [
-        (0, started[0].pid, 1),
-        (1, started[1].pid, 1),
-    ]
+    assert [(one.rank, one.pid) for one in group.ranks] == [(0, started[0].pid), (1, started[1].pid)]
     assert group.rss_bytes >= sum(one.rss_bytes for one in group.ranks)
 
 
@@ -445,20 +423,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
     last = watch(lambda: see_memory(output, {}), write=written.append, pause=pause)
     assert len(written) == 3
     assert isinstance(last, MemorySeen)
-    assert pauses == [memory_page.BLOCK_S] * 3
-
-
-def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
-    run_folder(tmp_path, "mine", on_gpu=False)
-    output = machine(group=Group((rank(0, 11),), 1.0), hardware=CPU)
-    screen, pauses = io.StringIO(), []
-    console = Console(file=screen, force_terminal=True, width=110, height=50)
-    watch(lambda: see_memory(output, {}), write=lambda _: pytest.fail("written"), console=console, rounds=2,
-          pause=pauses.append)  # fmt: skip
-    assert "\x1b[1A" in screen.getvalue()  # the cursor goes up over the first table
-    assert screen.getvalue().count("Ctrl-C ends this") >= 2
-    assert pauses == [memory_page.REFRESH_S]
-    assert memory_page.terminal(io.StringIO()) is None
+    assert pauses == [memory_page.REFRESH_S] * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

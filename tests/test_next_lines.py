@@ -78,7 +78,7 @@ def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gg
 def export_test() -> Any:
     from sft_play.finished.export.check_export import ExportTest
 
-    return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None, None)
+    return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None)
 
 
 def push() -> Any:

@@ -200,7 +200,6 @@ def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, 
     assert line in texts_of(folder)["out_of_memory"]
     code, printed, _ = train("broken", *same, verb="resume")
     assert code == 0, printed
-    assert "micro 2 x accum 4 x 1 ranks: the run ran out of memory with micro-batch 4" in printed
     assert losses(folder) == losses(planned)
     assert_same_bits(weights(folder), weights(planned))
 

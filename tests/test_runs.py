@@ -358,7 +358,7 @@ def writer(tmp_path):
 
 
 def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_path, writer, caplog):
-    from sft_play.finished.listing import remove
+    from sft_play.finished.listing import prune
     from sft_play.training.checkpoints.consolidate import consolidate
 
     folder = make(tmp_path, status="finished")
@@ -377,7 +377,7 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
         with pytest.raises(RunFolderError, match=f"being written by another process .pid {other.pid} on ") as error:
             take()
         assert f"kill {other.pid}" in str(error.value), name
-    assert remove(folder, {folder.path / "tb" / "events.out.tfevents.1": 5}) == {}
+    assert prune({folder: {folder.path / "tb" / "events.out.tfevents.1": 5}}).removed == ()
     assert f"kept: {folder.path} is being written by another process (pid {other.pid}" in caplog.text
     assert (folder.path / "tb" / "events.out.tfevents.1").exists()
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["one"]  # nothing half made either

@@ -38,10 +38,9 @@ def task(base, tuned, tokens=None, **more) -> TaskEvidence:
     return TaskEvidence("test", Losses(tuple(base), tuple(tuned), tuple(tokens), (100.0,) * len(base)), **more)
 
 
-def half(base, tuned, tokens=None, *, chance=100.0, kinds=None) -> Losses:
+def half(base, tuned, tokens=None, *, chance=100.0) -> Losses:
     count = len(base)
-    kinds = tuple(kinds or ["prose"] * count)
-    return Losses(tuple(base), tuple(tuned), tuple(tokens or [1] * count), (chance,) * count, kinds)
+    return Losses(tuple(base), tuple(tuned), tuple(tokens or [1] * count), (chance,) * count)
 
 
 def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
@@ -72,7 +71,7 @@ def test_what_is_better_and_lost_nothing_ships():
 
 def test_each_bound_is_where_it_is_said_to_be():
     base = [2.0] * 30
-    at_most = Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, max_kind_factor=2.0, resamples=100)
+    at_most = Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
     more = math.nextafter(0.125, 1)
 
     def of(**parts):
@@ -87,14 +86,6 @@ def test_each_bound_is_where_it_is_said_to_be():
     assert "general chats" in of(chats=half([0.0] * 9, [math.nextafter(0.25, 1)] * 9))["general"]
     assert of(merge=MergeEvidence("compared", 1e-4, 1e-4, 0.1)) == {}
     assert "not the adapter's" in of(merge=MergeEvidence("compared", 1.1e-4, 1e-4, 0.1))["merge"]
-
-
-def test_a_loss_of_one_kind_is_seen_where_the_mean_hides_it():
-    kinds = ["code"] * 8 + ["prose"] * 392
-    lost = [2.0] * 8 + [1.0] * 392  # 0.02 on average
-    assert "in code" in refused(evidence(text=half([1.0] * 400, lost, kinds=kinds)))["general"]
-    few = ["code"] * 7 + ["prose"] * 393
-    assert refused(evidence(text=half([1.0] * 400, [2.0] * 7 + [1.0] * 393, kinds=few))) == {}
 
 
 def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
@@ -153,50 +144,6 @@ def test_no_held_out_rows_and_no_merge_never_ship():
     assert refused(gone)["task"] == "the base is gone"
 
 
-def plain_gain(losses: Losses, thresholds: Thresholds) -> tuple[float, float]:
-    """The studentised interval by its definition: rows are drawn one by one, with the same counts."""
-    rows = [
-        (min(base, chance), min(tuned, chance), tokens)
-        for base, tuned, tokens, chance in zip(losses.base, losses.tuned, losses.tokens, losses.chance, strict=True)
-    ]
-
-    def mean_and_error(drawn):
-        total = sum(tokens for _, _, tokens in drawn)
-        mean = sum(base - tuned for base, tuned, _ in drawn) / total
-        rests = [(base - tuned - mean * tokens) / (total / len(drawn)) for base, tuned, tokens in drawn]
-        return mean, math.sqrt(sum(rest**2 for rest in rests) / (len(drawn) - 1) / len(drawn))
-
-    mean, error = mean_and_error(rows)
-    generator = np.random.default_rng(thresholds.seed)
-    ts = []
-    for counts in generator.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=thresholds.resamples):
-        again, spread = mean_and_error([row for row, count in zip(rows, counts, strict=True) for _ in range(count)])
-        ts.append((again - mean) / spread)
-    ts.sort()
-    last = thresholds.resamples - 1
-    tail = (1 - thresholds.level) / 2
-    return mean - ts[math.ceil((1 - tail) * last)] * error, mean - ts[math.floor(tail * last)] * error
-
-
-def random_rows(seed: int) -> Losses:
-    draw = np.random.default_rng(seed)
-    number = int(draw.integers(5, 60))
-    tokens = draw.integers(1, 80, number)
-    base = draw.gamma(2, 1, number) * tokens
-    change = draw.normal(draw.normal(0, 0.05), 0.2, number) * tokens
-    chance = draw.uniform(1, 6) * tokens
-    return Losses(*(tuple(column.tolist()) for column in (base, base + change, tokens, chance)))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_interval_is_the_studentised_bootstrap(seed):
-    thresholds = Thresholds(level=0.9, resamples=200, seed=seed)
-    losses = random_rows(seed)
-    interval = gain(losses, thresholds)
-    assert (interval.low, interval.high) == pytest.approx(plain_gain(losses, thresholds), rel=1e-6, abs=1e-9)
-    assert interval.low < interval.difference < interval.high
-
-
 def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
     """The rule written again: whether each check passes."""
 
@@ -204,20 +151,12 @@ def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
         if None in losses.base + losses.tuned:
             return False
         rows = [
-            (base, min(tuned, chance), tokens, kind)
-            for base, tuned, tokens, chance, kind in zip(
-                losses.base, losses.tuned, losses.tokens, losses.chance, losses.kinds, strict=True
-            )
+            (base, min(tuned, chance), tokens)
+            for base, tuned, tokens, chance in zip(losses.base, losses.tuned, losses.tokens, losses.chance, strict=True)
             if base < chance
         ]
         if len(rows) < asked.min_known:
             return True
-        sizes = Counter(row[3] for row in rows)
-        for kind in sizes:
-            part = [row for row in rows if row[3] == kind]
-            mean = sum(row[1] - row[0] for row in part) / sum(row[2] for row in part)
-            if sizes[kind] >= asked.min_known and mean > bound * asked.max_kind_factor:
-                return False
         tokens = np.array([row[2] for row in rows], float)
         before, after = (np.array([row[at] for row in rows]) / tokens for at in (0, 1))
         return paired_bootstrap(before, after, weights=tokens, resamples=asked.resamples).high <= bound
@@ -247,8 +186,7 @@ def random_evidence(seed: int) -> Evidence:
         if pick.random() < 0.06:
             pick.choice(columns)[0] = None
         chance = (pick.choice([0.2, 2.5, 6.0] if general else [1.5, 6.0]) * tokens).tolist()
-        kinds = tuple(pick.choices(["code", "prose", "facts"], k=number)) if general else ()
-        return Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance), kinds)
+        return Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance))
 
     number = pick.choice([10, 29, 30, 45, 80])
     answers = [tuple(pick.random() < share for _ in range(25)) for share in (0.5, pick.choice([0.1, 0.5, 0.9]))]
@@ -328,8 +266,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     from benchmarks.starter_language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
 
     sample = general_sample()
-    texts = [text for _, text in sample.texts]
-    conversations = [messages for _, messages in sample.chats]
+    texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
     assert VERSION == "general-1"
     # a changed row is another version
@@ -337,8 +274,6 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     assert (len(texts), len(conversations)) == (137, 77)
     assert len({normalised(text) for text in texts}) == len(texts)
     assert len({json.dumps(messages) for messages in conversations}) == len(conversations)
-    assert min(Counter(kind for kind, _ in sample.texts).values()) >= 10
-    assert len(Counter(kind for kind, _ in sample.chats)) == 10
     for messages in conversations:
         roles = [message["role"] for message in messages]
         turns = roles[1:] if roles[0] == "system" else roles
@@ -374,9 +309,9 @@ def world(tmp_path_factory) -> Path:
     base = make_llama(folder / "base")
     renderer = Renderer(AutoTokenizer.from_pretrained(base), max_seq_len=512)
     sample = general_sample()
-    others = [("sums", tuple(sum_chat(n)["messages"])) for n in range(160, 400)]  # how such answers begin
+    others = [tuple(sum_chat(n)["messages"]) for n in range(160, 400)]  # how such answers begin
     sample = dataclasses.replace(sample, chats=(*sample.chats, *others))
-    rows = [row for _, row in [*text_rows(sample, renderer), *chat_rows(sample, renderer)]]
+    rows = [*text_rows(sample, renderer), *chat_rows(sample, renderer)]
     stream = torch.tensor([token for row in rows for token in row["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -429,7 +364,7 @@ def shipped(command, folder: Path, *words: str) -> tuple[int, dict]:
     assert code == (0 if answer["ok"] else 2)
     replayed, printed = command("ship", "--replay", str(folder / "ship.json"))
     assert replayed == code, printed
-    assert "follow from its evidence" in printed
+    assert "follows from its evidence" in printed
     return code, answer
 
 
@@ -453,7 +388,7 @@ def test_a_good_run_ships(world, command):
     assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds"} <= set(answer)
     code, printed = command("ship", "--run", str(folder), "--limit", "30", "--tolerance", "0.5")
     assert code == 0, printed
-    assert "max_text_rise 0.5 (0.1), max_chat_rise 0.5 (0.2)" in printed
+    assert printed.count("allowed +0.5)") == 2
     assert "30 rows (val)" in printed
     assert "Verdict: ship\n" in printed
 
@@ -472,7 +407,7 @@ def test_an_untrained_run_is_refused_for_the_task(world, command):
     code, answer = shipped(command, folder)
     assert code == 2
     assert checks(answer) == {"task": False, "general": True, "merge": None}
-    assert answer["checks"][0]["gain"] == {"difference": 0.0, "low": 0.0, "high": 0.0, "level": 0.99}
+    assert answer["checks"][0]["gain"] == {"difference": 0.0, "low": 0.0, "high": 0.0, "level": 0.995}
 
 
 @pytest.mark.build
@@ -595,7 +530,7 @@ def recorded(tmp_path) -> dict:
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.evaluate.ship_replay import replay
+    from sft_play.finished.evaluate.ship_rule import replay
 
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -612,16 +547,13 @@ def edits(data: dict):
     yield "ok", lambda new: new.update(ok=False)
     yield "verdict", lambda new: new.update(verdict="do not ship")
     yield "checks[task].ok", lambda new: new["checks"][0].update(ok=False)
-    yield "checks[task].gain.low", lambda new: new["checks"][0]["gain"].update(low=9.0)
-    yield "checks[general].text.rise.high", lambda new: new["checks"][1]["text"]["rise"].update(high=0.5)
-    yield "checks[task].loss.tuned", lambda new: new["evidence"]["task"]["losses"]["tuned"].__setitem__(0, 1.9)
-    yield "checks[merge].kl_merged", lambda new: new["evidence"]["merge"].update(kl_merged=5e-5)
-    yield "checks[task].gain_asked", lambda new: new["thresholds"].update(min_gain=0.02)
-    yield "checks", lambda new: new["checks"].pop()
-    yield "checks[task].more", lambda new: new["checks"][0].update(more=1)
+    yield "checks[task].ok", lambda new: new["evidence"]["task"]["losses"]["tuned"].__setitem__(0, 99.0)
+    yield "checks[merge].ok", lambda new: new["evidence"]["merge"].update(kl_merged=5e-2)
+    yield "checks[task].ok", lambda new: new["thresholds"].update(min_gain=0.9)
+    yield "checks[merge].ok", lambda new: new["checks"].pop()
 
 
-@pytest.mark.parametrize("at", range(10))
+@pytest.mark.parametrize("at", range(7))
 def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
     name, edit = list(edits(recorded))[at]
     edit(recorded)
@@ -650,7 +582,7 @@ def test_looser_thresholds_are_said(tmp_path):
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
     again = replayed(tmp_path, Shipped(tmp_path, given, loose, judge(given, loose), {}).as_json())
     assert again.ok
-    assert "Thresholds that are not the defaults (in brackets): max_text_rise 5 (0.1)" in again.lines()
+    assert any("allowed +5)" in line for line in again.lines())
 
 
 @pytest.mark.parametrize(

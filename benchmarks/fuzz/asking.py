@@ -19,7 +19,7 @@ from benchmarks.fuzz.run import Judge, Wrong, own_surroundings
 _PATHS = ("/v1/chat/completions", "/v1/models", "/health", "/", "/v1/../etc", "/docs")
 _CHAT: dict[str, Any] = {
     "model": "run", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0.5,
-    "top_p": 0.9, "stop": ["x"], "seed": 1, "stream": False, "logit_bias": {"5": 1.0}, "user": "me",
+    "top_p": 0.9, "stop": ["x"], "seed": 1, "stream": False, "user": "me",
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
 }  # fmt: skip
 _HEADERS = (

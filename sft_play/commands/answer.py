@@ -58,11 +58,11 @@ def answer_of(result: Result, *, to_out: bool = True) -> Answer:
 
 def agreed(request: Request, question: str, *, refusal: str) -> bool:
     """Whether the user agrees, by YES=1 or at the terminal; no answer is a no. Raises ConfigError where there is no
-    terminal to ask on, or JSON=1 was given: `refusal` says what YES=1 would do."""
+    terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
     if request.yes:
         return True
     if request.json or sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError(refusal)
+        raise ConfigError(f"{refusal}\nand there is no terminal to ask on: YES=1 agrees")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -111,10 +111,8 @@ def refuse_place(out: Path, name: str = "OUT") -> None:
 
 
 def write_out(path: Path, data: Any) -> None:
-    """JSON in a file of its own; raises ConfigError where it cannot be written.
-
-    A device or a pipe (`/dev/stdout`) is written in place: the renamed file would replace it.
-    """
+    """JSON in a file of its own, or in place in a device or a pipe (`/dev/stdout`); raises ConfigError where it cannot
+    be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -126,11 +124,8 @@ def write_out(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def stdout_to_stderr(*, wanted: bool) -> Iterator[None]:
-    """Within it, output of this process, its libraries and its children goes to standard error.
-
-    A run prints logs and progress bars, some of them not by our logging; with JSON=1 standard output holds the answer
-    alone.
-    """
+    """Within it, output of this process, its libraries and its children goes to standard error: with JSON=1 standard
+    output holds the answer alone."""
     if not wanted:
         yield
         return

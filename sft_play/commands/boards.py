@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import webbrowser
-from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
 from sft_play.commands.request import Request, output_dir_of
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.listing import CURVES, parts_of, remove
+from sft_play.finished.listing import CURVES, Pruned, prune, to_prune
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
@@ -31,7 +30,6 @@ def run(request: Request) -> Answer:
 
 
 def _shown(request: Request) -> Sidecar:
-    """A TensorBoard over the output folder or over RUN, that stays until it is stopped."""
     base, logdir = output_dir_of(request), _logdir(request)
     title = (logdir.parent if request.run else logdir).absolute().name
     sidecar, words = tensorboard.start(logdir, title=title, **tensorboard.settings(os.environ))
@@ -51,13 +49,8 @@ def _open(request: Request) -> Answer:
     sidecar = inside[0] if inside else _shown(request)
     has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
     is_open = has_display and webbrowser.open(sidecar.page)
-    if is_open:
-        logger.info("Opened %s in the browser", sidecar.page)
-    else:
-        logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
-        if os.environ.get("SSH_CONNECTION"):
-            logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then the same address",
-                        sidecar.port, sidecar.port, socket.gethostname())  # fmt: skip
+    where = "Opened %s in the browser" if is_open else "No browser can be shown here; open this address yourself: %s"
+    logger.info(where, sidecar.page)
     return Answer({"ok": True, "opened": is_open, **_page(sidecar)})
 
 
@@ -76,38 +69,26 @@ def _stop(request: Request) -> Answer:
 
 
 def _clean(request: Request) -> Answer:
-    """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
     output = output_dir_of(request)
-    every = [run_named(output, request.run)] if request.run else list(runs_in(output, replaced=True))
-    chosen = {}
-    for folder in every:
+    chosen: dict[RunFolder, dict[Path, int]] = {}
+    for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):
         try:
-            chosen[folder] = parts_of(folder, "curves")
+            chosen |= to_prune([folder], "curves")
         except RunFolderError as error:
             if request.run:
                 raise
             logger.info("kept: %s", error)
-    chosen = {folder: files for folder, files in chosen.items() if files}
-    for folder, files in chosen.items():
-        logger.info("%s: %s", folder.tensorboard, _files(files))
-    removed: dict[Path, int] = {}
+    files = [size for parts in chosen.values() for size in parts.values()]
+    what = f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files))}, of {len(chosen)} finished run"
+    what += "s" * (len(chosen) > 1)
+    pruned = Pruned((), 0)
     if not chosen:
-        logger.info("There are no event files of finished runs in %s", every[0].path if request.run else output)
-    else:
-        total = {path: size for files in chosen.values() for path, size in files.items()}
-        what = f"{_files(total)}, of {len(chosen)} finished run{'s' * (len(chosen) > 1)}"
-        refusal = f"tb-clean would remove {what}, and there is no terminal to ask on: YES=1 removes them"
-        if agreed(request, f"Remove {what}?", refusal=refusal):
-            for folder, files in chosen.items():
-                removed |= remove(folder, files)
-        logger.info("%s", f"Removed {_files(removed)}" if removed else "Nothing was removed")
-    kept = sum(1 for folder in every for _ in folder.tensorboard.rglob(CURVES))
-    data = {"removed": list(map(str, removed)), "freed_bytes": sum(removed.values()), "kept": kept}
-    return Answer({"ok": True, **data})
-
-
-def _files(files: Mapping[Path, int]) -> str:
-    return f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files.values()))}"
+        logger.info("There are no event files of finished runs in %s", output)
+    elif agreed(request, f"Remove {what}?", refusal=f"tb-clean would remove {what}"):
+        pruned = prune(chosen)
+    if chosen:
+        logger.info("Removed: %d event files, %s", len(pruned.removed), size_of(pruned.freed_bytes))
+    return Answer({"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes})
 
 
 def _logdir(request: Request) -> Path:

@@ -109,14 +109,16 @@ def _memory_check(request: Request) -> Answer | int:
         if request.json:
             write_json_line(with_ending(seen.as_json(), 0))
         else:
-            logger.info("%s", "\n".join(memory_page.memory_lines(seen)))
+            if sys.stdout.isatty():
+                sys.stdout.write("\033[H\033[2J")  # in the place of the look before
+            logger.info("%s", "\n".join([*memory_page.memory_lines(seen), f"{seen.time}; Ctrl-C ends this"]))
         if output_is_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         seen = take()
         return Answer(seen.as_json(), ["\n".join(memory_page.memory_lines(seen))])
-    last = memory_page.watch(take, write=show, console=None if request.json else memory_page.terminal(sys.stdout))
+    last = memory_page.watch(take, write=show)
     if request.out is not None and last is not None:
         write_out(request.out, last.as_json())
     return 0

@@ -27,9 +27,8 @@ from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
-from sft_play.runs.lookup import checked_name
+from sft_play.runs.lookup import run_named
 
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base
@@ -115,8 +114,7 @@ def _export_test(request: Request, finished: FinishedRun) -> Answer:
 def _push(request: Request, finished: FinishedRun) -> Answer:
     upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
     listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
-    refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
-    if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
+    if not agreed(request, f"{listed}\nUpload?", refusal=listed):
         return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
     return answer_of(push(upload))
 
@@ -129,11 +127,9 @@ def _consolidate(request: Request) -> Answer:
     if not detect().gpus:
         deepspeed_on_cpu()
     given = Path(request.run).expanduser()
-    if given.name == request.run and not (given / MANIFEST).is_file():
-        given = output_dir_of(request) / checked_name(request.run, key="RUN")
-    checkpoint = given if given.name.startswith("checkpoint-") else None
-    folder = RunFolder(given.parents[1] if checkpoint else given)
-    folder.manifest()  # what is no run is refused before torch is imported
+    checkpoint = given if given.name.startswith("checkpoint-") and given.name != request.run else None
+    # what is no run is refused before torch is imported
+    folder = run_named(output_dir_of(request), str(given.parents[1] if checkpoint else request.run))
     if request.out is not None and request.out.exists():
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate

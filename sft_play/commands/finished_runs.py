@@ -17,6 +17,7 @@ from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
 from sft_play.finished.run import find_any, next_line, require_split
 from sft_play.log import one_line
+from sft_play.runs.lookup import checked_name, run_at
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -32,7 +33,7 @@ def run(request: Request) -> Answer | int:
     if request.command in ("report", "compare"):
         return _show(request)
     if request.command == "ship" and request.replay is not None:
-        from sft_play.finished.evaluate.ship_replay import replay
+        from sft_play.finished.evaluate.ship_rule import replay
 
         return answer_of(replay(request.replay))
     with stdout_to_stderr(wanted=request.json):
@@ -46,7 +47,7 @@ def _run_models(request: Request) -> Answer:
     if request.command == "reproduce":
         from sft_play.finished.reproduce import reproduce
 
-        return answer_of(reproduce(finished, by_this_code=request.force))
+        return answer_of(reproduce(finished))
     if request.command == "ship":
         from sft_play.finished.evaluate.ship import ROWS, ship
 
@@ -85,15 +86,15 @@ def _prune(request: Request) -> Answer:
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
     what: What = "checkpoints" if request.checkpoints else "run"
-    chosen = to_prune(output, request.runs, what)
+    chosen = to_prune([run_at(output, checked_name(name, key="RUNS")) for name in request.runs], what)
     nothing = {"ok": True, "removed": [], "freed_bytes": 0}
     if not chosen:
         return Answer(nothing, ["There are no checkpoints to remove"])
-    listed = "\n".join(f"  {path} ({gib(size, digits=2)} GiB)" for path, size in chosen.items())
-    refusal = f"this would remove\n{listed}\nand there is no terminal to ask on: YES=1 removes them"
-    if not agreed(request, f"Remove\n{listed}\n?", refusal=refusal):
+    parts = [part for of_run in chosen.values() for part in of_run.items()]
+    listed = "\n".join(f"  {path} ({gib(size, digits=2)} GiB)" for path, size in parts)
+    if not agreed(request, f"Remove\n{listed}\n?", refusal=f"this would remove\n{listed}"):
         return Answer(nothing, ["Nothing was removed"])
-    return answer_of(prune(output, chosen))
+    return answer_of(prune(chosen))
 
 
 # --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------

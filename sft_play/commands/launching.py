@@ -5,7 +5,6 @@ them `setup-accelerate`, which writes accelerate's configuration."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import os
 import subprocess
@@ -18,6 +17,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.finished.listing import best_checkpoint
 from sft_play.launch.accelerate import (
+    MIXED_PRECISION,
     accelerate_path,
     find_accelerate_file,
     machines_of,
@@ -34,9 +34,6 @@ from sft_play.runs.files import read_json
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
-
-RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-"""Packages that every rank imports: checked in the parent, before any rank starts."""
 
 
 def run(request: Request) -> Answer | int:
@@ -59,11 +56,6 @@ def asked_for(request: Request) -> Asked:
     ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
     launches = command in ("train-distributed", "train-deepspeed", "launch-command")
-    if launches:
-        # one message here instead of a traceback from each rank
-        for package in RANKS_NEED:
-            if importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
     ranks = _own_place() if command == "rank" else launched_ranks(request)
@@ -120,10 +112,8 @@ def _command(started: Started) -> Answer:
 
 
 def accelerate_names_machines() -> bool:
-    """Whether the accelerate configuration that a launch would read is for several machines.
-
-    One that cannot be read is only a warning: a single process needs nothing from it.
-    """
+    """Whether the accelerate configuration that a launch would read is for several machines; one that cannot be read is
+    only a warning."""
     file = find_accelerate_file(os.environ)
     try:
         return file is not None and read_accelerate_file(file).num_machines > 1
@@ -165,12 +155,14 @@ def _setup_accelerate(request: Request) -> Answer:
     options = dataclasses.replace(request.options, nodes=machines_of(os.environ))
     hardware = machine_of(options, machine_for(loaded.config, detect()))
     precision = choose_precision(loaded.config, hardware).compute
-    written = write_accelerate_file(
+    text = write_accelerate_file(
         path,
         hardware,
-        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
+        mixed_precision=MIXED_PRECISION.get(precision, "no"),
         gpu_ids=options.gpus,
         overwrite=request.force,
         machines=options.nodes,
     )
-    return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)
+    return Answer(
+        {"ok": True, "path": str(path), "text": text}, [f"{path}:", *(f"  {one}" for one in text.splitlines())]
+    )

@@ -55,7 +55,6 @@ def _missing(request: Request) -> str:
 
 
 def _out(request: Request) -> Path:
-    """The file to write: named after the data or the other file, or as OUT says; never one that exists."""
     out = request.out or Path(_named_after(request))
     if out.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
@@ -122,7 +121,6 @@ def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
 
 
 def _counting(folder: Path | None) -> Count:
-    """The tokens of a text by the model's tokenizer where its file is here, else by its characters."""
     path = folder / "tokenizer.json" if folder is not None else None
     if path is None or not path.is_file():
         return by_characters
@@ -135,7 +133,6 @@ def _counting(folder: Path | None) -> Count:
 
 
 def _has_template(folder: Path) -> bool:
-    """Whether a model's folder has a chat template, in a file of its own or in the tokenizer's configuration."""
     if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
         return True
     with contextlib.suppress(OSError):

@@ -129,7 +129,6 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
 def _page(
     request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
 ) -> Sequence[str]:
-    """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
     if request.why:
         return [*absent, *show.plan_lines(plan, config, command=command, by_node=by_node)]
     start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
@@ -238,12 +237,9 @@ def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) 
 def budget_for(
     config: RunConfig, usd: float, asked: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES
 ) -> Budget:
-    """The machines on which the run fits, with its hours and their cost.
-
-    The user's own price (PRICE=, price=) applies to the machine that it is given with, and no other machine is
-    compared. A machine without a price gets the lowest one of the list. Raises ConfigError where the run's length is
-    not known, a price is given without a machine that has GPUs, or the list has no price for the machine that is named.
-    """
+    """The machines on which the run fits, with its hours and their cost. The user's own price (PRICE=, price=) holds
+    for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
+    length is not known, a price has no machine with GPUs, or the list has none for the machine that is named."""
     today = datetime.now(UTC).date()
     shape, evaluates = shape_for(config), has_eval(config)
 

@@ -67,7 +67,6 @@ def _reading(folder: Path, data: DataConfig) -> list[str]:
 
 
 def _plain(path: Path) -> str:
-    """A path as a value of YAML, in quotes where it needs them."""
     return str(path) if re.fullmatch(r"[\w./~-]+", str(path)) else json.dumps(str(path))
 
 

@@ -39,10 +39,8 @@ from sft_play.starter import CONFIG
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; what its words say wins over make's variables in the environment.
-
-    A field with the name of a variable of make holds its value, read by the variable's kind; None: not given.
-    """
+    """The request to a command; its words win over make's variables in the environment. A field with the name of a
+    variable of make holds its value, read by the variable's kind; None: not given."""
 
     command: str
     config: Path
@@ -191,7 +189,6 @@ _FREE = frozenset({"STYLE", "SYSTEM"})
 
 
 def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
-    """A variable as given: by its flag, else by the environment; None where it is in neither."""
     flag = getattr(given, name.lower()) if VARIABLES[name].has_flag else None
     if flag is None:
         flag = environment.get(name) or None
@@ -202,7 +199,6 @@ def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) 
 
 
 def _value(name: str, text: str | None) -> Any:
-    """A variable's value by its kind; raises ConfigError where it has to be a number and is not."""
     variable = VARIABLES[name]
     if variable.kind == "switch":
         return text not in (None, "0")
@@ -283,7 +279,6 @@ def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequ
 
 
 def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
-    """What to do about an unknown flag: another tool's is a setting here, given as a word."""
     flag, equals, value = word.partition("=")
     after = [*words, ""][words.index(word) + 1] if word in words else ""
     given = value if equals else after if after and not after.startswith("--") and "=" not in after else None
@@ -297,9 +292,7 @@ def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[
 
 def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
-
-    `train` takes the nodes too where the environment names several: then each of them runs `train`.
-    """
+    `train` takes the nodes too where the environment names several: then each of them runs `train`."""
     command = given.command
     values = {
         name: getattr(given, name.lower(), None) or environment.get(name) or ""
@@ -351,7 +344,6 @@ def refuse_own_model(request: Request) -> None:
 
 
 def _refuse_words(command: str, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for words that are not settings, or settings where the command reads no run YAML."""
     for word in overrides:
         if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"

@@ -41,12 +41,7 @@ def run(request: Request) -> Answer | int:
     """As the parent start the ranks, as a rank run the cells; their agent, or rank 0, answers for all."""
     if request.notebook is None:
         raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
-    try:
-        cells = read(request.notebook)
-    except SyntaxError as error:
-        text = "".join(traceback.format_exception_only(error))
-        sys.stderr.write(text)
-        return Answer({"error": text.strip()}, exit_code=1)
+    cells = read(request.notebook)
     ranks, answer = ranks_of(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if ranks is None:
         launch = launch_of(request.notebook, machine_of(request.options, detect()), gpus=request.options.gpus)
@@ -64,9 +59,9 @@ def run(request: Request) -> Answer | int:
 
 def read(path: Path) -> dict[str, types.CodeType]:
     """The code cells of a notebook that are not empty, compiled, by the names under which they run. Raises ConfigError
-    where there is no such file, it is not a notebook, or cells hold lines that only IPython understands: all of them
-    are named; SyntaxError where a cell is not Python."""
-    cells, refused = {}, []
+    where there is no such file, it is not a notebook, or a cell is not Python, such as what only IPython understands.
+    """
+    cells, shown = {}, f"NOTEBOOK={one_line(str(path))}"
     for number, source in enumerate(_sources(path), start=1):
         name = f"{path.name}, cell {number}"
         # so that a traceback shows the cell's lines, which are in no file
@@ -75,16 +70,9 @@ def read(path: Path) -> dict[str, types.CodeType]:
             if source.strip():
                 cells[name] = compile(source, name, "exec")
         except SyntaxError as error:
-            line = source.splitlines()[(error.lineno or 1) - 1 :][:1]
-            if not line or not any(mark in line[0] for mark in "%!?"):
-                raise
-            refused.append(f"cell {number}, line {error.lineno}: {one_line(line[0].strip(), limit=60)}")
-    shown = f"NOTEBOOK={one_line(str(path))}"
-    if refused:
-        raise ConfigError(
-            f"{shown} has code that only IPython understands, and every rank would run it: {'; '.join(refused)}; "
-            "remove it, or write it in Python (the module subprocess)"
-        )
+            line = f"cell {number}, line {error.lineno}: {one_line((error.text or '').strip(), limit=60)}"
+            ways = "what only IPython understands, such as !pip, has to be removed, or written in Python"
+            raise ConfigError(f"{shown}: {line} is not Python ({error.msg}); {ways}") from None
     if not cells:
         raise ConfigError(f"{shown} has no code cell that is not empty")
     return cells

@@ -44,8 +44,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import name_of_config, new_folder, require_writable, resumes
 from sft_play.runs.manifest import other_settings, refuse_mixing
-from sft_play.starting.plan_run import kept_of, plan_for, shape_for, stopped_run
-from sft_play.starting.plan_stages import batches_of, common_layout, count_before_planning
+from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.plan_stages import common_layout, count_before_planning
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
     only: tuple[LayoutName, ...] = layouts_over(hardware.ranks) if hardware.ranks > 1 else ("single",)
     options = LaunchOptions(strategy=only[0] if len(only) == 1 else None)
     count_before_planning(loaded, hardware, options, is_resumed=is_there, trains_here=False)
-    plans = _plans(loaded, hardware, only, folder if is_there else None)
+    plans = _plans(loaded, hardware, only)
     state = _found(folder, loaded, plans[0]) if is_there else "new"
     most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
@@ -205,18 +205,14 @@ def _hardware(loaded: LoadedConfig) -> Hardware:
     return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.first(1)
 
 
-def _plans(
-    loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...], folder: RunFolder | None
-) -> list[Plan]:
+def _plans(loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> list[Plan]:
     if loaded.stages and len(only) > 1:
         only = (common_layout([stage.config for stage in loaded.stages], hardware, only=only),)
     plans = []
     for part in loaded.parts:
         with in_stage(part.stage):
-            stopped = stopped_run(folder) if folder is not None and part.stage is None else None
-            kept = kept_of(part.config, stopped, batches_of(part.config, stopped, hardware))
             trace = part.config.plan.trace and bool(hardware.gpus)
-            plans.append(plan_for(part.config, hardware, only=only, trace=trace, kept=kept))
+            plans.append(plan_for(part.config, hardware, only=only, trace=trace))
     return plans
 
 
@@ -287,10 +283,8 @@ class Sweep:
 
 def train_cells(cells: Sequence[Cell], environment: Mapping[str, str]) -> list[Cell]:
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
-
-    `environment`: that of this process before it planned, which may have set variables for one cell's libraries. Raises
-    Interrupted where the user stopped the sweep.
-    """
+    `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
+    stopped it."""
     ended, trained = [], [cell for cell in cells if cell.trains]
     for cell in cells:
         if cell.trains:

@@ -28,10 +28,8 @@ STORED_WIDTH = 2
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a run writes, in bytes: one checkpoint, how many exist at once at most, and the final weights.
-
-    `count` is None where all are kept and their number is not known.
-    """
+    """What a run writes, in bytes: one checkpoint, how many exist at once at most (None: all are kept, and their number
+    is not known), and the final weights."""
 
     checkpoint: int
     weights: int
@@ -44,11 +42,8 @@ class DiskUse:
 
 
 def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
-    """What the planned run writes: checkpoints of the size that the plan predicts, and the final save.
-
-    Measured against the files of a small model's runs (LoRA, QLoRA, full; one process, FSDP, ZeRO-2 and -3): 0.2 to 5%
-    too low, by the small files that are not counted (2026-11-21).
-    """
+    """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5% below the files of a
+    small model's runs, by the small ones that are not counted (2026-11-21)."""
     layout = plan.choice.layout
     trained = walk_of(config, shape, plan.precision, plan.choice.step).trained
     weights = trained.width * trained.params

@@ -53,10 +53,8 @@ def examine(
     on_cpu: bool = False,
     meeting_s: float = MEETING_S,
 ) -> DoctorReport:
-    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
-
-    `on_cpu`: the run asks for the CPU. Nothing is raised: a check that cannot be made is a finding.
-    """
+    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
+    and a check that cannot be made is a finding. `on_cpu`: the run asks for the CPU."""
     started = time.monotonic()
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
@@ -75,7 +73,6 @@ def examine(
 
 
 def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
-    """What the ranks of this node use, the same over all nodes, and whether that is what was asked for."""
     try:
         here = machine_of(replace(options, nodes=Nodes()), whole)
     except SftPlayError as error:
@@ -104,16 +101,9 @@ def _machine_findings(
     around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
-    config, plan = (planned.config, planned.plan) if planned else (None, None)
-    quantised = config is not None and config.uses_bitsandbytes
-    layout = plan.layout if plan else str(options.strategy or "")
-    uses = {
-        "bitsandbytes": quantised or config is None,
-        "deepspeed": layout.startswith("zero") or options.deepspeed is not None,
-    }
-    optional = frozenset(name for name, used in uses.items() if not used)
+    layout = planned.plan.layout if planned else str(options.strategy or "")
     return [
-        system.check_packages(around.versions, around.requirements, optional=optional),
+        system.check_packages(around.versions, around.requirements),
         chosen,
         *check_build(around),
         *known_bad.find_known_bad(
@@ -139,24 +129,18 @@ def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, 
 
 
 def check_build(around: Surroundings) -> list[Finding]:
-    """What torch is built for, compared with the newest CUDA that the driver runs."""
-    if "torch" not in around.versions:
+    """What torch is built for, and the newest CUDA that the driver runs, where there are GPUs."""
+    torch = around.versions.get("torch")
+    if torch is None or not around.hardware.gpus:
         return []
-    torch, gpus = around.versions["torch"], around.hardware.gpus
-    if not gpus:
-        return [skipped("driver", f"no GPU; torch {torch} is {_built_for(around)}")]
-    torch_words = f"torch {torch} is {_built_for(around)}"
     if around.torch_cuda is None:
-        return [failed("driver", f"{torch_words}, but there are GPUs",
+        return [failed("driver", f"torch {torch} is a build without CUDA, but there are GPUs",
                        "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+    built = f"torch {torch} is built for CUDA {around.torch_cuda}"
     if around.driver is None or around.driver_cuda is None:
-        return [skipped("driver", f"NVML does not answer; {torch_words}")]
+        return [skipped("driver", f"NVML does not answer; {built}")]
     newest = ".".join(map(str, around.driver_cuda))
-    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {torch_words}")]
-
-
-def _built_for(around: Surroundings) -> str:
-    return f"built for CUDA {around.torch_cuda}" if around.torch_cuda else "a build without CUDA"
+    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {built}")]
 
 
 def _together(
@@ -190,11 +174,8 @@ def _together(
 def meet_nodes(
     around: Surroundings, nodes: Nodes, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
-    """All nodes meet before a rank is started: which ones are missing, and what differs between them.
-
-    Returns:
-        Variables that the ranks need to find each other, None where the nodes did not meet; and the finding.
-    """
+    """All nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did not
+    meet), and the finding, with the nodes that are missing and what differs."""
     from sft_play.training.ranks.node_meeting import meet
 
     try:

@@ -43,6 +43,8 @@ class Served:
     modules_to_save: frozenset[str] = frozenset()
     targets: frozenset[str] = frozenset()
     """Last parts of the names of the layers that get an adapter."""
+    chooses_targets: bool = False
+    """The user named them."""
     adapts_experts: bool = False
     """Stacked experts get one too."""
     architecture: str | None = None
@@ -59,7 +61,7 @@ def vllm_rank(rank: int) -> int | None:
 
 
 def _facts(served: Served) -> Facts:
-    halves, unknown = _sglang_halves(served.targets), served.targets.difference(_TABLE["sglang_targets"])
+    unknown = served.targets.difference(_TABLE["sglang_targets"])
     if served.architecture in MODELS["sglang_own_sizes"]:  # there it knows the sizes of all
         unknown = frozenset()
     alpha = served.alpha * math.sqrt(served.r)
@@ -82,26 +84,10 @@ def _facts(served: Served) -> Facts:
         "vllm_rank": vllm_rank(served.r),
         "vllm_without_lora": architecture in MODELS["vllm_without_lora"],
         "llama_cpp_converts": architecture and architecture in MODELS["llama_cpp"],
-        "sglang_halves": bool(halves),
-        "halves": ", ".join(halves),
+        "chooses_targets": served.chooses_targets,
         "sglang_unknown": bool(unknown),
         "unknown": ", ".join(sorted(unknown)),
     }
-
-
-def _sglang_halves(targets: frozenset[str]) -> list[str]:
-    """Targets whose adapters SGLang cannot put into its joined layers, for lack of the one that they are joined to.
-
-    It joins q, k and v where it meets q_proj, which needs v_proj; gate and up where it meets gate_proj.
-    """
-    lost: set[str] = set()
-    if "q_proj" in targets and "v_proj" not in targets:
-        lost |= targets & {"q_proj", "k_proj"}
-    if "q_proj" not in targets:
-        lost |= targets & {"k_proj", "v_proj"}
-    if "gate_proj" not in targets:
-        lost |= targets & {"up_proj"}
-    return sorted(lost)
 
 
 def architecture_of(values: Mapping[str, Any]) -> str | None:
@@ -130,6 +116,7 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
             + ["rows of model.add_tokens"] * bool(config.model.add_tokens)
         ),
         targets=frozenset(name.rpartition(".")[2] for name in (*targets,) or given),
+        chooses_targets=bool(given),
         adapts_experts=bool(lora.adapted_parameters),
         architecture=architecture,
     )

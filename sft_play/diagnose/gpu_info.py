@@ -67,11 +67,6 @@ class Machine:
     """An accelerator of this machine that a run would not see."""
 
     @property
-    def hidden(self) -> tuple[int, ...]:
-        """GPUs that answer, but are not visible to a run."""
-        return tuple(gpu.index for gpu in self.seen.gpus if gpu.index not in self.visible and not gpu.trouble)
-
-    @property
     def count(self) -> int:
         """GPUs, or instances of split ones, that a run here would see."""
         return len(self.hardware.gpus)
@@ -85,7 +80,6 @@ class Machine:
             "source": seen["source"],
             "visible_setting": self.visible_setting,
             "visible_gpus": list(self.visible),
-            "hidden_gpus": list(self.hidden),
             "usable_by_a_plan": self.count > 0,
             "notes": list(self.hardware.notes),
             "gpus": seen["gpus"],
@@ -100,10 +94,8 @@ class Machine:
 
 
 def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`).
-
-    `full`: also start torch in a separate process and ask what it sees, which takes seconds.
-    """
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`); `full`:
+    torch is asked too, in a process of its own."""
     hardware = detect(environment)
     seen = all_gpus()
     variable = environment.get("CUDA_VISIBLE_DEVICES")

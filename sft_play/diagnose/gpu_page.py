@@ -34,8 +34,7 @@ def _visible_lines(machine: Machine) -> list[str]:
     shown = []
     if machine.visible_setting is not None:
         order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible))
-        hidden = f"; hidden: {', '.join(f'GPU {index}' for index in machine.hidden)}" if machine.hidden else ""
-        shown.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}{hidden}")
+        shown.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}")
     shown += [f"GPU {gpu.index} does not answer: {one_line(gpu.trouble)}" for gpu in machine.seen.gpus if gpu.trouble]
     return [*shown, *machine.hardware.notes]
 
@@ -142,31 +141,24 @@ def assumed_json(hardware: Hardware) -> dict[str, Any]:
 
 def assumed_lines(hardware: Hardware, text: str) -> list[str]:
     """What a plan would assume of a machine that is only named; nothing is measured."""
-    count = len(hardware.gpus)
-    nodes = f" on {hardware.nodes} nodes of {hardware.gpus_per_node}" if hardware.nodes > 1 else ""
+    told = assumed_json(hardware)
+    gpus = told.pop("gpus")
     page = [
         f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
-        f"Number of GPUs: {count}{nodes}",
+        f"Number of GPUs: {len(gpus)}",
     ]
-    if count:
-        gpu = hardware.gpus[0]
-        formats = ("bf16", "fp16", "fp8", "fp32")
-        rates = ", ".join(f"{name} {_rate(getattr(gpu, f'{name}_flops'), 'TFLOPS', 1e12)}" for name in formats)
-        capability = NOT_KNOWN if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}"
-        page += [
-            f"Each GPU: {one_line(gpu.name)}, compute capability {capability}, {value_text(gpu.tdp_watts, 'W')}",
-            f"  memory that a process can use: {gib(gpu.total_bytes, digits=2)} GiB",
-            f"  memory bandwidth: {_rate(gpu.bandwidth)}",
-            f"  dense matrix rates: {rates}",
-            f"Link between GPUs, per GPU and one way: {_rate(hardware.link_bytes_per_s)}",
-        ]
-        if hardware.nodes > 1 or hardware.network_bytes_per_s is not None:
-            page.append(f"Network between nodes, per node and one way: {_rate(hardware.network_bytes_per_s)}")
-        if hardware.price_per_gpu_hour is not None:
-            page.append(f"Price: {hardware.price_per_gpu_hour:g} per GPU-hour")
-    here = "" if hardware.ram_given else " (this machine's; ram= sets another)"
-    page.append(f"Host: {hardware.cpu_cores} cores, {gib(hardware.ram_bytes)} GiB RAM{here}")
-    return [escape_control(line) for line in [*page, *hardware.notes]]
+    for head, facts in (("Each GPU:", gpus[0] if gpus else {}), ("Machine:", told)):
+        page += [head] if facts else []
+        page += [f"  {key}: {_shown(key, value)}" for key, value in facts.items() if value not in (None, ())]
+    return [escape_control(line) for line in page]
+
+
+def _shown(key: str, value: Any) -> str:
+    """A value in the unit that its key tells."""
+    if key.endswith("bytes"):
+        return f"{gib(value, digits=2)} GiB"
+    units = {"bandwidth": ("GB/s", 1e9), "bytes_per_s": ("GB/s", 1e9), "flops": ("TFLOPS", 1e12)}
+    return next((_rate(value, *of) for end, of in units.items() if key.endswith(end)), value_text(value))
 
 
 def _rate(rate: float | None, unit: str = "GB/s", size: float = 1e9) -> str:

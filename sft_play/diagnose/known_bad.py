@@ -57,10 +57,8 @@ def find_known_bad(
     layout: str = "single",
     packages: Collection[str] = (),
 ) -> list[Finding]:
-    """A finding for each entry that applies; a single PASS if none does.
-
-    `ranks`: of all nodes. `packages`: whose kernels the model's class runs where they are installed.
-    """
+    """A finding for each entry that applies; else a PASS. `ranks`: of all nodes. `packages`: whose kernels the model's
+    class runs where they are installed."""
     facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout)
     words = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [

@@ -24,8 +24,7 @@ BIG_OTHERS = 3
 @dataclass(frozen=True)
 class Prediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports. `host` is RAM beside a GPU, of which one rank alone needs
-    `host_save`, to write a checkpoint."""
+    predicted to hold beyond what it holds after its imports."""
 
     terms: Mapping[str, int]
     allocated: int
@@ -33,8 +32,6 @@ class Prediction:
     margin: int
     outside_allocator: int
     required: int
-    host: int
-    host_save: int
     on_gpu: bool
     layout: str
     ranks: int
@@ -61,14 +58,12 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """Resident memory of one rank in the host's RAM, in bytes; the workers' is what it started."""
+    """Resident memory of one rank, with what it started, in the host's RAM, in bytes; the most that was seen."""
 
     rank: int
     pid: int
     rss_bytes: int
-    workers: int
-    workers_rss_bytes: int
-    peak_rss_bytes: int | None
+    peak_rss_bytes: int
 
 
 @dataclass(frozen=True)
@@ -119,10 +114,9 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
         peak = plan["peak_bytes"]
-        sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required", "host")
+        sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
         return Prediction(
             **{name: peak[name] for name in sizes},
-            host_save=peak.get("host_save_bytes", 0),
             on_gpu=bool(plan["hardware"]["gpus"]),
             **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},
         )
@@ -133,11 +127,8 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
 def see_memory(
     output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
 ) -> MemorySeen:
-    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running.
-
-    `peaks` is what was seen before, and is updated. Raises RunFolderError where a name was given, and it is not a run
-    of this toolkit.
-    """
+    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
+    seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)
     hardware = detect(environment)
@@ -162,10 +153,8 @@ def see_memory(
 
 
 def _rank_use(rank: RankProcess, position: int, peaks: HighestSeen) -> RankUse:
-    highest = max(peaks.ranks.get(rank.pid, 0), rank.rss_bytes, rank.peak_rss_bytes or 0)
-    peaks.ranks[rank.pid] = highest
-    number = rank.rank if rank.rank is not None else position
-    return RankUse(number, rank.pid, rank.rss_bytes, len(rank.workers), rank.workers_rss_bytes, highest)
+    highest = peaks.ranks[rank.pid] = max(peaks.ranks.get(rank.pid, 0), rank.rss_bytes)
+    return RankUse(rank.rank if rank.rank is not None else position, rank.pid, rank.rss_bytes, highest)
 
 
 def gpu_uses(
@@ -222,12 +211,6 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         for use in gpus:
             if use.ranks or use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
-        # every rank holds as much, and one of them alone needs more, to write a checkpoint
-        wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
-        if wanted > ram.free_bytes + ram.run_bytes:
-            free = f"{gib(ram.free_bytes)} are free beside the {gib(ram.run_bytes)} that they hold"
-            counted = f"the plan counts on {gib(wanted)} GiB for the ranks of this machine"
-            yield f"RAM: {counted}, and {free}"
         return
     margin = prediction.margin * len(group.ranks)
     if ram.free_bytes < margin:

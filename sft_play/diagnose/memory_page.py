@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable
-from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from sft_play.diagnose.memory_check import MemorySeen, Prediction
-from sft_play.diagnose.pages import gib, lines_of, sized, table_of
+from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.log import escape_control, one_line
+from sft_play.units import size_of
 
-REFRESH_S = 2.0
-"""How often the table on a terminal is refreshed."""
-BLOCK_S = 5.0
-"""How often a block of lines is written where the output is not a terminal."""
+REFRESH_S = 3.0
+"""Seconds between two looks."""
 
 
 def memory_lines(check: MemorySeen) -> list[str]:
@@ -51,7 +45,6 @@ def memory_lines(check: MemorySeen) -> list[str]:
 
 
 def _shows_ranks(check: MemorySeen) -> bool:
-    """Whether the run is one of the CPU, so that its ranks' RSS is what there is to see."""
     if not check.ranks:
         return False
     return not check.gpus or (check.prediction is not None and not check.prediction.on_gpu)
@@ -70,12 +63,11 @@ def _gpu_table(check: MemorySeen) -> Table | None:
 
 
 def _rank_table(check: MemorySeen) -> Table:
-    heads = ("rank", "pid", "RSS\nGiB", "peak\nGiB", "workers", "their\nGiB")
-    rows = []
-    for use in check.ranks:
-        own, peak, theirs = (gib(size, digits=2) for size in (use.rss_bytes, use.peak_rss_bytes, use.workers_rss_bytes))
-        rows.append([str(use.rank), str(use.pid), own, peak, str(use.workers), theirs])
-    return table_of(heads, rows)
+    rows = [
+        [str(use.rank), str(use.pid), gib(use.rss_bytes, digits=2), gib(use.peak_rss_bytes, digits=2)]
+        for use in check.ranks
+    ]
+    return table_of(("rank", "pid", "RSS\nGiB", "peak\nseen"), rows)
 
 
 def _prediction_table(prediction: Prediction) -> Table:
@@ -88,38 +80,18 @@ def _prediction_table(prediction: Prediction) -> Table:
         ("+ context, NCCL", prediction.outside_allocator),
         ("= needed", prediction.required),
     ]
-    rows = [[name, sized(size)] for name, size in [*terms, *sums] if size > 0]
+    rows = [[name, size_of(size)] for name, size in [*terms, *sums] if size > 0]
     return table_of(("predicted\nper rank", ""), rows, left=(0,))
 
 
 def watch(
-    take: Callable[[], MemorySeen],
-    *,
-    write: Callable[[MemorySeen], None],
-    console: Console | None = None,
-    rounds: int | None = None,
-    pause: Callable[[float], None] = time.sleep,
+    take: Callable[[], MemorySeen], *, write: Callable[[MemorySeen], None], pause: Callable[[float], None] = time.sleep
 ) -> MemorySeen | None:
-    """Look again and again until Ctrl-C (or for so many rounds); the last look.
-
-    On a terminal (`console`) one table is renewed in place; elsewhere `write` gets each look.
-    """
+    """Look again and again until Ctrl-C, and `write` each look; the last one."""
     last: MemorySeen | None = None
-    table = Live(console=console, auto_refresh=False, vertical_overflow="visible") if console else None
-    with contextlib.suppress(KeyboardInterrupt), table or contextlib.nullcontext() as live:
-        for done in itertools.count(1):
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
             last = take()
-            if live is None:
-                write(last)
-            else:
-                live.update(Text("\n".join([*memory_lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
-            if done == rounds:
-                break
-            pause(REFRESH_S if live is not None else BLOCK_S)
+            write(last)
+            pause(REFRESH_S)
     return last
-
-
-def terminal(stream: TextIO) -> Console | None:
-    """The terminal that a stream is; None where it is a file or a pipe."""
-    console = Console(file=stream, highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else None

@@ -16,7 +16,6 @@ from rich.table import Table
 from sft_play import units
 from sft_play.findings import Finding
 from sft_play.log import escape_control, one_line
-from sft_play.units import GIB, MIB
 
 WIDTH = 100
 """Columns that every table of figures fits."""
@@ -27,13 +26,6 @@ NOT_KNOWN = "n/a"
 def gib(size: int | None, *, digits: int = 1) -> str:
     """A size in units of 2**30 bytes."""
     return NOT_KNOWN if size is None else units.gib(size, digits=digits)
-
-
-def sized(size: float | None) -> str:
-    """A size with its unit, small ones in MiB."""
-    if size is None:
-        return NOT_KNOWN
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / MIB:.1f} MiB"
 
 
 def value_text(value: Any, unit: str = "") -> str:
@@ -97,21 +89,24 @@ def finding_lines(findings: Sequence[Finding], words: Mapping[str, str] = _SHOWN
 
 
 @dataclass(frozen=True)
-class DoctorReport:
-    """All findings of one look at this machine, and how long it took."""
+class Report:
+    """All findings of one look, in the order of the page, and how long it took."""
 
     findings: tuple[Finding, ...]
-    elapsed_s: float
-
-    @property
-    def failures(self) -> tuple[Finding, ...]:
-        """The checks that FAIL."""
-        return _of(self.findings, "FAIL")
+    elapsed_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether nothing FAILs."""
-        return not self.failures
+        """Whether nothing FAILs; warnings do not count."""
+        return not self.named("FAIL")
+
+    def named(self, verdict: str) -> list[str]:
+        """The names of the findings of one verdict."""
+        return [finding.name for finding in self.findings if finding.verdict == verdict]
+
+
+class DoctorReport(Report):
+    """All findings of one look at this machine."""
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: `ok`, `elapsed_s` and the findings."""
@@ -119,25 +114,17 @@ class DoctorReport:
 
     def lines(self) -> list[str]:
         """The table, and the verdict."""
-        counts = {verdict: len(_of(self.findings, verdict)) for verdict in ("PASS", "WARN", "SKIP")}
-        named = f"{len(self.failures)} FAIL: {each_once(item.name for item in self.failures)}; "
-        rest = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        verdict = f"{'Nothing FAILs: ' if self.ok else named}{rest}".removesuffix("; ")
-        return [*finding_lines(self.findings, {}), f"{verdict} ({self.elapsed_s:.0f} s)"]
+        wrong = self.named("FAIL")
+        head = "Nothing FAILs: " if self.ok else f"{len(wrong)} FAIL: {each_once(wrong)}; "
+        rest = ", ".join(f"{len(self.named(verdict))} {verdict}" for verdict in ("PASS", "WARN", "SKIP"))
+        return [*finding_lines(self.findings, {}), f"{head}{rest} ({self.elapsed_s:.0f} s)"]
 
 
 @dataclass(frozen=True)
-class CheckReport:
-    """Everything that was checked of a config, in the order of the page."""
+class CheckReport(Report):
+    """Everything that was checked of a config."""
 
-    config: Path
-    findings: tuple[Finding, ...]
-    elapsed_s: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is no problem; warnings do not count."""
-        return not _of(self.findings, "FAIL")
+    config: Path = Path()
 
     def screen(self) -> list[str]:
         """Problems and warnings, and the verdict."""
@@ -150,12 +137,13 @@ class CheckReport:
         return [f"Check of {self.config}:", *finding_lines(self.findings), self._verdict()]
 
     def _verdict(self) -> str:
-        problems, warnings, well = (len(_of(self.findings, verdict)) for verdict in ("FAIL", "WARN", "PASS"))
-        counts = [f"{problems} problem{'s' if problems != 1 else ''}"] if problems else []
-        counts += [f"{warnings} warning{'s' if warnings != 1 else ''}"] if warnings else []
-        is_tried = any(item.name == "memory plan" for item in _of(self.findings, "WARN"))
+        counts = [
+            f"{count} {word}{'s' * (count != 1)}"
+            for state, word in (("FAIL", "problem"), ("WARN", "warning")) if (count := len(self.named(state)))
+        ]  # fmt: skip
+        is_tried = "memory plan" in self.named("WARN")
         verdict = "Not ready" if not self.ok else "Predicted not to fit" if is_tried else "Ready to train"
-        counts.append(f"{well} ok")
+        counts.append(f"{len(self.named('PASS'))} ok")
         return f"{verdict}: {', '.join(counts)} ({self.elapsed_s:.0f} s)"
 
     def as_json(self) -> dict[str, Any]:
@@ -165,7 +153,3 @@ class CheckReport:
             shown = {"name": item.name, "state": STATES[item.verdict], "what": item.found, "do": item.remedy}
             checks.append(shown | ({"see": list(item.sources)} if item.sources else {}))
         return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": checks}
-
-
-def _of(findings: Sequence[Finding], verdict: str) -> tuple[Finding, ...]:
-    return tuple(finding for finding in findings if finding.verdict == verdict)

@@ -33,18 +33,13 @@ _KEPT = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process that trains; `workers` are the processes that it started, such as the data loader's.
-
-    `rank` is None where it is the only one, `peak_rss_bytes` where the system does not keep it.
-    """
+    """A process that trains; `rss_bytes` is resident memory, with that of what it started, such as data loaders. `rank`
+    is None where it is the only one."""
 
     pid: int
     rank: int | None
     local_rank: int | None
     rss_bytes: int
-    peak_rss_bytes: int | None
-    workers: tuple[int, ...] = ()
-    workers_rss_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,12 +53,12 @@ class Group:
     @property
     def pids(self) -> tuple[int, ...]:
         """Every process of the run."""
-        return tuple(pid for rank in self.ranks for pid in (rank.pid, *rank.workers))
+        return tuple(rank.pid for rank in self.ranks)
 
     @property
     def rss_bytes(self) -> int:
         """Resident memory of all of them; pages that they share count for each."""
-        return sum(rank.rss_bytes + rank.workers_rss_bytes for rank in self.ranks)
+        return sum(rank.rss_bytes for rank in self.ranks)
 
 
 @dataclass(frozen=True)
@@ -110,17 +105,14 @@ def _own_processes() -> Iterator[_Process]:
 
 
 def _rank(process: _Process) -> RankProcess:
-    workers: list[psutil.Process] = []
+    family = [process.own]
     with contextlib.suppress(psutil.Error):
-        workers = process.own.children(recursive=True)
+        family += process.own.children(recursive=True)
     return RankProcess(
         pid=process.pid,
         rank=_number(process.environment.get("RANK")),
         local_rank=_number(process.environment.get("LOCAL_RANK")),
-        rss_bytes=_resident(process.own),
-        peak_rss_bytes=peak_resident(process.pid),
-        workers=tuple(item.pid for item in workers),
-        workers_rss_bytes=sum(_resident(item) for item in workers),
+        rss_bytes=sum(map(_resident, family)),
         environment=process.environment,
     )
 
@@ -135,33 +127,20 @@ def _resident(process: psutil.Process) -> int:
     return 0
 
 
-def peak_resident(pid: int) -> int | None:
-    """The most memory that a process ever had resident, in bytes (Linux's `VmHWM`); None on other systems."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 """`struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence)."""
 
 
 def lock_holder(folder: RunFolder) -> int | None:
-    """The pid of the process that writes a run; 0 where it is of another machine or container, None where none writes.
-
-    The rank that writes comes before the command that started it.
-    """
+    """The pid of the process that writes a run, the rank's before its command's; 0 where it is of another machine or
+    container, None where none writes."""
     pid = next(iter(_lock_holders(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
 
 def _lock_holders(folder: RunFolder) -> tuple[int, ...]:
-    """The processes that have a run locked, the writer first; -1 is one of another machine.
-
-    The lock is only asked about, never taken: a run that starts at this moment must not find it held.
-    """
+    """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
+    about: a run that starts at this moment must not find it held."""
     try:
         with (folder.path / LOCK).open("rb") as file:
             # a run alone locks all of the file, and holds both parts

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.known_bad import explained
-from sft_play.diagnose.pages import each_once
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
@@ -141,13 +140,9 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
     for note in ranks:
         hosts.setdefault(one_line(str(note.get("host"))), []).append(int(note["rank"]))
     where = "; ".join(f"{numbered(sorted(members))} on {host}" for host, members in hosts.items())
-    versions = f"torch {one_line(str(ranks[0].get('torch')))}"
-    if around.hardware.gpus:
-        versions += f", NCCL {one_line(str(ranks[0].get('nccl')))}, driver {around.driver or '?'}"
     part = "" if outcome.result else f" (this node's part of {outcome.world}; node 0 reports on all)"
     how = "NCCL" if around.hardware.gpus else "gloo"
-    devices = each_once(one_line(str(note.get("device"))) for note in ranks)
-    return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}; {devices}; {versions}")
+    return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}")
 
 
 # by the last note that a rank of `training.ranks.collective_check` wrote
@@ -169,7 +164,6 @@ _SECONDARY = re.compile(
 
 
 def _failed(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
-    """The first rank that failed by itself; where there is none, which ranks wait for which."""
     own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)}
     if own:
         text = next(iter(own.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import time
 from collections import Counter
@@ -49,16 +48,14 @@ def check(
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training, after the caller's own findings (`also`). Nothing is written.
-
-    `serve`: engines that are to load the result; of stages that is what the last one trains.
-    """
+    """Everything that can be checked before training, after the caller's own findings (`also`); nothing is written.
+    `serve`: engines that are to load the result, of stages the last one's."""
     started = time.monotonic()
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
         unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
-        return CheckReport(config_path, (*also, unread), time.monotonic() - started)
+        return CheckReport((*also, unread), time.monotonic() - started, config_path)
     checks = [*also]
     *others, last = [*map(loaded.of, loaded.stages)] or [loaded]
     for number, part in enumerate([*others, last], start=1):
@@ -66,7 +63,7 @@ def check(
             checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
         with waiting("Checking model, rows, masks, memory and disk"):
             checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
-    return CheckReport(config_path, tuple(checks), time.monotonic() - started)
+    return CheckReport(tuple(checks), time.monotonic() - started, config_path)
 
 
 class _Checks:
@@ -179,7 +176,6 @@ class _Checks:
             yield skipped("masks", "not without a tokenizer and a template; see there")
 
     def _survey(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
-        """Every row of a file, counted; with a tokenizer from the cache of rows, which a run would read."""
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
@@ -281,7 +277,6 @@ class _Checks:
         )
 
     def _model(self) -> Iterator[Finding]:
-        """Names of modules, embeddings and the backend, looked up on the model's own class."""
         if self._tokenizer is None or self._planned is None:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
@@ -349,15 +344,4 @@ def _weights_problem(config: RunConfig) -> str:
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     config_json(name)
-    names = {item.name for item in folder.iterdir()}
-    if not any(item.endswith(".safetensors") for item in names):
-        return f"{folder} holds no *.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if index.name not in names:
-        return ""
-    try:
-        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{index} cannot be read"
-    missing = sorted(str(part) for part in parts if part not in names)
-    return f"{folder} lacks {len(missing)} of {len(parts)} parts, such as {one_line(missing[0])}" if missing else ""
+    return "" if any(folder.glob("*.safetensors")) else f"{folder} holds no *.safetensors"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
-from packaging.markers import UndefinedEnvironmentName
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
@@ -23,43 +22,25 @@ NCCL_WANTS_BYTES = GIB
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 
 
-def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, optional: frozenset[str]) -> Finding:
-    """Whether every package is installed in a version that the project accepts (`requirements`).
-
-    `optional`: packages that this run does not use; a missing one is only a warning.
-    """
-    problems = {text: problem for text in requirements if (problem := _problem(text, versions))}
-    needed = [words for text, words in problems.items() if canonicalize_name(Requirement(text).name) not in optional]
-    if needed:
-        remedy = "make setup (with VENV=: install them into that environment)"
-        return failed("packages", "; ".join(needed), remedy)
+def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> Finding:
+    """Whether every package is installed in a version that the project accepts (`requirements`)."""
+    problems = [problem for text in requirements if (problem := _problem(Requirement(text), versions))]
     if problems:
-        words = f"{'; '.join(problems.values())} (this run does not use it)"
-        return warned("packages", words, "make setup, before a run that does")
+        return failed("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
     shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
     return passed("packages", shown) if requirements else skipped("packages", f"{shown}: no ranges")
 
 
-def _problem(text: str, versions: Mapping[str, str]) -> str | None:
-    """What is wrong with a requirement, in words; None if it is met, or is for another platform or an extra."""
-    try:
-        wanted = Requirement(text)
-        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
-            return None
-    except (InvalidRequirement, UndefinedEnvironmentName):
+def _problem(wanted: Requirement, versions: Mapping[str, str]) -> str | None:
+    if wanted.marker and not wanted.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
         return None
     installed = versions.get(canonicalize_name(wanted.name))
     if installed is None:
         return f"{wanted.name}{wanted.specifier} is missing"
-    is_met = _is_in(installed, str(wanted.specifier))
-    return None if is_met else f"{wanted.name} is {installed}, needed {wanted.specifier}"
-
-
-def _is_in(version: str, wanted: str) -> bool:
-    try:
-        return SpecifierSet(wanted).contains(version, prereleases=True)  # nightlies of torch are pre-releases
-    except (InvalidSpecifier, InvalidVersion):
-        return True  # a version of somebody's own build cannot be compared
+    with contextlib.suppress(InvalidVersion):  # a version of somebody's own build cannot be compared
+        if not wanted.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
+            return f"{wanted.name} is {installed}, needed {wanted.specifier}"
+    return None
 
 
 def check_shared_memory(space: Space | None, *, gpus_per_node: int) -> Finding:

@@ -77,15 +77,15 @@ class Hardware:
         # of two groups of one size the one whose smallest GPU has more memory
         return tuple(sorted(groups, key=lambda group: (-len(group), -min(gpu.total_bytes for gpu in group))))
 
-    def alike_words(self, *, processes: int | None = None, variable: str = "GPUS") -> str:
+    def alike_words(self, *, processes: int | None = None) -> str:
         """What to give for GPUs of one kind: `GPUS=0,2 (2 x NVIDIA A100-SXM4-80GB) or GPUS=1 (1 x NVIDIA L4)`;
-        `processes`: NPROC=, where it was given; `variable`: what names GPUs."""
+        `processes`: NPROC=, where it was given."""
         choices = []
         for group in self.alike:
             some = group[:processes]
             fewer = f"NPROC={len(some)} " if processes is not None and len(some) < processes else ""
             numbers = ",".join(str(gpu.index) for gpu in some)
-            choices.append(f"{fewer}{variable}={numbers} ({len(some)} x {some[0].name})")
+            choices.append(f"{fewer}GPUS={numbers} ({len(some)} x {some[0].name})")
         return " or ".join(choices)
 
     def first(self, count: int) -> Hardware:

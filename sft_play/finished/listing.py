@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,10 +21,10 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.files import evaluations, metric_lines, read_json
-from sft_play.runs.folder import MANIFEST, RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
-from sft_play.runs.lookup import checked_name, run_at, runs_in
-from sft_play.units import size_of
+from sft_play.runs.lookup import runs_in
+from sft_play.units import duration_of, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class RunList(Outcome):
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
             form = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
-            step, age = "-" if run.step is None else str(run.step), _age(run.started, self.now)
+            step = "-" if run.step is None else str(run.step)
+            age = "-" if run.started is None else duration_of((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
             rows.append((name, run.status, step, form.format(run.best_value), size_of(run.bytes), age, model))
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
@@ -165,16 +166,6 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _age(started: datetime | None, now: datetime) -> str:
-    if started is None:
-        return "-"
-    seconds = max(0, int((now - started).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
-
-
 @dataclass(frozen=True)
 class Pruned(Outcome):
     """What `prune` removed, and what could not be removed."""
@@ -195,21 +186,19 @@ class Pruned(Outcome):
         ]
 
 
-def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
-    """What `prune` would remove of these runs, with its bytes; raises RunFolderError as `parts_of` does."""
-    folders = [run_at(output, checked_name(name, key="RUNS")) for name in names]
-    return {path: size for folder in folders for path, size in parts_of(folder, what).items()}
+Chosen = Mapping[RunFolder, Mapping[Path, int]]
+"""What is to be removed of each run, with its bytes."""
 
 
-def parts_of(folder: RunFolder, what: What) -> dict[Path, int]:
-    """Files and folders of a run that would be removed, with their bytes. Event files behind a link are left out: they
-    may be another user's. Raises RunFolderError where the run is a link, is being written, or could still be resumed
-    from what is to go."""
-    chosen = _parts(folder, what)
-    if chosen and lock_holder(folder) is not None:
-        raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
-    if chosen and what != "run":
-        _require_finished(folder, status_of(folder, folder.manifest()))
+def to_prune(folders: Iterable[RunFolder], what: What) -> dict[RunFolder, dict[Path, int]]:
+    """What `prune` would remove of these runs. Event files behind a link are left out: they may be another user's.
+    Raises RunFolderError where a run is a link, is being written, or could still be resumed from what is to go."""
+    chosen = {folder: parts for folder in folders if (parts := _parts(folder, what))}
+    for folder in chosen:
+        if lock_holder(folder) is not None:
+            raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
+        if what != "run":
+            _require_finished(folder, status_of(folder, folder.manifest()))
     return chosen
 
 
@@ -232,25 +221,18 @@ def _require_finished(folder: RunFolder, status: str) -> None:
         raise RunFolderError(f"{folder.path} is not finished ({status}): without them it {ways}")
 
 
-def prune(output: Path, chosen: Mapping[Path, int]) -> Pruned:
-    """Remove what `to_prune` has listed; a run that cannot be locked or removed is kept, with a warning."""
+def prune(chosen: Chosen) -> Pruned:
+    """Remove what `to_prune` has listed, each run locked; what cannot be locked or removed is kept, with a warning."""
     removed: dict[Path, int] = {}
-    for path, size in chosen.items():
-        folder = next(one for one in (path, *path.parents) if (one / MANIFEST).is_file() and one.parent == output)
-        removed |= remove(RunFolder(folder), {path: size})
-    return Pruned(tuple(removed), sum(removed.values()), tuple(path for path in chosen if path not in removed))
-
-
-def remove(folder: RunFolder, parts: Mapping[Path, int]) -> dict[Path, int]:
-    """Remove parts of a run with the run locked; what could not be removed is left out, with a warning."""
-    removed: dict[Path, int] = {}
-    try:
-        with lock(folder):
-            if folder.path not in parts:  # it may have been resumed since it was listed
-                _require_finished(folder, str(folder.manifest().get("status")))
-            for path, size in parts.items():
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-                removed[path] = size
-    except (RunFolderError, OSError) as error:
-        logger.warning("kept: %s", error)
-    return removed
+    for folder, parts in chosen.items():
+        try:
+            with lock(folder):
+                if folder.path not in parts:  # it may have been resumed since it was listed
+                    _require_finished(folder, str(folder.manifest().get("status")))
+                for path, size in parts.items():
+                    path.unlink() if path.is_file() else shutil.rmtree(path)
+                    removed[path] = size
+        except (RunFolderError, OSError) as error:
+            logger.warning("kept: %s", error)
+    kept = tuple(path for parts in chosen.values() for path in parts if path not in removed)
+    return Pruned(tuple(removed), sum(removed.values()), kept)

@@ -92,11 +92,9 @@ def load_before(run: FinishedRun) -> Any:
 
 
 def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
-    """What `measure(whose, model)` gives of the model before training and of the trained one, one after the other.
-
-    Before: the base, for which a new adapter is switched off; of a run that continued an adapter, the base with that
-    one. `whose` names the model in lines on how far it is. Raises ModelError where a model cannot be loaded.
-    """
+    """What `measure(whose, model)` gives of the model before training (the base, with an adapter that was continued)
+    and of the trained one; `whose` names the model in lines on how far it is. Raises ModelError where one cannot be
+    loaded."""
     continued = continued_by(run)
     if run.is_adapter and continued is None:
         model = load_as_trained(run)

@@ -81,21 +81,17 @@ class Reproduced(Outcome):
         return [first, written, f"{following} says whether versions, machine or plan are others"]
 
 
-def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
-    """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
-
-    `by_this_code`: where the code has changed since, the present one trains all the same. Raises DataError or
-    ModelError where a file that training read is gone, or has changed; RunFolderError where it was trained by other
-    code, or its settings cannot be read; TrainingError where the training of the repetition failed; Interrupted where
-    the user stopped it.
-    """
+def reproduce(run: FinishedRun) -> Reproduced:
+    """Train a run again as its folder records it, into a new folder beside it, and compare the weights. Raises
+    DataError or ModelError where what training read is gone or has changed; RunFolderError where other code trained it,
+    or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
     place = place if place.is_dir() else Path.cwd()
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
-    code = code_words(run.manifest, by_this_code=by_this_code)
+    code = code_words(run.manifest)
     logger.info("Code: %s", code)
     with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as folder:
         words = _words(run, loaded, deepspeed=_deepspeed_file(run.folder, Path(folder)))
@@ -120,7 +116,6 @@ def _free_name(folder: RunFolder) -> str:
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
-    """Raises DataError or ModelError where a file that training read is not the one of the manifest's digest."""
     base_folder(run)
     recorded = run.manifest.get("data") or {}
     wrong = changed_data(run.manifest, loaded)
@@ -139,7 +134,6 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
 
 
 def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
-    """A file with DeepSpeed's config as the run was given it; None where another engine ran it."""
     given = given_deepspeed(folder)
     if given is None:
         return None
@@ -149,7 +143,6 @@ def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
 
 
 def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
-    """The words of `sft-play` that train the run again: its settings, and what its plan decided."""
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
     words = ["train" if layout == "single" and processes == 1 else "train-distributed"]
@@ -205,23 +198,16 @@ def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> in
     return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
 
 
-def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:
-    """The code that trains, in words: this one, by the digest that the manifest records.
-
-    `by_this_code`: where it is not the recorded one, this one all the same. Raises RunFolderError where it is not the
-    recorded code.
-    """
+def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE) -> str:
+    """The code that trains, in words; raises RunFolderError where it is not that of the manifest's digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
     at = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
     if recorded.get("sha256") == code_facts(package)["sha256"]:
         return f"{package.parent}, unchanged since the run ({at})"
-    if by_this_code:
-        return f"{package.parent}, which is not the run's ({at})"
-    checkout = f"git worktree add ../then {commit} has it, and make reproduce there; " if commit else ""
-    present = "FORCE=1 trains by the present code all the same"
-    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}): {checkout}{present}")
+    checkout = f": git worktree add ../then {commit} has it, and make reproduce there" if commit else ""
+    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}){checkout}")
 
 
 def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:

@@ -9,8 +9,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +47,12 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """`ok` and the fields, as plain data."""
-        return {"ok": self.ok} | {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        plain = json.dumps(asdict(self), default=lambda one: getattr(one, "isoformat", one.__str__)())
+        return {"ok": self.ok, **json.loads(plain)}
 
     def lines(self) -> list[str]:
         """In words, the next command last."""
         raise NotImplementedError
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return value.isoformat() if isinstance(value, datetime) else str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)
@@ -92,11 +84,9 @@ class FinishedRun:
 
 
 def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
-    """The finished run that `name` means: `last` (or None), a run's name in the output folder `base`, or a path.
-
-    `trusts`: see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings
-    allow what `trusts` does not, or its trained weights are gone.
-    """
+    """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
+    see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings allow what
+    `trusts` does not, or its weights are gone."""
     folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in runs_in(base))
@@ -120,11 +110,8 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
 
 
 def find_any(base: Path, name: str | None) -> RunFolder:
-    """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
-
-    `last` (or None) is the run that finished last, and where none has finished the one that started last. Raises
-    RunFolderError where there is none.
-    """
+    """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
+    the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST):
         return run_named(base, str(name))
     folder = _newest(base, "finished") or _newest(base)
@@ -134,7 +121,6 @@ def find_any(base: Path, name: str | None) -> RunFolder:
 
 
 def _newest(base: Path, status: str | None = None) -> RunFolder | None:
-    """The run with this status that ended last, or of all runs the one that started last."""
     manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
     chosen = [one for one in manifests if status is None or one[1].get("status") == status]
     when = "ended" if status else "started"
@@ -161,7 +147,6 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    """Raises ModelError where the base's files are no longer those that the run was trained on."""
     from sft_play.training.model.model_loading import weights_facts
 
     now = weights_facts(run.config.model.name, None)["sha256"]
@@ -243,10 +228,8 @@ def built_folder(target: Path) -> Iterator[Path]:
 
 
 def require_space(folder: Path, needed: int, what: str) -> None:
-    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free.
-
-    `what` begins the message, such as "the merged model needs".
-    """
+    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free; `what`
+    begins the message."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         there = f"{folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"

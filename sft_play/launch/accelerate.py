@@ -8,11 +8,9 @@ is false; a false where a word belongs is read as `no` here.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sft_play.config.leaves import expects
 from sft_play.config.yaml_io import parse_value, read_text, show
+from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes, is_address
@@ -28,7 +27,6 @@ from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.exported import nodes_of, rank_variables
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
-from sft_play.runs.files import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
@@ -147,12 +145,10 @@ class AccelerateConfig(BaseModel):
     def layout(self) -> LayoutName | None:
         """The layout that the file asks for; None where it leaves it open (plain processes, or a DeepSpeed file)."""
         if self.distributed_type == "FSDP":
-            # by name or, in older files, by number (torch's `ShardingStrategy`)
             strategy = str(self.fsdp_config.get("fsdp_sharding_strategy", "")).upper()
-            if strategy in ("NO_SHARD", "3"):
+            if strategy == "NO_SHARD":
                 return "ddp"
-            is_hybrid = "HYBRID_SHARD" in strategy or strategy in ("4", "5")
-            return "fsdp_hybrid" if is_hybrid and self.num_machines > 1 else "fsdp"
+            return "fsdp_hybrid" if "HYBRID_SHARD" in strategy and self.num_machines > 1 else "fsdp"
         if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
             states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
             # 2 is accelerate's default too; stage 0 shards nothing and is no layout
@@ -178,7 +174,6 @@ class AccelerateConfig(BaseModel):
 
 
 def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a `parallelism_config`, or with the variables that accelerate makes of it."""
     axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
     if axes:
         yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"
@@ -195,7 +190,6 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         raise ConfigError(f"{name} has no distributed_type; is this {WANTED}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
     given: dict[str, Any] = {key: one for key, one in data.items() if one is not None}
-    given |= {"mixed_precision": "fp16"} if given.pop("fp16", None) is True else {}  # its key before accelerate 0.5
     if given.get("num_processes") == -1:
         del given["num_processes"]
     try:
@@ -246,11 +240,9 @@ def is_of_accelerate(environment: Mapping[str, str]) -> bool:
 
 
 def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
-    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
-
-    Its flags and its file look the same here: both reach a rank as variables. Raises ConfigError where they divide what
-    the run YAML alone divides.
-    """
+    """The choices of `accelerate launch`, flags or file, which reach a rank as variables, as a configuration of one
+    machine; None where it did not start this process. Raises ConfigError where they divide what the run YAML alone
+    divides."""
     if not is_of_accelerate(environment):
         return None
     kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
@@ -279,12 +271,8 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> None:
 
 
 def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
-    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
-
-    On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
-
-    `instead`: what starts them.
-    """
+    """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
+    started one, as on a CPU without MPI. `instead`: what starts them."""
     if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
@@ -295,41 +283,24 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 # --- written ----------------------------------------------------------------------------------------------------------
 
 
-Precision = Literal["no", "fp16", "bf16"]
-_MARK = "# Written by sft-play setup-accelerate; sha256 of the lines below: "
+MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+"""accelerate's word for what a run computes in; `no` for fp32."""
 _TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
-
-
 ALONE = Nodes()
-
-
-@dataclass(frozen=True)
-class WrittenConfig:
-    """The file and its text. `how`: a `new` file, one of ours `renewed`, the `same` as before, or a file that a person
-    edited, `replaced` on request."""
-
-    path: Path
-    text: str
-    how: Literal["new", "renewed", "same", "replaced"]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What to report: where, how, and the file's content."""
-        return (f"{self.path} ({self.how}):", *(f"  {line}" for line in self.text.splitlines()))
 
 
 def write_accelerate_file(
     path: Path,
     hardware: Hardware,
     *,
-    mixed_precision: Precision,
+    mixed_precision: str,
     machines: Nodes = ALONE,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
-) -> WrittenConfig:
-    """Write a configuration for the ranks of a machine (`machine_of`), on `gpu_ids` of each node (none: all). The
-    engine is left to the plan. Raises ConfigError where the file is not ours or was edited and `overwrite` is False, or
-    it cannot be written; nothing is written then."""
+) -> str:
+    """Write a configuration for the ranks of a machine (`machine_of`), on `gpu_ids` of each node (none: all), and
+    return its text. The engine is left to the plan. Raises DataError where the file is not ours or was edited and
+    `overwrite` is False, or it cannot be written; nothing is written then."""
     total = hardware.ranks  # accelerate counts over all machines, torchrun on each
     kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     fields = {
@@ -346,36 +317,10 @@ def write_accelerate_file(
         "same_network": True,
         "use_cpu": not hardware.gpus,
     }
-    body = _TOTAL + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
-    text = f"{_MARK}{_digest(body)}\n{body}"
-    how = _may_write(path, text, overwrite=overwrite)
-    if how != "same":
-        try:
-            write_text(path, text)
-        except OSError as error:
-            raise ConfigError(f"ACCELERATE_CONFIG={path} cannot be written: {error.strerror}") from None
-    return WrittenConfig(path, text, how)
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8")).hexdigest()
-
-
-def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "renewed", "same", "replaced"]:
-    if not path.exists():
-        return "new"
-    present = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
-    first, _, body = present.partition("\n")
-    if present == text:
-        return "same"
-    if first == f"{_MARK}{_digest(body)}":
-        return "renewed"
-    if overwrite:
-        return "replaced"
-    why = "was edited since it was written" if present.startswith(_MARK) else "was not written by this command"
-    raise ConfigError(
-        f"{path} {why}, so it is not overwritten; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
-    )
+    text = _TOTAL + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    with OutputFolder(path.parent, (path.name,), force=overwrite, command="setup-accelerate") as folder:
+        folder.open(path.name).write(text)
+    return text
 
 
 def machines_of(environment: Mapping[str, str]) -> Nodes:

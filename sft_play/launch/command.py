@@ -47,11 +47,8 @@ class Launch:
         return tuple(AGENT if word == LAUNCHER else word for word in self.words)
 
     def environment_in(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The environment that the command runs in: the given one with its variables.
-
-        `PET_NNODES` and the like are left out: torchrun takes them as defaults of its flags, and what they say is in
-        the command already (`exported.node_variables`).
-        """
+        """The environment that the command runs in: the given one with its variables, without `PET_NNODES` and the
+        like, which torchrun takes as defaults of its flags (`exported.node_variables` has read them)."""
         return {**{name: text for name, text in given.items() if not name.startswith("PET_")}, **self.environment}
 
     @property

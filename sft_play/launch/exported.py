@@ -39,10 +39,8 @@ _ALL_GPUS = ("gpu", "auto", "cuda")
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank.
-
-    Empty otherwise: `RANK` and `WORLD_SIZE` without a local rank name a node (`node_variables`).
-    """
+    """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank; else
+    empty: without a local rank they name a node (`node_variables`)."""
     variables = {name: environment[name] for name in RANK_NAMES if name in environment}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
@@ -169,11 +167,8 @@ class Ranks:
 
 
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
-    """The place that a launcher gave this process; None where nothing launched it.
-
-    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`node_variables`). Raises
-    ConfigError where the variables contradict each other or are not numbers.
-    """
+    """The place that a launcher gave this process; None where nothing launched it. Raises ConfigError where the
+    variables contradict each other or are not numbers."""
     given = rank_variables(environment)
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **given}]
     if len(missing) == 1:

@@ -25,7 +25,6 @@ from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
-from sft_play.planner.plan import Plan
 from sft_play.spelling import did_you_mean
 
 
@@ -80,11 +79,9 @@ def launch_options_of(
 
 
 def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig, mesh: Mesh | None = None) -> LaunchOptions:
-    """The options with an accelerate configuration filled in wherever the command line says nothing; raises ConfigError
-    where it is for several machines and lacks the address of rank 0's.
-
-    `mesh`: the run YAML's; FSDP in the configuration means it then, and not a layout.
-    """
+    """The options with an accelerate configuration filled in wherever the command line says nothing. `mesh`: the run
+    YAML's; FSDP in the configuration means it then, and not a layout. Raises ConfigError where it is for several
+    machines and lacks the address of rank 0's."""
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
         address = nodes.address or accelerate.main_process_ip
@@ -142,22 +139,6 @@ def take_choices() -> AccelerateConfig | None:
     return choices
 
 
-def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
-    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
-
-    `max_grad_norm`: the run's, which such a file may contradict. `with_count`: whether the choices hold a number of
-    processes.
-    """
-    for line in overridden_lines(
-        choices,
-        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
-        grad_accum=plan.batch.grad_accum,
-        max_grad_norm=max_grad_norm,
-        with_count=with_count,
-    ):
-        logger.info("%s", line)
-
-
 def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
     file, accelerate, notes = find_accelerate_file(os.environ), None, options.notes
@@ -172,10 +153,8 @@ def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[Launc
 
 
 def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
-    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or as many of its GPUs.
-
-    GPUs that are only named are all used, and too few stay too few: the plan says what the mesh would take.
-    """
+    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or of its GPUs. GPUs that are
+    only named are all used, and too few stay too few: the plan says what the mesh would take."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is None:
         return hardware
@@ -205,20 +184,14 @@ def overridden_lines(
     mixed_precision: str,
     grad_accum: int | None = None,
     max_grad_norm: float | None = None,
-    with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is read, and where the run YAML or the plan overrides the file.
-
-    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
-    launch` sets for a rank, which do not include the count.
-    """
-    total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
-    where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
-    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
+    """Lines for the log: where the run YAML or the plan overrides the file. `mixed_precision` is the run's (`no`,
+    `fp16`, `bf16`)."""
+    kind, precision = accelerate.distributed_type, accelerate.mixed_precision
+    of_fsdp = accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
     offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
     wins = f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins"
     said = [
-        (with_count and total is not None, f"says num_processes: {total}, accelerate's total over machines ({where})"),
         (precision not in (None, mixed_precision), wins),
         (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
         (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),

@@ -82,14 +82,10 @@ def with_own_gpu(ranks: Ranks, hardware: Hardware, environment: MutableMapping[s
 
 
 def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
-    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
-
-    gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
-    resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
-    other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
-    may use several at once. Raises ConfigError where MASTER_ADDR does not resolve here, so this rank would not find the
-    others.
-    """
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
+    has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
+    the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
+    resolve here."""
     host = environment.get("MASTER_ADDR")
     if ranks.world_size <= ranks.local_world_size or not host:
         return
@@ -146,10 +142,8 @@ def spread_over(hardware: Hardware, world: int, nodes: int, *, is_own: bool = Fa
 
 
 def one_gpu(hardware: Hardware) -> Hardware:
-    """The machine as one process uses it: one GPU; the log says that the others stay idle.
-
-    Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
-    """
+    """The machine as one process uses it: one GPU; the log says that the others stay idle. Several visible ones would
+    make transformers wrap the model in DataParallel and multiply the batch."""
     if len(hardware.gpus) < 2:
         return hardware
     first = hardware.gpus[0]
@@ -164,17 +158,13 @@ def check_gpu(plan: Plan, ranks: Ranks) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    machine, planned = detect(), plan.hardware.gpus[0]
-    here = machine.gpus
+    here, planned = detect().gpus, plan.hardware.gpus[0]
     if ranks.local_rank >= len(here):
         raise HardwareError(f"rank {ranks.rank} needs GPU {ranks.local_rank}, and {len(here)} can be seen")
     if here[ranks.local_rank].name != planned.name:
-        remedy = "use nodes with GPUs of one kind"
-        if len(machine.alike) > 1:
-            named = machine.alike_words(variable="CUDA_VISIBLE_DEVICES")
-            remedy = f"use GPUs of one kind, with CUDA_DEVICE_ORDER=PCI_BUS_ID and as many ranks: {named}"
         raise HardwareError(
-            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: {remedy}"
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
+            "one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, names those of this machine)"
         )
 
 
@@ -235,12 +225,9 @@ def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> Non
 def require_machine(
     config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, params: Callable[[], int]
 ) -> None:
-    """Check, before anything loads, that a run on this machine is what its user expects and can take a step.
-
-    `params`: the model's parameters; asked for a run on the CPU only. Raises HardwareError where there is an
-    accelerator that would not be used, the model is too large for a CPU, Triton cannot build what the loss needs,
-    blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
-    """
+    """Check, before anything loads, that a run here is what its user expects and can take a step; `params`: the model's
+    parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model is too
+    large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
         require_for_blocks(hardware, environment)
     flash = flash_obstacle(config, hardware)

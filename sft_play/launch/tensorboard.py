@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
-import importlib.util
 import json
 import logging
 import os
@@ -53,11 +52,8 @@ _MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.endings"
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A TensorBoard: its process, where it listens, and the folder that it shows.
-
-    `is_of_run`: it ends with the command that started it. `reused`: it was already running, and whoever started it
-    stops it.
-    """
+    """A TensorBoard: its process, where it listens, and the folder that it shows. `is_of_run`: it ends with the command
+    that started it. `reused`: it was running already, and whoever started it stops it."""
 
     process: psutil.Process
     host: str
@@ -78,11 +74,9 @@ class Sidecar:
 
     @property
     def page(self) -> str:
-        """The address to open: the page with the run's own layout, in place of all curves in alphabetical order.
-
-        Curves are not smoothed: by TensorBoard's default of 0.6, a held-out loss that fell to 0.05 would show 3.9.
-        Its page "Time series" reads the query, "Custom scalars" and "Scalars" read what follows the page's name.
-        """
+        """The address to open: the page with the run's own layout. Curves are not smoothed: by the default of 0.6, a
+        held-out loss that fell to 0.05 would show 3.9 ("Time series" reads the query, the others what follows their
+        name)."""
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
@@ -94,7 +88,7 @@ def _url(host: str, port: int) -> str:
 def with_curves(loaded: LoadedConfig) -> LoadedConfig:
     """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
     trackers = loaded.config.train.report_to
-    if "tensorboard" in trackers or importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in trackers:
         return loaded
     asked = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
     logger.info("TensorBoard was asked for: %s, in place of %s", asked, json.dumps(list(trackers)))
@@ -123,11 +117,9 @@ def password_warning(host: str, port: int = DEFAULT_PORT) -> str | None:
 
 @contextlib.contextmanager
 def beside(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[Sidecar | None]:
-    """TensorBoard while the block runs; where it cannot be started, one warning, and the block runs without it.
-
-    It ends with the block, or with this process if that is killed, unless `TB_KEEP` is set or somebody else started
-    it. `options` are those of `start` and take precedence over the environment.
-    """
+    """TensorBoard while the block runs; where it cannot be started, one warning. It ends with the block, or with this
+    process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start`, before the
+    environment's."""
     keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
     try:
         sidecar, words = start(logdir, ends_with_me=not keep, **{**settings(environment), **options})
@@ -166,15 +158,10 @@ def start(
     python: str = sys.executable,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[Sidecar | None, str]:
-    """A TensorBoard over `logdir` and a line about it; None and the reason where it cannot be started.
-
-    One that this project started for the same folder and host is reused. Otherwise the first free port from `port` on
-    is taken (0: any). No error is raised: a run is worth more than its curves. The folder need not exist yet, and is
-    not created.
-
-    `title`: of the browser's window. `ends_with_me`: whether it ends when this process does (on Linux: when the thread
-    does that called this).
-    """
+    """A TensorBoard over `logdir` (which need not exist yet) and a line about it; None and the reason where it cannot
+    be started: a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
+    free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_me`: whether it ends when
+    this process does (on Linux: the thread that called this)."""
     place = str(logdir.absolute().resolve())
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
@@ -206,7 +193,6 @@ def start(
 
 
 def _free_port(host: str, first: int) -> int:
-    """The first free port from `first` on (0: any); raises ConfigError where there is none, or no such host."""
     last = min(65535, first + PORTS_TRIED - 1) if first else 0
     for port in range(first, last + 1):
         try:
@@ -301,17 +287,14 @@ def running() -> list[Sidecar]:
 
 
 def stop(sidecar: Sidecar) -> str:
-    """End a TensorBoard with its data server; returns a line on what was done, and never raises.
-
-    psutil's process objects know their start times: where the pid belongs to another program now, nothing is ended.
-    """
+    """End a TensorBoard with its data server, unless its pid is another program's by now; returns a line on what was
+    done, and never raises."""
     was_alive, has_ended = _is_alive(sidecar.process), _end(sidecar.process)
     done = "is not running any more" if not was_alive else "stopped" if has_ended else "does not end"
     return f"TensorBoard (pid {sidecar.pid}) {done}"
 
 
 def _end(process: psutil.Process) -> bool:
-    """SIGTERM to a process and its children, then SIGKILL to those that stay; returns whether all are gone."""
     family = [process]
     with contextlib.suppress(psutil.Error):
         family += process.children(recursive=True)

@@ -147,12 +147,9 @@ class RunFolder:
         return manifest
 
     def settings(self, *, trusts: Trust) -> RunConfig:
-        """The settings that the run was trained with. The folder may be somebody else's, so that its word alone lets no
-        code run that comes with a model.
-
-        `trusts`: whether the user allows code of others, at this command. Raises RunFolderError where they cannot be
-        read, or allow code that the user does not; ConfigError where they are not valid.
-        """
+        """The settings that the run was trained with. The folder may be somebody else's: `trusts` says whether the user
+        allows code that comes with a model. Raises RunFolderError where they cannot be read, or allow code that the
+        user does not; ConfigError where they are not valid."""
         path = self.path / "resolved.json"
         try:
             config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))

@@ -127,7 +127,6 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _take(folder: RunFolder, descriptor: int, by: int | None) -> None:
-    """Lock an open lock file or a part of it; raises RunFolderError with the holder."""
     length, start = (0, 0) if by is None else (1, by)  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -171,7 +170,6 @@ def _note(descriptor: int) -> dict[str, Any]:
 
 
 def _write_note(folder: RunFolder, descriptor: int) -> None:
-    """Who writes the run; raises RunFolderError where the disk has no place for it."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode()
     try:

@@ -171,13 +171,9 @@ def is_finished(folder: RunFolder) -> bool:
 def create_run(
     folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], by: int | None = None
 ) -> Lock:
-    """Create the folder with config, plan and manifest, or nothing; one to be replaced is moved aside.
-
-    It is locked before anyone can see it.
-
-    `by`: whose lock is taken; see `lock`. Raises RunFolderError where the folder exists (another start may have created
-    it), is being written, or cannot be created.
-    """
+    """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside. `by`:
+    see `lock`. Raises RunFolderError where it exists (another start may have created it), is being written, or cannot
+    be created."""
     taken = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
         raise RunFolderError(taken)

@@ -78,10 +78,8 @@ def own_code() -> dict[str, Any]:
 
 
 def code_facts(package: Path) -> dict[str, Any]:
-    """What identifies the program's own code: a digest of its files, and the git state of its checkout.
-
-    `git` is None where the package is installed, or lies in a repository that does not track it.
-    """
+    """A digest of the program's own files, and the git state of its checkout: None where it is installed, or not
+    tracked."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".yaml") and file.is_file():
@@ -116,10 +114,8 @@ def git_answer(folder: Path, *words: str) -> str | None:
 def check_same_run(
     folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
 ) -> None:
-    """Raises RunFolderError, listing every difference, if a run was started with settings that change its numbers.
-
-    The batch may be split differently over other ranks: what matters is the effective batch.
-    """
+    """Raises RunFolderError, listing every difference, if a run was started with settings that change its numbers; of
+    the batch only the effective one counts."""
     differing = other_settings(folder, loaded.config, effective_batch=math.prod(batch.values()))
     lines = list(differing.values())
     manifest = folder.manifest()
@@ -178,11 +174,8 @@ def _came_later(old: Mapping[str, Any], key: str, now: Any) -> bool:
 
 
 def given_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
-    """DeepSpeed's config as a run was given it, its "auto" left open; None where another engine runs it.
-
-    The file in the folder has the plan's numbers in it, which are not the user's: it counts only where an older version
-    wrote the plan.
-    """
+    """DeepSpeed's config as a run was given it, its "auto" left open; None where another engine runs it. The file in
+    the folder, which has the plan's numbers, counts where an older version wrote the plan."""
     return read_json(folder.path / "plan.json").get("deepspeed") or read_json(folder.path / DEEPSPEED_FILE) or None
 
 

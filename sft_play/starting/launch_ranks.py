@@ -70,7 +70,6 @@ def launch_ranks(
     logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
-    _require_adapter(loaded, plan)
     if folder is None or not is_alone:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
@@ -89,7 +88,6 @@ def launch_ranks(
 def _write_launch(
     folder: RunFolder, loaded: LoadedConfig, planned: Sequence[Planned], *, resume: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Write the run folder with the plan and what the ranks are handed, or nothing; returns a new folder's lock."""
     mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, resolved = planned[0]
     if not resume:
@@ -128,19 +126,6 @@ def _threads(hardware: Hardware) -> int:
     return int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // hardware.gpus_per_node))
 
 
-def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
-    """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
-    if loaded.config.model.adapter is None:
-        return
-    from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.origin import origin_of
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
-    config, found = loaded.config, load_tokenizer(loaded.config)
-    size = len(found.tokenizer)
-    origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
-
-
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
     with importing():
@@ -172,11 +157,8 @@ def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list
 
 
 def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
-    """Start the ranks under the agent, pass signals on, leave no process behind; returns sft-play's exit code.
-
-    The first signal goes to the agent, which passes it on to the ranks and waits until they have saved. A second one
-    ends everything at once.
-    """
+    """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
+    passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
     signals: list[int] = []
     environment = endings.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
@@ -202,7 +184,6 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
 
 
 def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
-    """The agent's exit code, which is sft-play's; where a signal ended the agent 1, or 130 if the user stopped it."""
     if code < 0 and stopped:
         logger.warning("ended at once; what was saved until then is kept")
         return Interrupted.exit_code

@@ -58,10 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 def stopped_run(folder: RunFolder) -> Stopped | None:
-    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it.
-
-    None where neither says.
-    """
+    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
+    None where neither says."""
     manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
@@ -92,14 +90,10 @@ NOTHING_KEPT = Kept()
 
 
 def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
-    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights.
-
-    Free GPU memory may have changed; the rows of a step must not, and with the same split no number does. Over another
-    number of ranks the effective batch is kept and the accumulation follows, whatever the config says; a micro-batch
-    that does not divide a rank's share becomes the largest that does. One that ran out of memory is not tried again. A
-    config that was changed meanwhile is reported by the run folder's own check. Raises RunFolderError where the
-    effective batch does not split over the ranks.
-    """
+    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
+    memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
+    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
+    RunFolderError where the effective batch does not split over the ranks."""
     if stopped is None or not (stopped.has_trained or stopped.too_many):
         return NOTHING_KEPT
     train = config.train
@@ -125,22 +119,6 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
         return Kept(updates=updates)
     micro = max(size for size in divisors(share) if size <= micro)
     return Kept(BatchPlan(micro, share // micro, ranks), updates)
-
-
-def log_kept(kept: Kept, stopped: Stopped | None) -> None:
-    """Log the batch that is kept."""
-    if kept.batch is None or stopped is None:
-        return
-    batch = kept.batch
-    if stopped.too_many:
-        logger.info("Batch: micro %d x accum %d x %d ranks: the run ran out of memory with micro-batch %d",
-                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.too_many)  # fmt: skip
-    elif batch.ranks == stopped.batch.ranks:
-        logger.debug("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
-    else:
-        logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
-                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.batch.ranks,
-                    batch.effective_batch)  # fmt: skip
 
 
 def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName) -> None:
@@ -198,9 +176,7 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: 
 
 def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
     """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
-
-    Raises as `backend_here` does: what cannot be trained here has no plan here.
-    """
+    Raises as `backend_here` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
     usual: LayoutName = "ddp" if hardware.ranks > 1 else "single"
@@ -235,10 +211,8 @@ def plan_for(
     kept: Kept = NOTHING_KEPT,
     rows: RowTokens | None = None,
 ) -> Plan:
-    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
-
-    `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
-    """
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for. `kept`:
+    what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
     request = _request(config, hardware, only, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
@@ -265,7 +239,6 @@ def advised(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    """Changes to a step that ran out of memory, each with its predicted peak."""
     layers = plan.choice.checkpointed if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
     given: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
     given |= {} if plan.choice.step.offloads else {"gradient_checkpointing": layers}
@@ -319,9 +292,6 @@ def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
 
 
 def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | None]:
-    """A function of the effective batch: how many steps and tokens the run has, by its rows or the size of its
-    files."""
-
     def work(effective: int) -> Work | None:
         if known is not None:
             per_epoch = math.ceil(known.rows / effective)

@@ -20,7 +20,6 @@ from sft_play.launch.deepspeed.files import (
     shipped_config,
     translate,
     with_batch,
-    with_dtypes,
 )
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
@@ -34,7 +33,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import (
     kept_of,
-    log_kept,
     log_plan,
     plan_for,
     refuse_early,
@@ -54,10 +52,8 @@ def plan_stages(
     *,
     resume_from: RunFolder | None = None,
 ) -> list[Planned]:
-    """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does.
-
-    `resume_from`: the run that is resumed; None for a new one.
-    """
+    """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does. `resume_from`:
+    the run that is resumed."""
     given = given_deepspeed(resume_from) if resume_from is not None else None
     if loaded.stages and options.strategy is None and options.deepspeed is None:
         options = dataclasses.replace(options, strategy=_layout_of_stages(loaded, hardware, resume_from))
@@ -71,7 +67,6 @@ def plan_stages(
 
 
 def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
-    """The layout of all stages: that of the stopped run where it can be kept, else the one they have in common."""
     stopped = stopped_run(resume_from) if resume_from is not None else None
     if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
         return stopped.layout
@@ -93,14 +88,9 @@ def _parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[Load
 def count_before_planning(
     loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_here: bool
 ) -> None:
-    """Count the tokens of the run's rows, so that its plan knows their lengths; nothing where they are known.
-
-    What no length changes is refused before minutes go into the rows, except where a DeepSpeed file or a stopped run
-    decides the batch.
-
-    `trains_here`: whether this process trains, and so needs all libraries anyway. Raises SftPlayError as planning or
-    reading the rows does.
-    """
+    """Count the tokens of the run's rows, so that its plan knows their lengths; what no length changes is refused
+    before, but where a DeepSpeed file or a stopped run decides the batch. `trains_here`: this process needs all
+    libraries anyway. Raises SftPlayError as planning or reading the rows does."""
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_open = not is_resumed and options.deepspeed is None
@@ -119,10 +109,8 @@ def count_before_planning(
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
-    """The fastest layout that fits every stage, of those that some stage would use by itself.
-
-    Where none does, the one that the stage with the longest rows would use, whose plan says what does not fit.
-    """
+    """The fastest layout that fits every stage, of those that some stage would use by itself; else that of the stage
+    with the longest rows, whose plan says what does not fit."""
 
     def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
         return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]
@@ -171,7 +159,9 @@ def plan_ranks(
         config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
     kept = kept_of(config, stopped, batches_of(config, stopped, hardware))
-    log_kept(kept, stopped)
+    if stopped is not None and kept.batch not in (None, stopped.batch):
+        words = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+        logger.info(words, *dataclasses.astuple(kept.batch), stopped.batch.ranks, kept.batch.effective_batch)
     refuse_strategy(config, hardware, strategy)
     only = _layouts(strategy, hardware)
     if stopped is not None and strategy is None:
@@ -204,12 +194,10 @@ def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tu
 
 
 def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
-    """The settings with the batch and the dtypes of DeepSpeed's config where the run YAML leaves them open."""
+    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
     train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
-    mixed, of_dtypes = with_dtypes(config.distributed.mixed_precision, raw, name=name)
-    _log_deepspeed((*of_batch, *of_dtypes))
-    distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
-    return config.model_copy(update={"train": train, "distributed": distributed})
+    _log_deepspeed(of_batch)
+    return config.model_copy(update={"train": train})
 
 
 def batches_of(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:

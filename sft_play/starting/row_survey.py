@@ -67,12 +67,8 @@ def count_rows(loaded: LoadedConfig) -> None:
 
 
 def count_if_quick(loaded: LoadedConfig) -> list[str]:
-    """Count the rows for a plan, where tokenizer and files are here and small; where the rows cannot be used, a warning
-    says so and every row counts as of full length.
-
-    Returns:
-        A line for each part of the run whose data are not here. They may be on the machine that trains.
-    """
+    """Count the rows for a plan, where tokenizer and files are here and small; rows that cannot be used are a warning.
+    Returns a line for each part whose data are not here: they may be on the machine that trains."""
     absent: list[str] = []
     for part in loaded.parts:
         config = part.config
@@ -136,7 +132,6 @@ def _note(key: str) -> Path:
 
 
 def _key(config: RunConfig) -> str:
-    """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
     folder = local_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts

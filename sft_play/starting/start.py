@@ -17,14 +17,14 @@ from sft_play.errors import ConfigError, RunFolderError, in_stage
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
-from sft_play.launch.accelerate import AccelerateConfig
+from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
 from sft_play.launch.command import Launch
 from sft_play.launch.exported import Ranks, refuse_lone_node
 from sft_play.launch.launch_options import (
     LaunchOptions,
     as_accelerate_says,
     as_the_mesh_says,
-    log_choices,
+    overridden_lines,
     take_choices,
     with_accelerate,
 )
@@ -100,10 +100,8 @@ def start(asked: Asked) -> Started:
 
 
 def _start(asked: Asked) -> Started:
-    """Start a run once; what is cheap to refuse comes first.
-
-    Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
-    """
+    """Start a run once; what is cheap to refuse comes first. Outside the training's steps a request to stop unwinds the
+    stack."""
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
             held.enter_context(endings.StopSignals(endings.interrupt))
@@ -117,8 +115,11 @@ def _start(asked: Asked) -> Started:
             return Started(0, folder)
         plan = planned[0][0]
         if asked.accelerate is not None and asked.tells:
-            log_choices(asked.accelerate, plan, max_grad_norm=asked.loaded.config.train.max_grad_norm,
-                        with_count=asked.over_ranks)  # fmt: skip
+            for line in overridden_lines(
+                asked.accelerate, mixed_precision=MIXED_PRECISION.get(plan.precision.compute, "no"),
+                grad_accum=plan.batch.grad_accum, max_grad_norm=asked.loaded.config.train.max_grad_norm,
+            ):  # fmt: skip
+                logger.info("%s", line)
         if folder is None or not decided.trains_here:
             run = folder.path.name if asked.resume and folder is not None else None
             code, launch = launch_ranks(

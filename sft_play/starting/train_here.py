@@ -75,7 +75,6 @@ def remember(planned: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any])
 
 
 def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
-    """Keep what the run measured beside what was predicted without help from earlier runs."""
     if summary.get("backend") == "unsloth":
         return  # plans predict the other backend
     compiled = summary.get("compile") is not None

@@ -52,11 +52,8 @@ class Inferred(Outcome):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: one a line of a .txt, or rows in any format that training reads.
-
-    A chat's last answer, where it ends with one, is the reference and no part of the prompt. Raises DataError where a
-    row is not a prompt.
-    """
+    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, of which the last answer
+    is the reference. Raises DataError where a row is not a prompt."""
     if path.suffix == ".txt":
         require_file(path)
         try:
@@ -72,7 +69,6 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _from_rows(path: Path) -> list[Prompt]:
-    """Raises DataError with the first rows that are no prompts, and how many there are."""
     read = [(raw.where, _prompt_of(raw)) for raw in read_rows(find_source(str(path)), split="train")]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:
@@ -113,12 +109,9 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:
-    """Answer every prompt of `source`, greedily, into the JSONL `target`.
-
-    A line has `messages`, `answer`, `reference` where the source has one, and `by`, which names run, weights and limit.
-    A target that was begun by the same weights on the same prompts is continued after its last whole line. Raises
-    DataError where a row is not a prompt, or the target holds answers to other prompts or of other weights.
-    """
+    """Answer every prompt of `source`, greedily, into the JSONL `target`: `messages`, `answer`, `reference` where the
+    source has one, and `by` (run, weights, limit). One that was begun so is continued. Raises DataError where a row is
+    not a prompt, or the target holds answers to other prompts or of other weights."""
     prompts = read_prompts(source)
     # weights and not only the name: a run of the same name may have been trained again
     digest = weights_facts(str(run.weights), None)["sha256"]

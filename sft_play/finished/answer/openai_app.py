@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import json
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -51,11 +49,8 @@ _PROMPT: ContextVar[list[int]] = ContextVar("prompt")
 
 
 def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None = None) -> FastAPI:
-    """The application that answers as the run's model.
-
-    `name` is the model's name for clients; `hosts` the names under which this server is asked, and from whose pages
-    (None: any).
-    """
+    """The application that answers as the run's model, called `name`; `hosts`: the names under which this server is
+    asked, and from whose pages (None: any)."""
     _prepare(responder)
     manager, state, answers = _OneModel(responder, name), GenerationState(), _Answers()
     state.get_manager = lambda *_, **__: answers
@@ -89,7 +84,6 @@ async def _as_openai_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _positions(model: Any) -> int | None:
-    """Positions that a model has; None where nothing limits them."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -178,10 +172,6 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
 
 
 class _Answers(GenerateManager):
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
-        return _Pieces(queue, gen_config.stop_strings or ()), streamer
-
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
     ) -> Any:
@@ -194,29 +184,6 @@ class _Answers(GenerateManager):
         return cut, length, ids
 
 
-class _Pieces:
-    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
-        self._queue, self._until, self._ready = queue, requests.UntilStop(stops), deque[Any]()
-
-    async def get(self) -> Any:
-        """The next piece."""
-        while not self._ready:
-            self._take(await self._queue.get())
-        return self._ready.popleft()
-
-    def get_nowait(self) -> Any:
-        """The next piece; raises asyncio.QueueEmpty where none has come."""
-        while not self._ready:
-            self._take(self._queue.get_nowait())
-        return self._ready.popleft()
-
-    def _take(self, item: Any) -> None:
-        if type(item) is str:  # think text and tool calls have types of their own
-            self._ready.extend(filter(None, [self._until.feed(item)]))
-            return
-        self._ready.extend([*filter(None, [self._until.end()]), item])
-
-
 class _ChatHandler(ChatCompletionHandler):
     """Options are checked, and the prompt is made in a thread, before the server's own handler sees the request."""
 
@@ -225,9 +192,10 @@ class _ChatHandler(ChatCompletionHandler):
         manager: _OneModel = self.model_manager
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
             raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
+        if asked.get("stream") and asked.get("stop"):
+            raise requests.refused("stop texts are read without stream=True only", "stop")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
-        _check_bias(asked, manager)
         async with manager.is_rendering:  # one at a time: so does the tokenizer
             ids = await run_in_threadpool(manager.chat_ids, asked["messages"], asked.get("tools"))
         if manager.positions is not None and len(ids) >= manager.positions:
@@ -241,16 +209,6 @@ class _ChatHandler(ChatCompletionHandler):
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[Message], modality: Any) -> list[Message]:
         return messages  # the prompt is made already
-
-
-def _check_bias(asked: dict[str, Any], manager: _OneModel) -> None:
-    """Raises HTTPException for a bias of what is no token; takes out one of nothing, which transformers refuses."""
-    for key in asked.get("logit_bias", {}):
-        if not (key.isascii() and key.isdigit() and int(key) < len(manager.tokenizer)):
-            words = f"{json.dumps(key)} is not a token id below {len(manager.tokenizer)}"
-            raise requests.refused(f"logit_bias: {words}", "logit_bias")
-    if not asked.get("logit_bias", True):
-        del asked["logit_bias"]
 
 
 async def _with_done(pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -35,7 +35,6 @@ _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _Stops = Annotated[list[_StopText], _as_list, Field(max_length=MOST_STOPS)]
 _Tokens = Annotated[int, Field(ge=1)]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -68,7 +67,6 @@ class ChatRequest(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: _Stops | None = None
-    logit_bias: dict[str, _Bias] | None = None
 
     # only the value that asks for nothing
     frequency_penalty: _Zero | None = None
@@ -107,7 +105,6 @@ def refused(message: str, option: str | None = None) -> HTTPException:
 
 
 def _refusal(error: ValidationError, body: Mapping[str, Any]) -> HTTPException:
-    """What is wrong with the first option that is: OpenAI's errors name one."""
     first = error.errors(include_url=False)[0]
     option = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
@@ -153,7 +150,6 @@ class Guard:
         await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> tuple[int, str]:
-        """The status and what is wrong; (0, "") where nothing is."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._names is not None and not is_asked_from_here(self._names, host, origin):
             return 403, "this server answers this machine alone, and the request names another in Host or Origin"
@@ -169,48 +165,16 @@ class Guard:
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the stop text that is complete first; all of it where there is none.
-
-    Not the one that begins first: of two that overlap, the answer ends before the longer one could be complete, and
-    where it is cut must not depend on how the text is divided into tokens.
-    """
+    """The text before the stop text that is complete first, not the one that begins first: where an answer is cut must
+    not depend on how it is divided into tokens."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return text[: min(found)[1]] if found else text
 
 
-class UntilStop:
-    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held, self._is_over = stops, "", False
-
-    def feed(self, piece: str) -> str:
-        """What can be shown once this piece has come."""
-        if self._is_over:
-            return ""
-        text = self._held + piece
-        shown = until_stop(text, self._stops)
-        self._is_over = len(shown) < len(text)
-        held = 0 if self._is_over else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :] if held else ""
-        return shown[: len(shown) - held]
-
-    def end(self) -> str:
-        """What was held back, since it was no stop text after all."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
 class StopTexts(StoppingCriteria):
-    """Ends generation once the text after the prompt holds a stop text.
-
-    transformers' own `stop_strings` compares each with every entry of the vocabulary first, which takes seconds for a
-    few and minutes for many, and takes the prompt's end for the beginning of one.
-    """
+    """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
+    with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning
+    of one."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self._stops, self._begin = tokenizer, stops, prompt_tokens

@@ -152,10 +152,7 @@ KEYS = (
 
 @dataclass
 class Conversation:
-    """The turns so far; who answers; and how answers are made.
-
-    `show` gets text as it comes, without line ends of its own.
-    """
+    """The turns so far; who answers; and how. `show` gets text as it comes, without line ends of its own."""
 
     responder: Responder
     show: Callable[[str], None]

@@ -1,13 +1,12 @@
 """`make serve`: an OpenAI-compatible endpoint that answers as a finished run's model.
 
 By default the server of `transformers serve` runs in this process, with the model as it was trained (`openai_app`).
-With vLLM its own `vllm serve` is started over the merged model, whose folder holds the tokenizer, the template and the
-stop tokens of training, and ends with this process.
+With vLLM its own `vllm serve` takes the place of this process, over the merged model, whose folder holds the tokenizer,
+the template and the stop tokens of training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,22 +14,19 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, names_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line
-from sft_play.process.endings import StopSignals, ends_with_me
+from sft_play.process.endings import StopSignals
 from sft_play.process.environment import for_another_run
 from sft_play.runs.files import read_json
 
@@ -58,7 +54,8 @@ class Serving(Outcome):
     @property
     def url(self) -> str:
         """The base URL for clients on this machine."""
-        return f"{_origin(self.host, self.port)}/v1"
+        reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{reached}]:{self.port}/v1" if ":" in reached else f"http://{reached}:{self.port}/v1"
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"url": self.url}
@@ -66,15 +63,9 @@ class Serving(Outcome):
     def lines(self) -> list[str]:
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
-        name = json.dumps(self.model, ensure_ascii=False)
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
             f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
-            "or in Python:",
-            "  from openai import OpenAI",
-            f'  client = OpenAI(base_url="{self.url}", api_key="none")',
-            f"  print(client.chat.completions.create(model={name}, messages={json.dumps(messages)}, temperature=0)"
-            ".choices[0].message.content)",
             f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
@@ -109,30 +100,6 @@ def warning_of(host: str) -> str | None:
     if is_local(host):
         return None
     return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
-
-
-def _origin(host: str, port: int) -> str:
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-
-
-def _wait(is_running: Callable[[], bool], finish: Callable[[], None], words: str) -> bool:
-    """Wait until a service ends or is stopped: Ctrl-C lets it `finish`, a second one or SIGTERM does not. Returns
-    whether it was asked to."""
-    is_over, is_asked = threading.Event(), threading.Event()
-
-    def stop(number: int) -> None:
-        is_asked.set()
-        if number == signal.SIGINT:
-            logger.info("%s; Ctrl-C again stops now", words)
-            finish()
-        else:
-            is_over.set()
-
-    with StopSignals(stop, lambda _: is_over.set()):
-        while is_running() and not is_over.is_set():
-            is_over.wait(_POLL_S)
-    return is_asked.is_set()
 
 
 class TransformersService:
@@ -179,15 +146,23 @@ class TransformersService:
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
 
     def wait(self) -> int:
-        """Wait until it ends or is stopped, and return the exit code."""
+        """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
+        or SIGTERM does not."""
+        is_over = threading.Event()
         is_late = threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
         is_late.daemon = True
 
-        def finish() -> None:
+        def stop(number: int) -> None:
+            if number != signal.SIGINT:
+                is_over.set()
+                return
+            logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
             is_late.start()
             self._server.should_exit = True
 
-        _wait(self._thread.is_alive, finish, "Stopping once the answers under way have ended")
+        with StopSignals(stop, lambda _: is_over.set()):
+            while self._thread.is_alive() and not is_over.is_set():
+                is_over.wait(_POLL_S)
         is_late.cancel()
         self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
@@ -195,7 +170,7 @@ class TransformersService:
 
 
 class VllmService:
-    """`vllm serve` as a child of this process."""
+    """`vllm serve` in the place of this process."""
 
     is_busy = False
 
@@ -211,43 +186,23 @@ class VllmService:
         self._program = program
 
     def start(self) -> Serving:
-        """Merge where that has not been done, start vLLM, and wait until it answers."""
+        """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import whole_model
 
         weights, name = whole_model(self._run, is_locked=False), self._run.folder.path.name
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
-        words = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
-        words += ["--port", str(self._port), "--dtype", dtype]
-        words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
-        logger.info("Starting: %s", shlex.join(words))
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "sft_play.process.endings", *words],
-            env=ends_with_me(for_another_run(os.environ), number=signal.SIGTERM),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is passed on by `wait`
-        )
-        while not _is_healthy(self._host, self._port):
-            if self._child.poll() is not None:
-                code = self._child.returncode
-                raise BackendError(f"vllm ended with exit code {code} before it answered; see its lines above")
-            time.sleep(_POLL_S)
+        self._words = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
+        self._words += ["--port", str(self._port), "--dtype", dtype]
+        self._words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        logger.info("Starting: %s", shlex.join(self._words))
         return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
 
-    def wait(self) -> int:
-        """Wait until it ends or is stopped; raises BackendError where it ended by itself."""
-        is_asked = _wait(lambda: self._child.poll() is None, self._child.terminate, "Stopping vLLM")
-        self._end()
-        if not is_asked:
-            raise BackendError(f"vllm ended with exit code {self._child.returncode}; see its lines above")
-        logger.info("Stopped")
-        return 0
-
-    def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+    def wait(self) -> NoReturn:
+        """Become vLLM, whose exit code is this command's."""
+        sys.stdout.flush()  # execve drops what is still buffered
+        os.execve(self._words[0], self._words, for_another_run(os.environ))
 
 
 Service = TransformersService | VllmService
@@ -266,10 +221,3 @@ def require_extra() -> None:
 
     if not is_serve_available():
         raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
-
-
-def _is_healthy(host: str, port: int) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError), opener.open(f"{_origin(host, port)}/health", timeout=5) as answer:
-        return int(answer.status) == 200
-    return False

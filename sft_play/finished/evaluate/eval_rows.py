@@ -46,11 +46,9 @@ class EvalRows:
 
 
 def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, asks: bool) -> EvalRows:
-    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited.
-
-    `asks`: whether answers will be generated. Raises ConfigError where the split has another name, or is given beside a
-    file; DataError where the run has no such rows, or they cannot be read.
-    """
+    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; `asks`:
+    whether answers will be generated. Raises ConfigError where the split has another name, or is given beside a file;
+    DataError where the run has no such rows, or they cannot be read."""
     require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
@@ -79,10 +77,8 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, S
 
 
 def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
-    """The rows of a file, read as the run's test rows would be, and how many of them were trained on.
-
-    The run's own rows are read for that alone; where they are gone, the file is read as the only data.
-    """
+    """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
+    rows are read for that alone)."""
     try:
         find_source(data)
     except DataError as error:

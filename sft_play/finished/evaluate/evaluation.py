@@ -123,12 +123,9 @@ def evaluate_run(
     out: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`.
-
-    The options, and what each is where it is not given, are those of docs/trained.md (eval). Raises ConfigError where a
-    name is wrong, a package is missing, or a place cannot be written; DataError where there are no rows to evaluate;
-    ModelError where the base is gone.
-    """
+    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`, with the options of
+    docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
+    written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path, path = _places(run, out)
     chosen_tasks = find_tasks(tasks)
@@ -176,8 +173,6 @@ def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
 
 
 def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Metric]) -> None:
-    """Raises ConfigError, before anything is generated, for metrics of answers that no row ends with, and for one that
-    fails on the first row."""
     if named and metrics and not rows.asked:
         raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
     if rows.asked:
@@ -214,8 +209,6 @@ def _both(
 
 
 def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[str]) -> dict[str, list[float]]:
-    """Each metric's value of each answer, in the order asked; raises ConfigError, naming the row, where a user's own
-    fails."""
     values: dict[str, list[float]] = {metric.name: [] for metric in metrics} if given and rows else {}
     for asked, answer in zip(rows.asked if rows else (), given, strict=False):
         for metric in metrics:

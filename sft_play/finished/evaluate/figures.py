@@ -115,17 +115,14 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text for ROUGE-L: maximal runs of letters and digits, with their combining marks, in NFKC and case
-    folded; of scripts without spaces between words each character is one. Nothing is stemmed.
-
-    Of ASCII texts these are the tokens of Google's rouge-score without stemming.
-    """
+    """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining marks, in NFKC and case
+    folded; of scripts without spaces each character. Of ASCII texts the tokens of Google's rouge-score without
+    stemming."""
     found: list[str] = regex.findall(_WORD, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
     return found
 
 
 def _own(name: str) -> Compare:
-    """A function of the user's, `module:function`, importable from the current folder; ConfigError where it is not."""
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a console script has its own folder first, not the current one
@@ -143,7 +140,6 @@ def _own(name: str) -> Compare:
 
 
 def _checked(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
-    """What the user's function returns, as a number; raises ConfigError where it fails or returns something else."""
     try:
         value = function(answer, reference, [dict(message) for message in messages])
         number = float(value)

@@ -72,11 +72,8 @@ def find_tasks(tasks: Sequence[str]) -> Tasks | None:
 
 
 def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, limit: int | None) -> dict[str, Any]:
-    """What `simple_evaluate` of the harness returns for this model.
-
-    Prompts go through the run's chat template where it trained chats; the harness is given the model that is loaded.
-    Raises ConfigError where the harness fails, for example because a task's data cannot be fetched.
-    """
+    """What `simple_evaluate` of the harness returns for this model; prompts go through the run's chat template where it
+    trained chats. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 

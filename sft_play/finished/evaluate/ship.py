@@ -81,16 +81,14 @@ class Shipped(Outcome):
 
     def lines(self) -> list[str]:
         after = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
-        evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        evidence = rule.evidence_lines(self.verdict, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
 
 
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
-    """Measure, judge, and write ship.json into the run folder.
-
-    `tolerance`: nats a token by which the loss on general text and chats may rise, in place of the defaults. Raises
-    DataError where the run's data is gone, or RunFolderError where another process writes the run folder.
-    """
+    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
+    text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
+    writes it."""
     quiet_libraries()
     thresholds = rule.Thresholds()
     if tolerance is not None:
@@ -151,13 +149,13 @@ class _ShipRows:
         text = _losses(base["text"], tuned["text"], self.text)
         chats = _losses(base["chats"], tuned["chats"], self.chats)
         split = "" if self.held.name == "train" else self.held.name
-        losses = _losses(base["task"], tuned["task"], [("", row) for row in self.rows])
+        losses = _losses(base["task"], tuned["task"], self.rows)
         task = rule.TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
         return rule.Evidence(task, rule.GeneralEvidence(text, chats, self.refused), rule.MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
         logger.info("Measuring the %s", whose)
-        parts = {"task": self.rows, "text": [row for _, row in self.text], "chats": [row for _, row in self.chats]}
+        parts = {"task": self.rows, "text": self.text, "chats": self.chats}
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
         scores = {}
         for part, chosen in parts.items():
@@ -182,22 +180,19 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     return [rows[index] for index in evenly_spaced(len(rows), count)], len(read) - len(rows)
 
 
-def _losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[tuple[str, Row]]) -> rule.Losses:
-    """Of rows with trained tokens; `rows`: each with its kind, empty where it has none."""
+def _losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row]) -> rule.Losses:
     counts = [at for at, score in enumerate(base) if score.tokens]
-    trained = [[label for label in row["labels"][1:] if label != IGNORED] for _, row in rows]
+    trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = rule.chance_losses(trained) if counts else []
 
     def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
         return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
 
     tokens, guessed = tuple(base[at].tokens for at in counts), tuple(chance[at] for at in counts)
-    kinds = tuple(kind for kind in (rows[at][0] for at in counts) if kind)
-    return rule.Losses(numbers(base), numbers(tuned), tokens, guessed, kinds)
+    return rule.Losses(numbers(base), numbers(tuned), tokens, guessed)
 
 
 def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
-    """The merged model compared with the adapter; it is made first where it is missing or older."""
     if not run.is_adapter:
         return rule.MergeEvidence("no adapter")
     try:
@@ -214,10 +209,10 @@ def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
 
 @dataclass(frozen=True)
 class GeneralSample:
-    """The texts and the chats (messages), each with its kind; `sha256` is that of both files."""
+    """The texts and the chats (messages); `sha256` is that of both files."""
 
-    texts: tuple[tuple[str, str], ...]
-    chats: tuple[tuple[str, tuple[dict[str, str], ...]], ...]
+    texts: tuple[str, ...]
+    chats: tuple[tuple[dict[str, str], ...], ...]
     sha256: str
 
 
@@ -226,32 +221,30 @@ def general_sample() -> GeneralSample:
     files = {name: (_GENERAL / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
     lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
     return GeneralSample(
-        tuple((row["kind"], row["text"]) for row in lines["text"]),
-        tuple((row["kind"], tuple(row["messages"])) for row in lines["chats"]),
+        tuple(row["text"] for row in lines["text"]),
+        tuple(tuple(row["messages"]) for row in lines["chats"]),
         hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
     )
 
 
-def text_rows(sample: GeneralSample, renderer: Renderer) -> list[tuple[str, Row]]:
-    """The texts as tokens, each with its kind, all of them trained, cut where they are too long; none has the
-    end-of-text token."""
+def text_rows(sample: GeneralSample, renderer: Renderer) -> list[Row]:
+    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
     rows = []
-    texts = renderer.documents([text for _, text in sample.texts])
-    for (kind, _), ids in zip(sample.texts, texts, strict=True):
+    for ids in renderer.documents(list(sample.texts)):
         # predicting that a text ends here says nothing about what the model knows
         bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
-        rows.append((kind, {"input_ids": bare[:_LONGEST], "labels": bare[:_LONGEST]}))
+        rows.append({"input_ids": bare[:_LONGEST], "labels": bare[:_LONGEST]})
     return rows
 
 
-def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[tuple[str, Row]]:
-    """The chats as tokens by the chat template, each with its kind, the assistant's turns trained, cut where they are
-    too long; without those that the template cannot render, or that have no trained token then."""
+def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[Row]:
+    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; without
+    those that the template cannot render, or that have no trained token then."""
     chats: Sequence[Any] = [
-        Chat(f"chat {at} of {VERSION}", messages) for at, (_, messages) in enumerate(sample.chats, start=1)
+        Chat(f"chat {at} of {VERSION}", messages) for at, messages in enumerate(sample.chats, start=1)
     ]
     return [
-        (kind, {"input_ids": row.input_ids[:_LONGEST], "labels": row.labels[:_LONGEST]})
-        for (kind, _), row in zip(sample.chats, renderer.render_all(chats), strict=True)
+        {"input_ids": row.input_ids[:_LONGEST], "labels": row.labels[:_LONGEST]}
+        for row in renderer.render_all(chats)
         if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_LONGEST])
     ]

@@ -15,10 +15,8 @@ _AT_ONCE = 4_000_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference, tuned less base, and the interval that holds the true one with probability `level`.
-
-    One row says nothing about the spread: its interval is unbounded.
-    """
+    """A difference, tuned less base, and the interval that holds the true one with probability `level`; of one row,
+    which says nothing about the spread, it is unbounded."""
 
     difference: float
     low: float
@@ -50,25 +48,11 @@ def paired_bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """The difference of the weighted means of two models' figures, with its bootstrap interval.
-
-    Rows are drawn with replacement, each with both of its figures and its weight, so the difference is a ratio of two
-    sums (with weights: over the weights that were drawn). The interval is the percentile one, widened for few rows:
-    its tails are Phi(-t * sqrt(n / (n - 1))) instead of (1 - level) / 2, with t of n - 1 degrees of freedom
-    (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3, "expanded percentile interval").
-    Equal arguments give equal numbers.
-
-    Args:
-        base, tuned: a figure of each row [rows].
-        weights: of each row [rows], such as its trained tokens where the figures are means over tokens; rows of weight
-            0 do not count, whatever their figures. None: all alike.
-
-    Returns:
-        NaN for all three where no row has a weight.
-
-    Raises:
-        ValueError: the arrays do not have the same length.
-    """
+    """The difference of the weighted means of two models' figures [rows], with its bootstrap interval; NaN where no row
+    has a weight. Rows are drawn with replacement, each with both figures and its weight [rows] (None: all alike; rows
+    of weight 0 do not count). The percentile interval, widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))),
+    with t of n - 1 degrees of freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3,
+    "expanded percentile interval"). Raises ValueError where the arrays do not have the same length."""
     first, second = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
     weight = np.ones(len(first)) if weights is None else np.asarray(weights, dtype=np.float64)
     if not first.shape == second.shape == weight.shape == (len(first),):
@@ -94,18 +78,15 @@ def _drawn(
 ) -> npt.NDArray[np.float64]:
     generator = np.random.default_rng(seed)
     number, ratios = len(parts), np.empty(resamples)
-    is_even = bool((weight == weight[0]).all())
     piece = max(1, _AT_ONCE // number)
     for start in range(0, resamples, piece):
         count = min(piece, resamples - start)
         rows = generator.integers(0, number, size=(count, number), dtype=np.int32)  # half of what int64 takes
-        total = number * weight[0] if is_even else weight[rows].sum(axis=1)
-        ratios[start : start + count] = parts[rows].sum(axis=1) / total
+        ratios[start : start + count] = parts[rows].sum(axis=1) / weight[rows].sum(axis=1)
     return ratios
 
 
 def _tail(level: float, number: int) -> float:
-    """The share of resamples beyond each end of the interval."""
     from scipy.stats import norm, t
 
     student = t.ppf(0.5 + level / 2, number - 1)

@@ -62,7 +62,6 @@ class AdaptedModel:
         return model.eval()
 
     def _quantized_layers(self) -> frozenset[str]:
-        """Names of the weights that were NF4 while the adapter was trained."""
         from transformers.quantizers import AutoHfQuantizer
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
@@ -74,7 +73,6 @@ class AdaptedModel:
         return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
     def _fill(self, model: Any) -> None:
-        """Give the model the run's adapter, in fp32; raises ModelError where it is another model's."""
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
         from peft.tuners.lora.layer import ParamWrapper

@@ -1,21 +1,22 @@
 """`make export-test`: whether the exported GGUF answers as the trained model does, and where it does not.
 
-A chain of comparisons, each of which names its own fault: prompts (an engine's token ids are training's), the file's
-weights (the merged model's, rounded as the file's types say, bit for bit), its settings and stop tokens, and the
-answers (greedy, token for token, with the divergence of the next-token distributions).
+Each comparison names its own fault: prompts (an engine's token ids are training's), the file's template, tokenizer and
+stop tokens, and the answers of the file, read back by transformers (greedy, token for token, with the divergence of the
+next-token distributions).
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
 
-from sft_play.finished.export import gguf_model
+from sft_play.errors import ModelError
 from sft_play.finished.export.check_merge import Scored, divergence, limit_of, log_probs, spaced
 from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
@@ -23,9 +24,12 @@ from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_length
-from sft_play.finished.load import held_out, load_as_trained, load_folder
+from sft_play.finished.load import held_out, load_as_trained, this_device
 from sft_play.finished.run import FinishedRun, Outcome
+from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, answers
+from sft_play.training.model import sdpa
+from sft_play.training.model.language_model import language_config
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -33,6 +37,8 @@ ROWS = 200
 _SCORED_ROWS = 32
 """Rows at whose trained places the distributions are compared."""
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_AS_LLAMA = ("mistral",)
+"""Model types that llama.cpp writes as `llama`, and that compute as it does."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ class ExportTest(Outcome):
     prompts: int
     checks: tuple[ExportCheck, ...]
     answers: Answering | None
-    weights: gguf_model.Weights | None
     kl_base: float | None
 
     @property
@@ -87,33 +92,6 @@ class ExportTest(Outcome):
         return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(missing)})"]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    answers: list[tuple[int, ...]]
-    scored: list[Scored]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class _Material:
-    asked: Sequence[PairedPrompt]
-    rows: Sequence[dict[str, list[int]]]
-    stop: Sequence[int]
-    max_new_tokens: int
-    most_tokens: int
-    tokenizer: Any
-
-    def seen_by(self, model: Any) -> _Seen:
-        """Answers and log-probabilities of a model of transformers."""
-        questions = [Question(asked.ids, "", "") for asked in self.asked]
-        given = answers(
-            model, self.tokenizer, questions, stop=self.stop, max_new_tokens=self.max_new_tokens,
-            most_tokens=self.most_tokens,
-        )  # fmt: skip
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _Seen([answer.ids for answer in given], log_probs(model, self.rows), dtype)
-
-
 def export_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
 ) -> ExportTest:
@@ -130,24 +108,81 @@ def export_test(
     plan, asked = run.plan(), of_rows or prompts.of_probes()[:rows]
     # a prompt that fills the run's rows leaves no room for an answer
     asked = [one for one in asked if len(one.ids) < plan.max_seq_len]
-    material = _Material(
-        asked, spaced(data.split.rows, _SCORED_ROWS), prompts.stops, run.config.eval.max_new_tokens, plan.answer_tokens,
-        prompts.tokenizer,
-    )  # fmt: skip
+    scored = spaced(data.split.rows, _SCORED_ROWS)
     known = read_pre_tokenizers(find_converter(llama_cpp).vocabularies)
-    types = gguf_model.tensor_types(file)
-    problems = gguf_model.different_settings(file, fields, AutoConfig.from_pretrained(model))
-    words = "; ".join(problems) or "layers, heads and positions are the model's"
-    checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
-    seen, weights, check = _read_and_answer(file, model, material, types)
-    checks.append(check)
-    base_divergence, answering = _beside_trained(run, material, seen, types) if seen is not None else (None, None)
-    if answering is not None:
+    types, embeddings = _read_types(file)
+    checks = _prompt_checks(run, prompts, asked, fields, known)
+
+    def seen_by(model: Any) -> _Seen:
+        given = answers(
+            model, prompts.tokenizer, [Question(one.ids, "", "") for one in asked], stop=prompts.stops,
+            max_new_tokens=run.config.eval.max_new_tokens, most_tokens=plan.answer_tokens,
+        )  # fmt: skip
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return _Seen([answer.ids for answer in given], log_probs(model, scored), dtype)
+
+    try:
+        read = load_gguf(file, model, rows=embeddings)
+    except ModelError as error:
+        answering, base = None, None
+        checks.append(ExportCheck("Answers", None, str(error)))
+    else:
+        seen = seen_by(read)
+        del read
+        free_memory()
+        answering, base = _beside_trained(run, seen_by, scored, seen, types)
         checks.append(_answer_check(answering))
     return ExportTest(
-        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), answering, weights,
-        base_divergence,
+        run.folder.path, file, tuple(sorted(types)), source, len(asked), tuple(checks), answering, base
     )  # fmt: skip
+
+
+def load_gguf(file: Path, model: Path, *, rows: int) -> Any:
+    """The model in a GGUF, in eval mode on the first GPU or the CPU, in the dtype of the folder `model`.
+
+    Its settings are that folder's too: transformers reads not all of them out of a GGUF (Llama 3's scaled positions,
+    biases). `rows`: of the file's embeddings. Raises ModelError where transformers does not read this architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+
+    config = language_config(AutoConfig.from_pretrained(model))  # a GGUF holds the language model
+    config.get_text_config().vocab_size = rows  # the converter may leave out rows that only pad the embeddings
+    dtype = config.dtype or torch.float32
+    if config.model_type in _AS_LLAMA:
+        kept = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        config = LlamaConfig(**kept)
+    sdpa.switch(cudnn=False)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": this_device()},
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
+        why = f"({config.model_type}): {one_line(str(error), limit=120)}"
+        raise ModelError(f"transformers does not read this GGUF {why}") from None
+    return loaded.eval()
+
+
+def _read_types(file: Path) -> tuple[set[str], int]:
+    """Names of the types of the file's tensors, such as Q8_0, and the rows of its input embeddings."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(str(file)).tensors
+    rows = next(int(one.shape[-1]) for one in tensors if one.name == "token_embd.weight")
+    return {one.tensor_type.name for one in tensors}, rows
+
+
+def bits_of(kind: str) -> int | None:
+    """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
+    found = re.match(r"I?Q(\d)_", kind)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    answers: list[tuple[int, ...]]
+    scored: list[Scored]
+    dtype: str
 
 
 def _prompt_checks(
@@ -165,48 +200,27 @@ def _prompt_checks(
     return [*checks, *file_checks(fields, known, prompts, asked)]
 
 
-def _read_and_answer(
-    file: Path, model: Path, material: _Material, types: set[str]
-) -> tuple[_Seen | None, gguf_model.Weights | None, ExportCheck]:
-    whole, rows = load_folder(model), gguf_model.embedding_rows(file)
-    try:
-        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=rows)
-    except gguf_model.NotReadHere as error:
-        return None, None, ExportCheck("Weights", None, str(error))
-    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=rows)
-    del whole
-    free_memory()
-    seen = material.seen_by(read)
-    del read
-    free_memory()
-    is_exact = all((gguf_model.bits_of(name) or 8) >= 8 for name in types)
-    words = f"{weights.equal} of {weights.tensors} tensors are the merged model's{', bit for bit' if is_exact else ''}"
-    if weights.rounded:
-        words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
-    words += f"; the first other one is {weights.first}" if weights.first else ""
-    return seen, weights, ExportCheck("Weights", weights.equal == weights.tensors, words)
-
-
 def _beside_trained(
-    run: FinishedRun, material: _Material, seen: _Seen, types: set[str]
-) -> tuple[float | None, Answering]:
+    run: FinishedRun, seen_by: Callable[[Any], _Seen], rows: Sequence[Any], seen: _Seen, types: set[str]
+) -> tuple[Answering, float | None]:
     model = load_as_trained(run)
-    trained, base_divergence = material.seen_by(model), None
+    trained, base = seen_by(model), None
     if run.is_adapter:
         with model.disable_adapter():
-            base_divergence = divergence(trained.scored, log_probs(model, material.rows))
+            base = divergence(trained.scored, log_probs(model, rows))
     del model
     free_memory()
     # the coarsest rounding decides the limit
-    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
+    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, bits_of(name) or 8)}" for name in types}
     dtypes = {run.plan().precision.compute, trained.dtype, seen.dtype, *of_file}
     pairs = list(zip(trained.answers, seen.answers, strict=True))
-    return base_divergence, Answering(
+    answering = Answering(
         divergence(trained.scored, seen.scored),
         equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
         equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-        kl_limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
+        kl_limit=max(limit_of(dtype, base or 0.0) for dtype in dtypes),
     )
+    return answering, base
 
 
 def _answer_check(one: Answering) -> ExportCheck:

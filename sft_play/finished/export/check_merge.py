@@ -115,11 +115,8 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
 
 
 def limit_of(dtype: str, divergence_of_base: float) -> float:
-    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's.
-
-    `dtype`: the coarsest that either of them computes in. `divergence_of_base`: of the base from the adapter, which is
-    what training changed.
-    """
+    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the coarsest that
+    either of them computes in. `divergence_of_base`: of the base from the adapter, which is what training changed."""
     return max(_ALWAYS[dtype], min(_NEVER[dtype], _SHARE * divergence_of_base))
 
 

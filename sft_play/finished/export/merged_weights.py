@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.errors import ConfigError, ModelError
+from sft_play.errors import ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import tied_names
@@ -74,7 +74,8 @@ class MergedWeights:
         shapes."""
         if self.is_streamed:
             shapes, tensors = dict(self._shapes()), self._merged_tensors()
-            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+            dtype_of = saved_dtypes(self._adapted.plain, self._given)
+            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=dtype_of, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
         misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())
@@ -108,11 +109,8 @@ class MergedWeights:
         return next((f"{len(names)} {what}, such as {min(names)}" for what, names in kinds.items() if names), None)
 
     def _out_name(self, key: str) -> str | None:
-        """The name of a base's tensor in the result; None where it has no place there.
-
-        The base's own names are kept, so that other engines read the result as they read the base, an image-text
-        model's other parts too.
-        """
+        """The name of a base's tensor in the result, its own, so that other engines read it as they read the base; None
+        where it has no place there."""
         target = self._targets[key][0]
         return None if target in self._adapted.tied or target in self._adapted.untied else key
 
@@ -146,7 +144,6 @@ class MergedWeights:
                     yield self._in_whole(other), self._as_in_files(self._adapted.tensor(other, base), base)
 
     def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the files that transformers joins into one of the model, after training."""
         stack = self._stacks[target]
         parts = {key: self._opened[key].read() for key in stack.keys}
         joined = self._adapted.tensor(target, stack.joined(parts))
@@ -158,12 +155,6 @@ class MergedWeights:
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         return tensor.to(base.dtype) if self._given is None else tensor
-
-    def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = saved_dtypes(self._adapted.plain, self._given)(name, tensor)
-        if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
-            raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
-        return dtype
 
     def _write_through_model(self, folder: Path) -> None:
         """Where transformers builds an adapted layer out of several tensors of the files: load, merge, save."""

@@ -126,10 +126,8 @@ def go_template(parts: Parts, *, bos: str = "") -> str:
 
 
 def ollama_text(parts: Parts, messages: Sequence[Mapping[str, str]], *, bos: str = "") -> str:
-    """What Ollama makes of a conversation with the template of these parts (`go_template`).
-
-    As Ollama does, neighbouring messages of one role are joined first, and the system prompt is every system message.
-    """
+    """What Ollama makes of a conversation with the template of these parts: neighbouring messages of one role are
+    joined first, and the system prompt is every system message."""
     turns: list[tuple[str, str]] = []
     for message in messages:
         role, content = message["role"], message["content"]

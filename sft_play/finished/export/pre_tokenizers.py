@@ -70,7 +70,6 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
 
 
 def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
-    """The branches of the source that ask for a name: the names, the type that they set, and their other settings."""
     names: list[str] = []
     kind, settings = "", ""
     for line in text.splitlines():
@@ -125,11 +124,8 @@ def probe_texts() -> list[str]:
 
 
 def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str]) -> list[str]:
-    """Names of the known pre-tokenizers that cut every text as the tokenizer does, those to prefer first.
-
-    `backend`: a tokenizer of the library `tokenizers`. None is proven where it is not byte-level BPE, changes the text
-    before it cuts it, or merges in another way than llama.cpp.
-    """
+    """Names of the known pre-tokenizers that cut every text as the tokenizer `backend` does, those to prefer first;
+    none where it is not byte-level BPE, changes the text before it cuts it, or merges in another way."""
     from tokenizers import models
 
     model = backend.model

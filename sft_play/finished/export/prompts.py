@@ -156,10 +156,8 @@ def probes() -> list[list[dict[str, str]]]:
 
 
 def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
-    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`.
-
-    Returns the stop tokens.
-    """
+    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
+    the stop tokens."""
     settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
     stops = stop_tokens(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
     set_stop_tokens(folder, stops, tokenizer.pad_token_id, of=source)

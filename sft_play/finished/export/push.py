@@ -88,12 +88,10 @@ class Pushed(Outcome):
 
 
 def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, yes: bool) -> Upload:
-    """What would be uploaded; nothing is written, here or on the hub.
-
-    `is_merged`: the merged model in place of the adapter. `is_public`: a new repository is public; and an existing
-    public one may be updated without asking (`yes`). Raises ConfigError where the name cannot be a repository's, there
-    is no token, the hub refuses it, or a file names a path; RunFolderError where there is no merged model.
-    """
+    """What would be uploaded; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
+    adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking (`yes`).
+    Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it, or a file names a
+    path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
 
     name = checked_repo(repo)
@@ -202,7 +200,6 @@ def _chosen(folder: Path) -> dict[str, Path | bytes]:
 
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
-    """Raises ConfigError where a text names a folder that the run used, or holds a secret."""
     data = (run.manifest.get("data") or {}).values()
     used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
     folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}

@@ -40,11 +40,8 @@ class NotDrawn(Exception):
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve. `colour` is a place in COLOURS, None is grey.
-
-    `marked` shows its points, which are joined where there are more than two: nothing is known of what is between the
-    first and the last evaluation.
-    """
+    """A named curve. `colour` is a place in COLOURS, None is grey. `marked` shows its points, joined where there are
+    more than two."""
 
     name: str
     points: Points
@@ -179,7 +176,6 @@ def _layer(curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour
 
 
 def _plain(text: str) -> str:
-    """A name fit for a chart: one line, without secrets."""
     return one_line(redact(escape_control(text)), limit=60)
 
 

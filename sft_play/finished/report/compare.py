@@ -16,16 +16,15 @@ from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, dra
 from sft_play.finished.report.page import Section, Table, page, write_page
 from sft_play.finished.report.record import (
     Record,
-    duration,
     predicted_and_measured,
     read_record,
     settings_of,
-    size,
     tokens_per_s,
 )
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
+from sft_play.units import duration_of, size_of
 
 PAGE = "compare.html"
 """In the folder of the first run that is named."""
@@ -163,10 +162,9 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
         row("training_loss", "last training loss", lambda record: _of_curve(record, "loss", operator.itemgetter(-1)),
             "{:.4f}".format),
         row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format),
-        ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
-        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size),
-        row("training_s", "time of all steps", _training_s, duration),
-        row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration),
+        ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size_of),
+        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size_of),
+        row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration_of),
     )  # fmt: skip
     return tuple(figure for figure in figures if any(value is not None for value in figure.values))
 
@@ -174,11 +172,6 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
 def _of_curve(record: Record, name: str, choose: Callable[[Sequence[float]], float]) -> float | None:
     values = [value for _, value in record.curve(name)]
     return choose(values) if values else None
-
-
-def _training_s(record: Record) -> float | None:
-    known = [part.training_s for part in record.parts if part.training_s is not None]
-    return sum(known) if known else None
 
 
 _CHARTS = (

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.leaves import leaves
-from sft_play.diagnose.pages import sized
 from sft_play.finished.listing import Status, best_of, status_of
 from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import RunFolder
-from sft_play.units import GIB
+from sft_play.units import GIB, duration_of, size_of
 
 Points = Sequence[tuple[float, float]]
 
@@ -214,9 +213,9 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
     speed = tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
     peak = max((peak for part in record.parts if (peak := predicted_and_measured(part)[2])), default=None)
-    lead += [("Peak memory", size(peak))] if peak else []
+    lead += [("Peak memory", size_of(peak))] if peak else []
     wall = record.summary.get("wall_s")
-    lead += [("Time", duration(wall))] if wall else []
+    lead += [("Time", duration_of(wall))] if wall else []
     return lead
 
 
@@ -227,11 +226,8 @@ def tokens_per_s(record: Record) -> float | None:
 
 
 def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
-    """The peak of the training steps by which plan and run are compared: what is counted, predicted and measured bytes.
-
-    On a GPU what torch's allocator reserved, on a CPU resident memory. Of a run that has not ended, the measured peak
-    is what it has logged so far.
-    """
+    """The peak of the training steps by which plan and run are compared: what is counted (reserved on a GPU, resident
+    on a CPU), predicted and measured bytes; of a run that has not ended what it has logged so far."""
     peak = part.summary.get("peak_bytes") or {}
     planned = part.plan.get("peak_bytes") or {}
     predicted = peak.get("predicted_reserved", planned.get("reserved"))
@@ -243,21 +239,6 @@ def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
             measured = int(logged * GIB)
             kind, predicted = ("allocated", planned.get("allocated")) if part.on_gpu else (kind, predicted)
     return kind, predicted, measured
-
-
-def size(count: float | None) -> str:
-    """Bytes in GiB, small ones in MiB; `-` where not known."""
-    return "-" if count is None else sized(count)
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds as `2 h 05 min`; `-` where not known."""
-    if seconds is None:
-        return "-"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def off_by(predicted: float | None, measured: float | None) -> str:

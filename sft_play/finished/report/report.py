@@ -20,17 +20,16 @@ from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page
 from sft_play.finished.report.record import (
     Record,
     RunPart,
-    duration,
     lead_of,
     off_by,
     predicted_and_measured,
     read_record,
     settings_of,
-    size,
 )
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
+from sft_play.units import duration_of, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +102,8 @@ def _state(folder: RunFolder) -> tuple[int, int] | None:
 
 
 def report_at_end(folder: RunFolder) -> None:
-    """Write the report of a run that has just ended, and name it; whatever goes wrong is a warning.
-
-    It is called after the summary was written: nothing that the run measured of itself changes.
-    """
+    """Write the report of a run that has just ended, after its summary, and name it; whatever goes wrong is a
+    warning."""
     if not folder.manifest_path.is_file():  # nothing was trained, and the folder is gone
         return
     try:
@@ -152,11 +149,11 @@ def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
         # on a CPU resident memory is measured, and the prediction is of tensors alone
         predicted = peak.get("predicted_allocated") if part.on_gpu else None
         measured = peak.get("measured_allocated" if part.on_gpu else "measured_rss")
-        yield f"memory in {moment}", size(predicted), size(measured), off_by(predicted, measured)
+        yield f"memory in {moment}", _size(predicted), _size(measured), off_by(predicted, measured)
     kind, predicted, measured = predicted_and_measured(part)
     if predicted is not None:
         label = f"training peak, {kind}{'' if part.summary else ' so far'}"
-        yield label, size(predicted), size(measured), off_by(predicted, measured)
+        yield label, _size(predicted), _size(measured), off_by(predicted, measured)
 
 
 def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
@@ -172,9 +169,13 @@ def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
         is_whole = part.steps == run.get("steps")
         label = "time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted"
         difference = off_by(seconds, part.training_s) if is_whole else ""
-        yield label, duration(seconds), duration(part.training_s), difference
+        yield label, "-" if seconds is None else duration_of(seconds), duration_of(part.training_s), difference
     if part.summary.get("wall_s"):
-        yield "wall time, with loading, evaluation and saving", "-", duration(part.summary["wall_s"]), ""
+        yield "wall time, with loading, evaluation and saving", "-", duration_of(part.summary["wall_s"]), ""
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else size_of(count)
 
 
 def samples_of(samples: Any) -> list[AnsweredQuestion]:
@@ -194,8 +195,7 @@ def samples_of(samples: Any) -> list[AnsweredQuestion]:
 
 def _what(record: Record) -> Iterator[tuple[str, str]]:
     settings, manifest, part = record.settings, record.manifest, record.parts[-1]
-    plan, train = part.plan, part.settings.get("train") or settings.get("train") or {}
-    model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
+    plan, model, tuning = part.plan, settings.get("model") or {}, settings.get("tuning") or {}
     # a digest of local files, or the commit of a hub model
     weights = str(((manifest.get("data") or {}).get("weights") or {}).get("sha256") or "")[:12]
     yield "model", str(model.get("name", "")) + (f" (weights {weights})" if weights else "")
@@ -203,18 +203,13 @@ def _what(record: Record) -> Iterator[tuple[str, str]]:
     adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""
     yield "training", f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}{adapter}"
     yield "stages", ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name)
-    yield "precision", str((plan.get("precision") or {}).get("reason", ""))
     if plan:
         batch = f"micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
         over = f" over {plan.get('ranks')} ranks" if plan.get("ranks") != 1 else ""
         yield "layout", f"{plan.get('layout')}{over}, {batch} = effective {plan.get('effective_batch')}"
-        yield "rows", f"at most {plan.get('max_seq_len')} tokens"
-    yield "optimizer", f"{train.get('optim')}, {train.get('lr_scheduler_type')}" if train else ""
     resumed = ", ".join(str(time) for time in manifest.get("resumed") or [])
     yield "started", f"{manifest.get('started', '')}{f', resumed {resumed}' if resumed else ''}"
-    yield "ended", str(manifest.get("ended", ""))
     yield "weights", str(record.summary.get("model_path") or "")
-    yield "run folder", str(record.folder.path.absolute())
 
 
 def _decisions(record: Record) -> list[tuple[str, str]]:
@@ -230,15 +225,12 @@ def _value(value: Any) -> str:
 
 
 def _machine(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    hardware, versions = manifest.get("hardware") or {}, dict(manifest.get("versions") or {})
-    gpus = [f"{gpu.get('name')} ({size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
+    hardware, versions = manifest.get("hardware") or {}, manifest.get("versions") or {}
+    gpus = [f"{gpu.get('name')} ({_size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
     yield "GPUs", ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or ("none" if hardware else "")
     if hardware:
         yield "CPU", f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores"
-        yield "RAM", size(hardware.get("ram_bytes"))
-        nodes = hardware.get("nodes") or 1
-        yield "nodes", str(nodes) if nodes > 1 else ""
-    yield "platform", str(versions.pop("platform", ""))
+        yield "RAM", _size(hardware.get("ram_bytes"))
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     git = manifest.get("git") or {}
     dirty = ", with changes that were not committed" if git.get("dirty") else ""

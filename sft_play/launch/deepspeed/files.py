@@ -1,5 +1,5 @@
 """A DeepSpeed configuration: the shipped one of each ZeRO layout, a person's file as plain data in current keys, and
-what it decides of a run: the layout, and batch and dtypes of communication where the run YAML leaves them open.
+what it decides of a run: the layout, and the batch where the run YAML leaves it open.
 
 DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on every rank; in all
 others, the top level first, an unknown key is ignored without a word. So `keys.json` lists the keys that it knows,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config import yaml_io
-from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
+from sft_play.config.schema import DTYPES, TrainConfig
 from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -132,14 +132,10 @@ BATCH_KEYS = {
 def with_batch(
     train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
-    each value taken from it.
-
-    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set one;
-    where both others are known it is their product with the data-parallel `ranks`. Raises ConfigError where a number of
-    the file contradicts one that the run YAML gives, or they do not multiply; both are named, all contradictions at
-    once.
-    """
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
+    and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
+    where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
+    once."""
     given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
     if not given_batch:
         return train, ()
@@ -176,30 +172,8 @@ def with_batch(
 
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+"""Dtypes that the run YAML alone sets: `distributed.mixed_precision`."""
 SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
-
-
-def with_dtypes(
-    mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
-) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
-    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each;
-    raises ConfigError where a dtype of the file contradicts the run YAML's, or is not one."""
-    taken, lines, problems = dict[str, str](), [], []
-    for key, field in DTYPE_KEYS.items():
-        theirs, path = value_at(config, key), f"distributed.mixed_precision.{field}"
-        if theirs in (None, AUTO):
-            continue
-        ours, given = DTYPES.get(str(theirs).lower()), getattr(mixed, field)
-        if ours is None:
-            problems.append(f"{key}: {yaml_io.show(theirs)} is not valid; expected {', '.join(DTYPES)}")
-        elif given not in (AUTO, ours):
-            problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
-        elif given == AUTO:
-            taken[field] = ours
-            lines.append(f"{key}: {theirs} is the run's {path}, which the run YAML leaves open")
-    if problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return mixed.model_copy(update=taken), tuple(lines)
 
 
 # --- in current keys --------------------------------------------------------------------------------------------------
@@ -250,7 +224,6 @@ def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tupl
 
 
 def _rename(config: Config, notes: list[str]) -> Iterator[str]:
-    """Translate the old keys that guides teach; yields what is wrong with them."""
     for old, new in _TABLE["renamed"].items():
         holder, key = holder_of(config, old)
         if holder is None or key not in holder:
@@ -289,7 +262,6 @@ def _unknown(config: Config) -> Iterator[str]:
 
 
 def _nearest(path: str, key: str) -> str:
-    """What an unknown key at `path` may mean: the same name in another section, else the nearest of its own."""
     homes = sorted((one for one, names in KNOWN.items() if key in names), key=lambda section: section.count("."))
     if homes:
         return f"it belongs at {' or '.join(_join(home, key) for home in homes[:3])}"
@@ -347,6 +319,9 @@ def _wrong_values(config: Config) -> list[str]:
         if _number(size := value_at(config, path)) and size > 1:
             what = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
             problems.append(f"{path}: {size} {what}")
+    for path, field in DTYPE_KEYS.items():
+        if value_at(config, path) not in (None, AUTO):
+            problems.append(f'{path} is distributed.mixed_precision.{field} of the run YAML; set it there, "auto" here')
     for path in ("expert_parallel", "autotuning", "data_efficiency"):
         if value_at(config, f"{path}.enabled") is True:
             problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")

@@ -108,11 +108,9 @@ def fill(
     torch_adam: str | None = None,
 ) -> tuple[Config, tuple[str, ...]]:
     """A translated configuration with every "auto" resolved, and a line for each value that the plan supplied.
-
-    `torch_adam` is the reason why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`): torch's AdamW then updates
-    the offloaded states. Optimizer and schedule are the run YAML's; a file's blocks that agree with it are left out.
-    Raises ConfigError where a number of the file contradicts the plan; both are named, all contradictions at once.
-    """
+    `torch_adam`: why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`), so that torch's updates the offloaded
+    states. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts the plan; all of
+    them at once."""
     filling = _Filling(copy.deepcopy(config), numbers)
     layout = layout_of(config, name=name, planned=numbers.layout)
     if layout != numbers.layout:  # memory and speed were planned for another one
@@ -296,11 +294,8 @@ def same_numbers(one: Any, other: Any) -> bool:
 
 
 def compiling_words() -> str | None:
-    """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there.
-
-    Sources: DeepSpeed's `op_builder/builder.py` (`load`: a built-in module, else torch's folder of extensions) and
-    torch's `torch/utils/cpp_extension.py` (`_get_build_directory`).
-    """
+    """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there (its
+    `op_builder/builder.py`, `load`; torch's `utils/cpp_extension.py`, `_get_build_directory`)."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(given) if given else caches / "torch_extensions"
@@ -312,11 +307,8 @@ def compiling_words() -> str | None:
 
 
 def adam_obstacles() -> tuple[str, ...]:
-    """What DeepSpeed lacks to build its CPU Adam at the first start: a C++ compiler, ninja, Python's headers.
-
-    Empty where nothing is missing; the build itself may still fail. Sources: DeepSpeed's
-    `op_builder/builder.py` (`jit_load`) and torch's `torch/utils/cpp_extension.py`, which reads `CXX`.
-    """
+    """What DeepSpeed lacks to build its CPU Adam: a C++ compiler, ninja, Python's headers (its `op_builder/builder.py`,
+    `jit_load`; torch's `utils/cpp_extension.py`, which reads `CXX`). Empty: nothing; the build may still fail."""
     missing = []
     compiler = (os.environ.get("CXX") or "c++").split()[0]  # CXX may hold flags, or a wrapper before the compiler
     if shutil.which(compiler) is None and shutil.which("g++") is None:

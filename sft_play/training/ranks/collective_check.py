@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -61,7 +60,7 @@ class _Note:
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
         self._path = folder / f"rank-{self.rank}.json"
-        self._facts: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "torch": torch.__version__}
+        self._facts: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname()}
         self.stage = ""
 
     def say(self, stage: str, **facts: Any) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class _Note:
 
 def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
     device = _device(kind)
-    note.say("device", **_facts(device))
+    note.say("device")
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     note.say("joined")
@@ -108,16 +107,6 @@ def _device(kind: str) -> torch.device:
     if (ones @ ones).float().mean().item() != 64.0:
         raise RuntimeError(f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is not 64")
     return device
-
-
-def _facts(device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"device": platform.processor() or platform.machine(), "cuda": torch.version.cuda, "nccl": None}
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call, unused-ignore]
-    }
 
 
 def wrong_elements(size: int, device: torch.device) -> int:
