@@ -589,6 +589,15 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
         export_test(run, path=tmp_path / "no.gguf")
 
 
+def test_f16_is_refused_where_a_value_does_not_fit(tmp_path, failing):
+    built = model("Llama")
+    with torch.no_grad():
+        built.model.norm.weight[0] = 7e4
+    run = run_of(tmp_path, built)
+    with pytest.raises(ConfigError, match=r"f16 cannot hold model.norm.weight"):
+        export_run(run, "gguf", quant="f16", llama_cpp=failing)
+
+
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
     run = run_of(tmp_path, model("Llama"))
     merged = merge_run(run).path

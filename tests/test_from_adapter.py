@@ -479,7 +479,7 @@ def test_every_layout_begins_with_the_adapters_loss(tmp_path, world, strategy, m
     assert first_loss(tmp_path / "runs" / "next") == pytest.approx(of_adapter, rel=1e-5)
 
 
-def test_a_launch_refuses_an_adapter_that_does_not_fit_and_leaves_no_folder(tmp_path, world, command):
+def test_a_launch_refuses_an_adapter_that_does_not_fit_before_ranks_are_started(tmp_path, world, command):
     path = write(tmp_path, world, adapter=str(spoiled(tmp_path, world, "shape")), tuning="{mode: lora}")
     code, said = command("train-distributed", "--config", str(path), "--nproc", "2", f"output.dir={tmp_path}/runs",
                          "train.batch_size=4")  # fmt: skip

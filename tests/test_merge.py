@@ -409,6 +409,8 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
     manifest["data"] = {}
     (run.folder.path / "manifest.json").write_text(json.dumps(manifest))
     run = find_finished(tmp_path, "run")
+    with pytest.raises(ConfigError, match="fp16 cannot hold"):
+        merge_run(run, dtype="fp16")
     assert {path.name for path in run.folder.path.iterdir()} == before
     merge_run(run)
     with pytest.raises(RunFolderError, match="FORCE=1"):

@@ -210,8 +210,18 @@ def test_options_that_ask_for_nothing_change_nothing(world):
         assert post(endpoint, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
 
 
+def streamed(endpoint: serve.Serving, body: dict[str, object]) -> tuple[str, str]:
+    """The text of a stream's pieces, and its last line."""
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(f"{endpoint.url}/chat/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line]
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if "[DONE]" not in line]
+    return "".join(one.get("delta", {}).get("content") or "" for one in pieces), lines[-1]
+
+
 def test_the_stop_text_is_not_part_of_the_answer(world):
-    """Stop texts of every length from every place of the answer: cut where Python's find says."""
+    """Stop texts of every length from every place of the answer, streamed and not: cut where Python's find says."""
     import random
 
     body = {**CHAT, "max_tokens": 24}
@@ -226,9 +236,31 @@ def test_the_stop_text_is_not_part_of_the_answer(world):
             expected = whole[: whole.find(stops[0])]
             answer = post(endpoint, {**body, "stop": stops})[1]
             assert answer["choices"][0]["message"]["content"] == expected, stops
-            status, said = post(endpoint, {**body, "stop": stops, "stream": True})
-            assert (status, said["error"]["param"]) == (400, "stop")
+            assert streamed(endpoint, {**body, "stop": stops}) == (expected, "data: [DONE]")
             assert answer["usage"]["completion_tokens"] <= 24
+
+
+def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
+    import random
+
+    from sft_play.finished.answer.openai_requests import UntilStop, until_stop
+
+    draw = random.Random(1)
+    for _ in range(3000):
+        text = "".join(draw.choices("ab\n", k=draw.randint(0, 12)))
+        stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
+        cuts = sorted(draw.choices(range(len(text) + 1), k=3))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        until = UntilStop(stops)
+        shown = "".join([*map(until.feed, pieces), until.end()])
+        expected = text
+        for end in range(len(text) + 1):  # character by character, as if each were a token
+            complete = [stop for stop in stops if text[:end].endswith(stop)]
+            if complete:
+                expected = text[: end - max(map(len, complete))]
+                break
+        assert shown == expected, (text, stops, pieces)
+        assert until_stop(text, stops) == shown
 
 
 def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):

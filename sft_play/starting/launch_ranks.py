@@ -70,6 +70,7 @@ def launch_ranks(
     logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
+    _require_adapter(loaded, plan)
     if folder is None or not is_alone:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
@@ -124,6 +125,19 @@ def _command(
 def _threads(hardware: Hardware) -> int:
     """Threads of each CPU rank: its share of the cores, or as many as the run had that is repeated."""
     return int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // hardware.gpus_per_node))
+
+
+def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
+    """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
+    if loaded.config.model.adapter is None:
+        return
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.origin import origin_of
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    config, found = loaded.config, load_tokenizer(loaded.config)
+    size = len(found.tokenizer)
+    origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
 
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:

@@ -14,6 +14,7 @@ import asyncio
 import copy
 import inspect
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -172,6 +173,10 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
 
 
 class _Answers(GenerateManager):
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
+        return _Pieces(queue, gen_config.stop_strings or ()), streamer
+
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
     ) -> Any:
@@ -184,6 +189,29 @@ class _Answers(GenerateManager):
         return cut, length, ids
 
 
+class _Pieces:
+    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
+        self._queue, self._until, self._ready = queue, requests.UntilStop(stops), deque[Any]()
+
+    async def get(self) -> Any:
+        """The next piece."""
+        while not self._ready:
+            self._take(await self._queue.get())
+        return self._ready.popleft()
+
+    def get_nowait(self) -> Any:
+        """The next piece; raises asyncio.QueueEmpty where none has come."""
+        while not self._ready:
+            self._take(self._queue.get_nowait())
+        return self._ready.popleft()
+
+    def _take(self, item: Any) -> None:
+        if type(item) is str:  # think text and tool calls have types of their own
+            self._ready.extend(filter(None, [self._until.feed(item)]))
+            return
+        self._ready.extend([*filter(None, [self._until.end()]), item])
+
+
 class _ChatHandler(ChatCompletionHandler):
     """Options are checked, and the prompt is made in a thread, before the server's own handler sees the request."""
 
@@ -192,8 +220,6 @@ class _ChatHandler(ChatCompletionHandler):
         manager: _OneModel = self.model_manager
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
             raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
-        if asked.get("stream") and asked.get("stop"):
-            raise requests.refused("stop texts are read without stream=True only", "stop")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
         async with manager.is_rendering:  # one at a time: so does the tokenizer

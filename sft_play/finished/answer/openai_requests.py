@@ -171,6 +171,33 @@ def until_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(found)[1]] if found else text
 
 
+class UntilStop:
+    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self._is_over = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """What can be shown once this piece has come."""
+        if self._is_over:
+            return ""
+        text = self._held + piece
+        shown = until_stop(text, self._stops)
+        self._is_over = len(shown) < len(text)
+        held = 0 if self._is_over else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :] if held else ""
+        return shown[: len(shown) - held]
+
+    def end(self) -> str:
+        """What was held back, since it was no stop text after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
 class StopTexts(StoppingCriteria):
     """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
     with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 """By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
+_LARGEST_F16 = 65_504.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def _quant(model: Path, given: Quant | None) -> Quant:
     if quant is None:
         own = _dtype(model)
         raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
+    if quant == "f16" and _lossless(model) != "f16" and (name := _beyond_f16(model)) is not None:
+        raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
 
 
@@ -216,6 +219,18 @@ def _dtype(model: Path) -> str:
 
 def _lossless(model: Path) -> Quant | None:
     return _LOSSLESS.get(_dtype(model))
+
+
+def _beyond_f16(model: Path) -> str | None:
+    from safetensors import safe_open
+
+    for file in weight_files(model):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _LARGEST_F16:
+                    return str(name)
+    return None
 
 
 def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.errors import ModelError
+from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import tied_names
@@ -74,8 +74,7 @@ class MergedWeights:
         shapes."""
         if self.is_streamed:
             shapes, tensors = dict(self._shapes()), self._merged_tensors()
-            dtype_of = saved_dtypes(self._adapted.plain, self._given)
-            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=dtype_of, file_bytes=file_bytes)
+            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
         misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())
@@ -155,6 +154,12 @@ class MergedWeights:
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         return tensor.to(base.dtype) if self._given is None else tensor
+
+    def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        dtype = saved_dtypes(self._adapted.plain, self._given)(name, tensor)
+        if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
+            raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
+        return dtype
 
     def _write_through_model(self, folder: Path) -> None:
         """Where transformers builds an adapted layer out of several tensors of the files: load, merge, save."""
