@@ -101,7 +101,7 @@ class TestSplits:
         assert splits.train.report.shared == {}
         assert splits.val.report.shared == {"train": 2}
         assert splits.test.report.shared == {"train": 8, "val": 2}
-        assert "3 rows with the tokens of an earlier one" in said_of(splits.train.report)
+        assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.report)
         assert "2 rows with the same tokens as in train" in said_of(splits.val.report)
         again = self.build(tokenizer, config)
         assert (again.train.report, again.val.report) == (splits.train.report, splits.val.report)

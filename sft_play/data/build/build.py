@@ -21,11 +21,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
-from sft_play.data.build.stats import LimitCost, RowStats
+from sft_play.data.build.stats import LimitCost, RowStats, token_digest
 from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowMaker
 from sft_play.data.build.workers import BATCH_ROWS, bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
@@ -74,10 +72,6 @@ class Built:
     folder: Path
     files: dict[str, tuple[str, ...]]
     stats: dict[str, RowStats]
-
-    def digests(self, name: str) -> Any:
-        """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
-        return np.load(self.folder / _DIGESTS.format(name))
 
     def dataset(self, name: str) -> Any:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
@@ -146,7 +140,6 @@ def _content(part: Part) -> str:
 
 
 _META = "meta.pickle"
-_DIGESTS = "{}.digests.npy"
 _WAITING = "Data: another process is preparing the same rows; waiting for it"
 
 
@@ -201,7 +194,6 @@ def _rows_of(
     jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
     count = min(asked, len(jobs))
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
-    digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
     stats = _no_rows(recipe)
     with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: rows_of(parts)) as news:
         if count > 1:
@@ -214,14 +206,9 @@ def _rows_of(
                 counts.add(result.stats[name])
             for name, file in result.files.items():
                 files[name].append(file)
-                digests[name].append(result.digests[name])
     formats = [name for name, _ in stats[KEPT].formats.most_common()] + [job.shape.name for job in jobs if job.shape]
-    for name, side in stats.items():
-        every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
-        distinct = np.unique(every)  # each once, as `splits.py` compares them
+    for side in stats.values():
         side.format = ", ".join(dict.fromkeys(formats)) or side.format
-        side.repeated = len(every) - len(distinct)
-        np.save(folder / _DIGESTS.format(name), distinct)
     return {name: tuple(names) for name, names in files.items()}, stats
 
 
@@ -254,7 +241,6 @@ class _Job:
 class _Result:
     files: dict[str, str]
     stats: _Stats
-    digests: dict[str, Any]
 
 
 # Making rows.
@@ -293,13 +279,10 @@ class _Maker:
                     counter.count(stats[side], outcome.number, outcome.example, whole, row)
                 if not isinstance(row, BadRow):
                     writers[side].add(row, outcome.example)
+                    stats[side].digests.append(token_digest(row.input_ids))
                 if at % BATCH_ROWS == 0:
                     gc.collect(0)
-        return _Result(
-            {name: writer.path.name for name, writer in writers.items()},
-            stats,
-            {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
-        )
+        return _Result({name: writer.path.name for name, writer in writers.items()}, stats)
 
     def _writer(self, job: _Job, name: str) -> RowWriter:
         recipe = self._recipe
@@ -326,9 +309,9 @@ class _Maker:
                 kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
                 example = self._rows.renderer.as_chat(example)
-            digest = content_digest(example)
-            sides[number] = HELD if digest_share(digest) < share else KEPT
-            stats[sides[number]].count_content(example, digest, number)
+            is_held = share > 0 and digest_share(content_digest(example)) < share
+            sides[number] = HELD if is_held else KEPT
+            stats[sides[number]].count_example(example)
             yield number, example
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats
+from sft_play.data.build.stats import RowStats, note_shared
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
@@ -66,8 +66,6 @@ class Split:
     rows: Any
     report: RowStats
     chats: Chats = field(default_factory=Chats)
-    digests: Any = ()
-    """Digests of the tokens of its rows, or documents, sorted: uint64 of shape [rows]."""
     key: str = ""
     """The option that names the source, where it is not the split's."""
 
@@ -143,7 +141,7 @@ class _Builder:
             val = split_off
         if share and val is None:
             self._notes.append(f"data.val_fraction={share} of {train.report.kept} rows leaves no validation rows")
-        _note_shared({"train": train, "val": val, "test": test})
+        note_shared([split.report for split in (train, val, test) if split is not None])
         train, val = self._finished(train), self._finished(val) if val else None
         if self._config.task_mode == "cpt_mixed":
             assert paths.text is not None
@@ -212,7 +210,7 @@ class _Builder:
             if val is not None:
                 held[at] = val
         vals = list(held.values()) if common is None else [common]
-        _note_shared({"train": _as_one(train), "val": _as_one(vals), "test": test})
+        note_shared([split.report for split in (*train, *vals, test) if split is not None])
         names = tuple(source.name for source in paths.sources)
         used = [self._limited(_marked(self._finished(split), at), at, names[at]) for at, split in enumerate(train)]
         weights = tuple(source.weight for source in self._config.data.sources)
@@ -388,26 +386,11 @@ class _Builder:
 
 
 def _of_cache(built: Built, name: str, source: str) -> Split:
-    rows, stats, digests = built.dataset(name), built.stats[name], built.digests(name)
+    rows, stats = built.dataset(name), built.stats[name]
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
-        return Split(rows, stats, digests=digests)
-    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")), digests)
-
-
-def _note_shared(splits: Mapping[str, Split | None]) -> None:
-    present = [(name, split) for name, split in splits.items() if split is not None]
-    for (name, earlier), (_, later) in itertools.combinations(present, 2):
-        count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
-        if count:
-            later.report.shared[name] = count
-
-
-def _as_one(sources: Sequence[Split]) -> Split | None:
-    """Sources as one split for `_note_shared`: the first of them with the digests of all; None if there are none."""
-    if not sources:
-        return None
-    return dataclasses.replace(sources[0], digests=np.unique(np.concatenate([split.digests for split in sources])))
+        return Split(rows, stats)
+    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")))
 
 
 def _marked(split: Split, source: int) -> Split:

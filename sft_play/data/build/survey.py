@@ -14,7 +14,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource
-from sft_play.data.sources.formats import Chat, Example, content_digest
+from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
@@ -212,10 +212,10 @@ def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted:
     read or is of no format."""
     survey = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for number, example in reader.numbered():
+    for _, example in reader.numbered():
         if isinstance(example, BadRow):
             survey.count_bad(example)
         else:
-            survey.count_content(example, content_digest(example), number)
+            survey.count_example(example)
     survey.format, survey.rows = reader.format, reader.rows
     return survey
