@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
@@ -148,48 +146,29 @@ class RowMaker:
         """Numbered rows in their order, tokenised in batches; bad rows are passed on. `document`: they are the plain
         text of `task_mode: cpt_mixed`."""
         joined = document or self.task_mode == "cpt"
-        before: _Batch | None = None
-        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
-        with ThreadPoolExecutor(1) as tokenizer:
-            for batch in in_batches(rows):
-                begun = self._begun(batch, tokenizer, joined=joined)
-                if before is not None:
-                    yield from self._ended(before, joined=joined)
-                before = begun
-            if before is not None:
-                yield from self._ended(before, joined=joined)
-
-    def _begun(self, batch: Sequence[Numbered], tokenizer: ThreadPoolExecutor, *, joined: bool) -> _Batch:
-        rows: list[Numbered] = []
-        for number, one in batch:
-            if isinstance(one, BadRow):
-                rows.append((number, one))
-            else:
-                given = one if joined else self.renderer.as_chat(one)
-                rows += [(number, part) for part in self.renderer.expand(given)]
-        taken = [one for _, one in rows if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
-        drafts = self.renderer.drafts(taken)
-        return rows, drafts, tokenizer.submit(self.renderer.encodings, drafts)
-
-    def _ended(self, batch: _Batch, *, joined: bool) -> Iterator[BadRow | RowOutcome]:
-        rows, drafts, encodings = batch
-        made = iter(self.renderer.tokenised(drafts, encodings.result()))
-        for number, example in rows:
-            if isinstance(example, BadRow):
-                yield example
-            elif joined and isinstance(example, Chat):
-                why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                yield RowOutcome(number, example, None, BadRow(example.where, why))
-            elif isinstance(whole := next(made), BadRow):
-                yield RowOutcome(number, example, None, whole)
-            else:
-                yield RowOutcome(number, example, whole, whole if joined else self.renderer.cut(whole))
-        give_back(max((characters(one) for _, one in rows if not isinstance(one, BadRow)), default=0))
+        for batch in in_batches(rows):
+            parts: list[Numbered] = []
+            for number, one in batch:
+                if isinstance(one, BadRow) or joined:
+                    parts.append((number, one))
+                else:
+                    parts += [(number, part) for part in self.renderer.expand(self.renderer.as_chat(one))]
+            taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
+            rendered = iter(self.renderer.render_all(taken))
+            for number, one in parts:
+                if isinstance(one, BadRow):
+                    yield one
+                elif joined and isinstance(one, Chat):
+                    why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
+                    yield RowOutcome(number, one, None, BadRow(one.where, why))
+                elif isinstance(row := next(rendered), BadRow):
+                    yield RowOutcome(number, one, None, row)
+                else:
+                    yield RowOutcome(number, one, row, row if joined else self.renderer.cut(row))
+            give_back(max((characters(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
 
 
 Numbered = tuple[int, Example | BadRow]
-_Batch = tuple[Sequence[Numbered], Sequence[TokenRow | BadRow], Future[list[Any]]]
-"""Rows, the drafts of those that can be rendered, and their encodings, in the tokenizer's thread."""
 
 
 def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:

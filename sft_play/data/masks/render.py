@@ -183,18 +183,15 @@ class Renderer:
 
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
-        # `build.py` runs the second step of one batch in a thread beside the first of the next
-        drafts = self.drafts(examples)
-        return self.tokenised(drafts, self.encodings(drafts))
+        drafts = [self._draft(example) for example in examples]
+        return [
+            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
+            for draft, encoding in zip(drafts, self._encodings(drafts), strict=True)
+        ]
 
-    def drafts(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
-        """Examples as text with the places that are trained, rows without tokens: the first step of `render_all`."""
-        return [self._draft(example) for example in examples]
-
-    def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two. For each draft an
-        `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts with hidden
-        special tokens, which need another copy of the tokenizer (`_tokenised`)."""
+    def _encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
+        """For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for
+        texts with hidden special tokens, which need another copy of the tokenizer (`_tokenised`)."""
         made: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             asked: dict[int, str] = {}
@@ -208,18 +205,12 @@ class Renderer:
                 made[at] = encoding
         return made
 
-    def tokenised(self, drafts: Sequence[TokenRow | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
-        """The third step: drafts with their encodings as tokens and labels."""
-        return [
-            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
-            for draft, encoding in zip(drafts, encodings, strict=True)
-        ]
-
     def _hides(self, special: int) -> bool:
         """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
         return special > 0 and self.data.special_tokens_in_text == "plain"
 
     def _draft(self, example: Example) -> TokenRow | BadRow:
+        """An example as text with the places that are trained, a row without tokens."""
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
