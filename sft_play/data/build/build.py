@@ -197,11 +197,12 @@ def _rows_of(
     stats = _no_rows(recipe)
     with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: rows_of(parts)) as news:
         if count > 1:
-            results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
+            results = together(jobs, _Maker, recipe, count=count)
         else:
             maker = _Maker(recipe)
             results = (maker(job, news=news) for job in jobs)
         for result in results:
+            news.add(result.stats[KEPT].rows if count > 1 else 0)
             for name, counts in stats.items():
                 counts.add(result.stats[name])
             for name, file in result.files.items():
