@@ -28,9 +28,9 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
     if survey.rows == 0:
         yield failed(name, f"{survey.source} has no rows", "give a file with rows")
         return
-    if task_mode == "cpt" and survey.chats and survey.split != "train":
-        found = f"{every} hold chats and task_mode is cpt: the file is not used"
-        yield warned(name, found, f"set data.{survey.split}_path to plain text, or to null")
+    if task_mode == "cpt" and survey.chats:
+        found = f"{every} hold chats, and task_mode is cpt, which trains plain text"
+        yield failed(name, found, f"use task_mode=sft, or give data.{survey.split}_path plain text, or null")
         return
     if survey.bad:
         yield _bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))

@@ -204,7 +204,7 @@ class _Checks:
         for survey in chats:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
         for survey in surveys.values():
-            if self._is_text(survey) and not (survey.chats and survey.split in ("val", "test")):
+            if self._is_text(survey) and not survey.chats:
                 if survey.unmasked:
                     yield from checks.judge_masks(survey, config.data)
                 yield checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)

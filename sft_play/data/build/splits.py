@@ -27,9 +27,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
-from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.files import AnySource, DataPaths, split_of
+from sft_play.data.sources.formats import Chat, Text, check_columns
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -234,30 +233,12 @@ class _Builder:
         return dataclasses.replace(split, rows=split.rows.select(places))
 
     def _held_out(self, source: AnySource | None, split: SplitName, *, key: str = "") -> Split | None:
-        """A held-out file's rows; None, with a note, where plain text is trained and the file holds chats."""
         if source is None:
-            return None
-        if self._is_text and self._holds_chats(source, split):
-            share = self._config.data.val_fraction
-            instead = f"; {share:g} of the training text is" if share else "; data.val_fraction would split some off"
-            self._notes.append(
-                f"{key or f'data.{split}_path'}={source} holds chats and task_mode is cpt: it is not used"
-                + (instead if split == "val" else "")
-            )
             return None
         rows, _ = self._source(source, split, documents=self._is_text)
         rows = dataclasses.replace(rows, key=key)
         self._judge(rows, split)
         return rows
-
-    def _holds_chats(self, source: AnySource, split: str) -> bool:
-        for part in data_files(source, split=split, text_wanted=True):
-            rows, shape = first_format(read_part(part), self._config.data)
-            if shape is not None:
-                last = next(row for row in reversed(rows) if not isinstance(row, BadRow))
-                example = to_example(rename_columns(last, self._config.data.columns), shape)
-                return isinstance(example, Chat) or (isinstance(example, BadRow) and shape.name != "text")
-        return False
 
     # Judging.
 
@@ -267,7 +248,7 @@ class _Builder:
         if self._is_text and stats.chats:
             raise DataError(
                 f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
-                f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
+                f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
             )
         for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
             if finding.verdict == "FAIL":

@@ -1,6 +1,6 @@
 """What `data.*_path` names → files → rows that know their file and line. The content decides, not the name.
 
-JSON lists, one object per line, objects printed over several lines, CSV, Parquet, Arrow, plain text, gzipped or not;
+JSON lists, one object per line, CSV, Parquet, Arrow, plain text, gzipped or not;
 folders and globs of these, folders saved by `datasets`, data sets of the hub. Everything is streamed. Work can be
 split: the rows of a file's parts, one part after the other, are the file's rows.
 """
@@ -330,8 +330,6 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         yield from json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
     elif kind == "array":
         yield from json_rows.read_array(path, name)
-    elif kind == "objects":
-        yield from json_rows.read_objects(path, name)
     elif kind == "csv":
         yield from tables.read_csv(path, name)
     elif kind == "parquet":

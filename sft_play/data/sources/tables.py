@@ -64,21 +64,6 @@ def _field_count(line: str, delimiter: str) -> int:
         return 0
 
 
-_COLUMN_NAME = re.compile(r"[^\W\d][\w .:/()-]{0,60}")
-
-
-def looks_like_table(start: str) -> bool:
-    """Whether text whose name says nothing is a table: a first line of at least two names, a second with as many
-    fields."""
-    lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
-    if len(lines) < 2:
-        return False
-    delimiter = find_delimiter(lines[0])
-    names = next(csv.reader([lines[0]], delimiter=delimiter), [])
-    is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
-    return is_header and _field_count(lines[1], delimiter) == len(names)
-
-
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
