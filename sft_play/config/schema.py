@@ -99,8 +99,8 @@ class ModelConfig(Section):
     """Branch, tag or commit on the hub; null uses the default branch."""
 
     adapter: Name | None = leaf(None, owner="training.prepare.origin")
-    """Adapter that training continues: a run's name in the output folder, its path, `last`, an adapter's folder, or a
-    hub id. Its rank, alpha, target modules and the like are taken from it. null starts a new one."""
+    """Adapter that training continues: a run's name in the output folder, its path, `last`, or an adapter's folder. Its
+    rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
     add_tokens: tuple[Name, ...] = leaf((), owner="training.prepare.tokenizer")
     """Tokens that the tokenizer gets, such as `[<think>, </think>]`. Their rows begin as the mean of the pieces that
