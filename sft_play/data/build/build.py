@@ -16,7 +16,7 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.stats import LimitCost, RowStats, token_digest
-from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowMaker
+from sft_play.data.build.survey import RowCounter, RowMaker
 from sft_play.data.build.workers import BATCH_ROWS, bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
@@ -219,8 +219,7 @@ def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int,
         shape = first_format(read_part(part), recipe.data)[1]
         pieces = file_pieces(part, count=count, total_bytes=total_bytes)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
-    role_rows = max(ROLE_ROWS // len(jobs), FEWEST_ROLE_ROWS) if min(count, len(jobs)) > 1 else ROLE_ROWS
-    return [replace(job, role_rows=role_rows) for job in jobs]
+    return jobs
 
 
 def _no_rows(recipe: Recipe) -> _Stats:
@@ -229,13 +228,12 @@ def _no_rows(recipe: Recipe) -> _Stats:
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of a file, its format, and where its rows go; tokens are counted by role in about `role_rows` rows."""
+    """A piece of a file, its format, and where its rows go."""
 
     number: int
     part: Part
     shape: Format | None
     folder: str
-    role_rows: int = ROLE_ROWS
 
 
 @dataclass(frozen=True)
@@ -256,7 +254,7 @@ class _Maker:
     def __call__(self, job: _Job, *, news: Waiting | None = None) -> _Result:
         """The rows of a piece, written into its files."""
         recipe, stats = self._recipe, _no_rows(self._recipe)
-        counter = RowCounter(self._rows.renderer, role_rows=job.role_rows)
+        counter = RowCounter(self._rows.renderer)
         sides: dict[int, str] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())

@@ -17,9 +17,8 @@ from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
 
-ROLE_ROWS, FEWEST_ROLE_ROWS = 200, 10
-"""Rows in which tokens are counted by role: the first hundred, then fewer and fewer. Where several processes read a
-file, each of its n pieces has an nth of them, but at least the second number."""
+ROLE_ROWS = 64
+"""Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again."""
 TEMPLATE = "template"
 """Counts tokens that are in no message's text."""
 
@@ -58,10 +57,10 @@ def tokens_by_role(
 
 
 class RowCounter:
-    """Counts rows as they are made with one tokenizer; tokens by role in about `role_rows` of them."""
+    """Counts rows as they are made with one tokenizer."""
 
-    def __init__(self, renderer: Renderer, *, role_rows: int = ROLE_ROWS) -> None:
-        self._renderer, self._role_rows = renderer, role_rows
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
         parts, backend = renderer.parts, renderer.encoder.backend
         pad = dict(parts.special_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
@@ -103,9 +102,7 @@ class RowCounter:
             survey.first_open_end = survey.first_open_end or whole.where
 
     def _count_roles(self, survey: RowStats, chat: Chat, whole: TokenRow) -> None:
-        """Tokens by role, in a sample of the rows: tokenising them again with offsets takes time."""
-        counted = survey.role_rows
-        if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
+        if survey.role_rows == ROLE_ROWS:
             return
         encoded = self._renderer.encoder.backend.encode(whole.text, add_special_tokens=False)
         if encoded.ids != list(whole.input_ids):
