@@ -9,7 +9,6 @@ decides at every start whether a run may continue with them, and `make check` sa
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import pickle
@@ -25,7 +24,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.stats import LimitCost, RowStats, token_digest
 from sft_play.data.build.survey import RowCounter, RowMaker
-from sft_play.data.build.workers import BATCH_ROWS, bytes_of, file_pieces, how_many, together
+from sft_play.data.build.workers import bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
@@ -201,11 +200,11 @@ def _rows_of(
         else:
             maker = _Maker(recipe)
             results = (maker(job, news=news) for job in jobs)
-        for result in results:
-            news.add(result.stats[KEPT].rows if count > 1 else 0)
+        for made, counted in results:
+            news.add(counted[KEPT].rows if count > 1 else 0)
             for name, counts in stats.items():
-                counts.add(result.stats[name])
-            for name, file in result.files.items():
+                counts.add(counted[name])
+            for name, file in made.items():
                 files[name].append(file)
     formats = [name for name, _ in stats[KEPT].formats.most_common()] + [job.shape.name for job in jobs if job.shape]
     for side in stats.values():
@@ -236,12 +235,6 @@ class _Job:
     folder: str
 
 
-@dataclass(frozen=True)
-class _Result:
-    files: dict[str, str]
-    stats: _Stats
-
-
 # Making rows.
 
 
@@ -251,24 +244,21 @@ class _Maker:
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
         self._rows = RowMaker(renderer, task_mode=recipe.task_mode)
 
-    def __call__(self, job: _Job, *, news: Waiting | None = None) -> _Result:
-        """The rows of a piece, written into its files."""
+    def __call__(self, job: _Job, *, news: Waiting | None = None) -> tuple[dict[str, str], _Stats]:
+        """The rows of a piece, written into its files: their names, and the counts."""
         recipe, stats = self._recipe, _no_rows(self._recipe)
         counter = RowCounter(self._rows.renderer)
-        sides: dict[int, str] = {}
+        held = bytearray()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_garbage_collection_paused())
             writers = {
                 # a file for each job and side: no process waits for another, and the order is that of the jobs
                 name: stack.enter_context(self._writer(job, name))
                 for name in ((KEPT, HELD) if recipe.held_share else (KEPT,))
             }
-            examples = self._examples(job, stats, sides, news)
-            for at, outcome in enumerate(self._rows.outcomes(examples, document=recipe.documents)):
+            examples = self._examples(job, stats, held, news)
+            for outcome in self._rows.outcomes(examples, document=recipe.documents):
                 assert not isinstance(outcome, BadRow)
-                while next(iter(sides)) != outcome.number:  # those of earlier rows, all of which are done
-                    del sides[next(iter(sides))]
-                side, whole, row = sides[outcome.number], outcome.whole, outcome.row
+                side, whole, row = HELD if held[outcome.number - 1] else KEPT, outcome.whole, outcome.row
                 if whole is None:
                     assert isinstance(row, BadRow)
                     stats[side].count_unmasked(row)
@@ -279,9 +269,7 @@ class _Maker:
                 if not isinstance(row, BadRow):
                     writers[side].add(row, outcome.example)
                     stats[side].digests.append(token_digest(row.input_ids))
-                if at % BATCH_ROWS == 0:
-                    gc.collect(0)
-        return _Result({name: writer.path.name for name, writer in writers.items()}, stats)
+        return {name: writer.path.name for name, writer in writers.items()}, stats
 
     def _writer(self, job: _Job, name: str) -> RowWriter:
         recipe = self._recipe
@@ -290,9 +278,10 @@ class _Maker:
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
     def _examples(
-        self, job: _Job, stats: _Stats, sides: dict[int, str], news: Waiting | None
+        self, job: _Job, stats: _Stats, held: bytearray, news: Waiting | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with their rows' numbers; the side of each goes into `sides`. Bad rows count as kept."""
+        """The piece's examples with their rows' numbers; `held` gets 1 for each that is split off, 0 for the others,
+        bad ones among them."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):
@@ -301,6 +290,7 @@ class _Maker:
             if news is not None:
                 news.add()
             example = example_of(raw, job.shape, data)
+            held.append(0)
             if isinstance(example, BadRow):
                 kept.count_bad(example)
                 continue
@@ -308,19 +298,6 @@ class _Maker:
                 kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
                 example = self._rows.renderer.as_chat(example)
-            is_held = share > 0 and digest_share(content_digest(example)) < share
-            sides[number] = HELD if is_held else KEPT
-            stats[sides[number]].count_example(example)
+            held[-1] = share > 0 and digest_share(content_digest(example)) < share
+            stats[HELD if held[-1] else KEPT].count_example(example)
             yield number, example
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Cyclic garbage is collected only when asked for: rows are many objects to look through, and leave none."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
