@@ -54,9 +54,7 @@ KINDS = {
     "word classes": byte_level(split(r"[\w]+| ?[^\s\w]+|\s+(?!\S)|\s+")),
 }
 KNOWN = st.text(
-    st.one_of(
-        st.characters(max_codepoint=127), st.sampled_from(" \n'sSt1aA"), st.sampled_from(sorted(_KNOWN))
-    ),
+    st.one_of(st.characters(max_codepoint=127), st.sampled_from(" \n'sSt1aA"), st.sampled_from(sorted(_KNOWN))),
     max_size=80,
 )
 

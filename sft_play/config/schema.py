@@ -346,11 +346,6 @@ class SourceConfig(Section):
     any."""
 
 
-def _own_or_processed(validated: dict[str, Any]) -> str | None:
-    """The default of train_path: none if sources are given."""
-    return None if validated.get("sources") else PROCESSED_TRAIN
-
-
 Encoding = Literal[
     "utf-8", "utf-16", "cp1252", "latin1", "cp1250", "cp1254", "cp1251", "koi8-r", "cp932", "euc-jp", "gb18030",
     "euc-kr", "big5",
@@ -365,7 +360,9 @@ class DataConfig(Section):
     """Several sources of training rows instead of train_path, each with a share of every epoch: a list of {path,
     weight, max_rows, val_path, name}."""
 
-    train_path: Name | None = derived(_own_or_processed, owner="data.sources.files")
+    train_path: Name | None = derived(
+        lambda above: None if above.get("sources") else PROCESSED_TRAIN, owner="data.sources.files"
+    )
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or a folder saved by
     `datasets`. Null if sources are given."""
 

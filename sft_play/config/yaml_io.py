@@ -255,13 +255,10 @@ class _Builder:
         try:
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
-            return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
+            self._document.lines |= {(*path, index): _line(item) for index, item in enumerate(node.value)}
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
             self._open.discard(id(node))
-
-    def _item(self, node: yaml.Node, path: Path_) -> Plain:
-        self._document.lines[path] = _line(node)
-        return self.value(node, path)
 
     def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Plain:
         text = str(node.value)

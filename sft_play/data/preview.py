@@ -105,12 +105,6 @@ def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
     return sorted(even)
 
 
-def raw_text(data: Any) -> str:
-    """How a row that cannot be tokenised begins in its file."""
-    text = json.dumps(data, ensure_ascii=False, default=str)
-    return text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
-
-
 @dataclass(frozen=True)
 class Gap:
     """Tokens that are not shown, and how many of them are trained."""
@@ -243,7 +237,8 @@ def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, shape = raw_row
     example = reader.example(raw, shape)
-    as_read = raw_text(raw.data) if isinstance(raw, RawRow) else ""
+    text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
+    as_read = text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
         return [Shown(number, example.where, reason=_why(example), raw=as_read)]
     outcomes = maker.outcomes([(number, example)])

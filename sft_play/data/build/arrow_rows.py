@@ -60,15 +60,11 @@ class RowWriter:
         sources = np.array([row.source != CHAT for row in rows], np.int8)
         columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
-            columns.append(pa.array([_as_json(example) for _, example in self._waiting], pa.string()))
+            chats = (example if isinstance(example, Chat) else None for _, example in self._waiting)
+            texts = [one and json.dumps([one.where, one.messages, one.tools], ensure_ascii=False) for one in chats]
+            columns.append(pa.array(texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._waiting, self._tokens = [], 0
-
-
-def _as_json(example: Example) -> str | None:
-    if not isinstance(example, Chat):
-        return None
-    return json.dumps([example.where, example.messages, example.tools], ensure_ascii=False)
 
 
 def chat_of(text: str) -> Chat:

@@ -119,10 +119,10 @@ class Sources:
         return Mix(self.names, sizes, per_epoch, seed)
 
 
-def mix_table(mix: Mix, *, shown: str = "rows") -> list[str]:
+def mix_table(mix: Mix) -> list[str]:
     """The sources as lines of a table: rows, rows in an epoch, those as a share and as passes over the source."""
     width = max(len("source"), *map(len, mix.names))
-    head = f"{'source':<{width}}  {shown:>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
+    head = f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
     return [
         head,
         *(

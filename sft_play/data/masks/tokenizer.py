@@ -179,11 +179,11 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
     for start, end in spans:
         if end <= start:
             continue
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-        if first is None or last is None:  # a tokenizer that leaves characters out
-            offsets = encoding.offsets
-            edges_inside = sum(begin < edge < stop for begin, stop in offsets for span in spans for edge in span)
-            return Masked(ids, label_spans(ids, offsets, spans), edges_inside)
+        # a tokenizer may leave characters out, at the edges too
+        tokens = (map(encoding.char_to_token, places) for places in (range(start, end), range(end - 1, start - 1, -1)))
+        first, last = (next((token for token in one if token is not None), None) for one in tokens)
+        if first is None or last is None:
+            continue
         # A token that crosses an edge is counted and not trained; the caller splits it there if the tokenizer can.
         if encoding.token_to_chars(first)[0] < start:
             inside, at, first = inside + 1, first, first + 1
@@ -234,14 +234,3 @@ class Splitting:
             whole, skip_special_tokens=False
         )
         return Masked(ids, labels, 0) if same and part == 2 * len(spans) else None
-
-
-def label_spans(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels of shape [T]: a token's id where all its characters lie in one span, else `IGNORED`."""
-    labels, at = [IGNORED] * len(ids), 0
-    for position, (start, end) in enumerate(offsets):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        if at < len(spans) and end > start >= spans[at][0] and end <= spans[at][1]:
-            labels[position] = ids[position]
-    return labels
