@@ -49,18 +49,10 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
 
 
 def train(run: LoadedConfig) -> dict[str, Any]:
-    """Train in this process, on one GPU or the CPU; returns the content of the run folder's `summary.json`.
-
+    """Train in this process, on one GPU or the CPU; returns the run folder's `summary.json`, with its path as `run`.
     The folder is named by `output.name`, or by config and time; `output.if_exists` decides about an existing one.
-    Several GPUs need several processes: `make train-distributed`.
-
-    Returns:
-        The summary, with the run folder's path as `run`.
-
-    Raises:
-        SftPlayError: anything a user can fix, such as `DoesNotFit`; before any weight is read where possible.
-        Interrupted: Ctrl-C; the state was saved at the end of the step, and `make resume` continues the run.
-    """
+    Raises SftPlayError for anything a user can fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was
+    saved."""
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
     folder = start(Asked(run)).folder

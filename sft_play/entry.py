@@ -123,10 +123,8 @@ def _redacted(kind: "Any", error: "Any", trace: "Any") -> None:
 
 
 def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
-    """The message for a package that this Python does not have; None where a module of our own is missing.
-
-    An installed package that lacks a module keeps its traceback: that is a bug of the package or ours.
-    """
+    """The message for a package that this Python does not have; None for a module of ours, or of a package that is
+    there: that is a bug, and keeps its traceback."""
     import contextlib
     from importlib.util import find_spec
 

@@ -69,8 +69,7 @@ class LoadedConfig:
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
     """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the settings of
-    `model.adapter`, which may be gone. Raises ConfigError with every problem, each with its place, path, value, and
-    what to do."""
+    `model.adapter`, which may be gone. Raises ConfigError with every problem and what to do."""
     path = Path(path)
     text = read_text(path)
     config, stages = _from_text(text, name=str(path), overrides=overrides, with_adapter=with_adapter)

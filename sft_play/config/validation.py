@@ -172,8 +172,7 @@ def _habit(name: str, value: Plain) -> str:
 
 
 def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = True) -> str:
-    """What may have been meant by a value where another kind was expected, by its spelling too if it `guesses`; empty
-    where nothing comes to mind."""
+    """What may have been meant by a value where another kind was expected, by its spelling too if it `guesses`."""
     if isinstance(value, str):
         word = value.lower()
         if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):

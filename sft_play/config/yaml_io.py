@@ -167,8 +167,7 @@ def parse(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_value(text: str, *, name: str) -> Plain:
-    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where the text is not a YAML
-    value."""
+    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it is none."""
     node = _compose(text, name=name)
     if node is None:
         return None

@@ -143,8 +143,7 @@ def judge_texts(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 
 def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
-    """What `max_seq_len` takes away, and which limit would keep how much where that is too much. `positions`: how many
-    the model has; None where it has no limit."""
+    """What `max_seq_len` takes away, and which limit would keep enough. `positions`: the model's, None for no limit."""
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
         return

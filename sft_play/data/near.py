@@ -154,8 +154,7 @@ def whole_text(example: Example) -> str:
 
 
 def long_questions(example: Example) -> list[str]:
-    """Each turn of the user, by which a row is compared too, since a benchmark's row may have another answer, or
-    none."""
+    """Each turn of the user, by which a row is compared too: a benchmark's row may have another answer, or none."""
     asked = (turn.get("content") for turn in getattr(example, "messages", ()) if turn.get("role") == "user")
     return [text for text in map(str, asked) if _is_long(text)]
 
@@ -165,8 +164,7 @@ def _is_long(text: str) -> bool:
 
 
 def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, str]]:
-    """The texts of every row of a file, each with the row's place; all that are long, of a row of no known format.
-    Raises DataError where it cannot be read."""
+    """The texts of every row of a file with their places; of no known format, all long ones. Raises DataError."""
     try:
         for part in data_files(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):

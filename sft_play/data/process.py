@@ -59,9 +59,8 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 
 
 def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
-    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`. `force`
-    overwrites files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be
-    used."""
+    """Read `data.process.raw_path`, write the splits and report.json to `data.process.out_dir`. `force` overwrites
+    files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be used."""
     check_columns(config.data)
     return _Process(config).run(force=force)
 

@@ -86,12 +86,9 @@ GROWING = "expandable_segments:True"
 
 
 def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
-    """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver.
-
-    Empty where the environment says anything about the allocator, and where PyTorch has no such segments or they fail:
-    on Windows and macOS, under WSL (the first allocation ends in `CUDA driver error`, pytorch/pytorch#192330) and on
-    AMD cards. `root`: the machine's files.
-    """
+    """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver. Empty where the
+    environment says anything about the allocator, and where they fail: on Windows, macOS, AMD cards, and under WSL
+    (pytorch/pytorch#192330). `root`: the machine's files."""
     if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
         return {}
     # by the driver's devices: asking CUDA would load it before the variable is set

@@ -43,15 +43,10 @@ def give_back(longest: int) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too),
-    no garbage is collected meanwhile, and what they make is left out of every later collection.
-
-    They make a million objects that stay. Each full collection would walk through all of them for a quarter of a
-    second: ten times in a run of three steps, a fifth of its processor time (benchmarks/LOG.md, 2026-11-23).
-
-    It happens once in a process, at the first import of torch: nothing of the program's own that could later be
-    garbage (a model, a trainer) is there yet. Garbage from before is collected first, so that it is not kept.
-    """
+    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too), no
+    garbage is collected meanwhile, and the million objects that they make are left out of every later collection, each
+    of which would walk through them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
+    process, at the first import of torch, after a collection: no garbage of the program's own is kept."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

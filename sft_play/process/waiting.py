@@ -51,11 +51,9 @@ _open: list[Waiting] = []
 
 @contextlib.contextmanager
 def waiting(what: str, *, unit: str = "", total: Callable[[], int | None] = lambda: None) -> Iterator[Waiting]:
-    """Say what is being done where it takes longer than three seconds; a part of it that is opened inside speaks first.
-
-    `unit`: of what is counted by `add`; empty where nothing can be. `total`: how many there will be, called in another
-    thread once there is something to say; None if unknown.
-    """
+    """Say what is being done where it takes longer than three seconds; a part that is opened inside speaks first.
+    `unit`: of what `add` counts. `total`: how many there will be, called in another thread when there is something to
+    say."""
     one, ended = Waiting(what, unit, total), threading.Event()
 
     def tell() -> None:

@@ -82,8 +82,7 @@ class Built:
 
 
 def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
-    """The token rows of a source, from the cache or made now. Raises DataError where a file cannot be read or is of no
-    format, or the cache cannot be written."""
+    """The token rows of a source, from the cache or made now. Raises DataError for files, formats and the cache."""
     parts = data_files(source, split=split, text_wanted=recipe.documents)
     try:
         folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)

@@ -101,9 +101,8 @@ class Sources:
     sizes: tuple[int, ...]
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> Mix:
-        """What an epoch has of each: as many rows as there are of all sources together (`sizes`: packed ones), by the
-        weights. Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_PASSES` over
-        one."""
+        """What an epoch has of each: as many rows as all sources have together (`sizes`: packed ones), by the weights.
+        Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_PASSES` over it."""
         sizes = tuple(self.sizes if sizes is None else sizes)
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = exact_shares(weights, sum(sizes))

@@ -58,9 +58,8 @@ class Chats:
 
 @dataclass(frozen=True)
 class Split:
-    """Token rows in their order, the counts of what they were made from, and the chats for generated answers. `rows` is
-    a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where no row of a
-    source is left."""
+    """Token rows, the counts of what they were made from, and the chats for generated answers. `rows` is a mapped
+    `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where none is left."""
 
     rows: Any
     report: RowStats

@@ -105,8 +105,7 @@ class LimitCost:
 
 @dataclass
 class RowStats:
-    """Counts of the rows of one source, or of several that were added up. Tokens are counted as they are trained, after
-    the cut at max_seq_len."""
+    """Counts of the rows of a source, or of several. Tokens count as they are trained, after the cut at max_seq_len."""
 
     source: str = ""
     format: str = "unknown"

@@ -119,9 +119,8 @@ class RowCounter:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """An example with its whole row and what max_seq_len leaves of it, or the reason why there is none. `number` is
-    that of the file's row, from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too
-    long."""
+    """An example with its whole row and what max_seq_len leaves of it, or why there is none; `number` counts the file's
+    rows from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too long."""
 
     number: int
     example: Example

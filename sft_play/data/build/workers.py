@@ -64,9 +64,8 @@ def file_pieces(part: Part, *, count: int, total_bytes: int) -> list[Part]:
 def together(
     jobs: Sequence[Job], begin: Callable[[Recipe], Callable[[Job], Result]], recipe: Recipe, *, count: int
 ) -> Iterator[Result]:
-    """Results in the order of the jobs, made by `count` processes. `begin` is a class or function of a module: called
-    once in every process, it returns what is called with each job. Raises DataError where a process died, and whatever
-    a job raises."""
+    """Results in the order of the jobs, made by `count` processes. `begin`, a class or function of a module, is called
+    once in each and returns what is called with each job. Raises DataError where one died, and what a job raises."""
     context = multiprocessing.get_context("spawn")
     sent = (pickle.dumps((begin, recipe)), os.getpid())
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker, initargs=sent)

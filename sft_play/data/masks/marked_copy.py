@@ -161,8 +161,7 @@ def _is_think(text: str, before: str, after: str) -> bool:
 
 
 def take_apart(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
-    """A rendered copy as the gaps between pieces, the written pieces (number and form), and the numbers of pieces that
-    the template changed."""
+    """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
     gaps: list[str] = []
     order: list[tuple[int, str]] = []
     broken: set[int] = set()

@@ -57,9 +57,8 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
-    """Renders examples with one tokenizer and the data section of a run. `today` is the day for templates that write
-    the date; `encoder` one that this tokenizer has already. Raises TokenizerError where the tokenizer cannot say which
-    characters a token stands for."""
+    """Renders examples with one tokenizer and a run's data section. `today` is the day for templates that write the
+    date; `encoder` one that there is already. Raises TokenizerError where a token's characters cannot be known."""
 
     def __init__(
         self,
@@ -85,9 +84,8 @@ class Renderer:
     # What the template does.
 
     def turns(self, *, with_tools: bool | None = None, kind: str = PLAIN) -> Turns:
-        """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
-        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it. Raises
-        TokenizerError."""
+        """The turns of the template for rows with tools or without; where `with_tools` is None, of the one that most
+        rows use. `kind` matters where data.chat_template_kwargs go by it. Raises TokenizerError."""
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
@@ -271,8 +269,7 @@ class Renderer:
                 raise Inexact(NO_END_TOKEN, f"{shown}: {WAYS_TO_AN_END}")
 
     def _check_hidden(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:
-        """Raise Inexact where the template does not treat a special token in a text as plain text: it may split there,
-        escape it, or refuse it."""
+        """Raise Inexact where the template does not treat a special token in a text as plain text."""
         try:
             real = self._turns_for(messages, tools).template.rendered(messages, tools)
         except RenderError as error:

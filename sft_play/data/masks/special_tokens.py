@@ -20,10 +20,9 @@ _HIDDEN_BASE = 0xF0000
 
 
 class Specials:
-    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are. While the
-    template runs, each one is a private-use character. Then the tokens that the template wrote get names that no text
-    has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and is no special
-    token there."""
+    """Special tokens inside texts of the data, tokenised as plain text. While the template runs, each is a private-use
+    character. Then the tokens that the template wrote get names that no text has, in a copy of the tokenizer that knows
+    them so; what the data wrote is put back, and is no special token there."""
 
     def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
         self._parts = parts

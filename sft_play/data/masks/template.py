@@ -61,9 +61,8 @@ class Endless(RenderError):
 
 
 class ChatTemplate:
-    """One chat template, compiled once. `variables` are what it may read besides messages and tools: special tokens,
-    and the run's own; `today` is the day that `strftime_now` formats. Raises TokenizerError where it is no valid
-    Jinja."""
+    """One chat template, compiled once. `variables` are what it may read besides messages and tools; `today` is the day
+    that `strftime_now` formats. Raises TokenizerError where it is no valid Jinja."""
 
     def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:

@@ -70,8 +70,7 @@ class TokenizerParts:
         )
 
     def template(self, *, with_tools: bool) -> str:
-        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError where there
-        is none."""
+        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError without one."""
         named = dict(self.templates)
         source = named.get("tool_use") if with_tools else None
         source = source or named.get("default")
@@ -199,9 +198,8 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
 
 
 class Splitting:
-    """A tokenizer that starts again at every edge of a span, as generation does after its prompt. Tokens may reach over
-    the end of a prompt: ` answer` after `Assistant: ` is one token. A model that is prompted never sees that token; it
-    sees the tokens of the prompt and adds its own."""
+    """A tokenizer that starts again at every edge of a span, as generation does after its prompt: ` answer` after
+    `Assistant: ` may be one token, which a model that is prompted never sees."""
 
     _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 

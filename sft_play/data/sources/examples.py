@@ -17,11 +17,8 @@ from sft_play.process.waiting import waiting
 
 
 class ExampleReader:
-    """The examples of a file, folder or data set in order, each row that cannot be one as a `BadRow`.
-
-    Every file has a format of its own. `rows` and `format` say what was found so far. Raises (while it is read):
-        DataError: a whole file cannot be read, or its columns are those of no format.
-    """
+    """The examples of a source in order, each file by its own format, each row that cannot be one as a `BadRow`; `rows`
+    and `format` say what was found so far. Reading raises DataError for a whole file."""
 
     def __init__(self, path: AnySource, data: DataConfig, *, split: str, text_wanted: bool = False) -> None:
         check_columns(data)

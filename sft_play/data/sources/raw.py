@@ -117,9 +117,8 @@ def encoding_of(path: Path) -> str:
 
 
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, from its beginning to its end;
-    those of a file in another encoding as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than
-    the limits."""
+    """The bytes [start, end) of a file in blocks; of a gzipped file all of them, unpacked; of one in another encoding
+    as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than the limits."""
     encoding = encoding_of(path)
     if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
         yield from _as_utf8(path, encoding, size)
