@@ -844,7 +844,7 @@ def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokeni
     row = make(special_tokens_in_text="control").render(chat)
     assert row.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
     bad = make(special_tokens_in_text="fail").render(chat)
-    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "messages[0]: <|im_end|>")
+    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "<|im_end|>")
 
 
 @pytest.mark.parametrize(

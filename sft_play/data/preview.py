@@ -18,7 +18,7 @@ from sft_play.data.build.stats import rows_text
 from sft_play.data.build.survey import RowMaker, RowOutcome
 from sft_play.data.masks.token_row import IGNORED, METHODS, TokenRow
 from sft_play.data.masks.words import BYTE_LETTERS
-from sft_play.data.sources.examples import ExampleReader
+from sft_play.data.sources.examples import ExampleReader, example_of
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -236,7 +236,7 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
 def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker, names: TokenBytes) -> list[Shown]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, shape = raw_row
-    example = reader.example(raw, shape)
+    example = example_of(raw, shape, reader.data)
     text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
     as_read = text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):

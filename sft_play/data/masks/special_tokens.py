@@ -38,13 +38,9 @@ class Specials:
         return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
 
     def first(self, messages: Sequence[Message]) -> str:
-        """Where the first one stands, for a message."""
-        for index, message in enumerate(messages):
-            for text in texts_of([message]):
-                match = self._pattern.search(text)
-                if match:
-                    return f"messages[{index}]: {one_line(match.group())}"
-        return ""
+        """The first one in the texts of messages, for a message."""
+        found = (match.group() for text in texts_of(messages) if (match := self._pattern.search(text)))
+        return one_line(next(found, ""))
 
     def hidden(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with special tokens as private-use characters."""
