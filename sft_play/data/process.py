@@ -28,7 +28,6 @@ from sft_play.data.sources.formats import (
     content_digest,
     digest_share,
     first_format,
-    formats_of,
     is_processed,
     rename_columns,
     unused_columns,
@@ -227,9 +226,6 @@ class _Process:
             assert isinstance(first[-1], RawRow)
             row = rename_columns(first[-1], data.columns)
             file.format = shape.name
-            read = {*shape.needs, *shape.may_have}
-            # A format whose columns are all read anyway, such as alpaca's input, is not worth a remark.
-            file.also = [other.name for other in formats_of(row.data) if not set(other.needs) <= read][:4]
             file.unused = unused_columns(row.data, shape)[:SHOWN]
         for raw in itertools.chain(first, rows):
             example = example_of(raw, shape, data)

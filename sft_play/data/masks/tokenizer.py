@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, Span
@@ -36,11 +36,6 @@ class TokenizerParts:
     bos_id: int | None
     eos: str | None
     end_of_text: int | None
-    live: Any = field(default=None, repr=False, compare=False)
-    """The backend itself, where it is in this process: parsing `state` again takes time and memory."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None}  # the other process reads `state`
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
@@ -66,7 +61,6 @@ class TokenizerParts:
             tokenizer.bos_token_id,
             tokenizer.eos_token,
             end_of_text_id(tokenizer),
-            _with_shared_vocabulary(tokenizer.backend_tokenizer),
         )
 
     def template(self, *, with_tools: bool) -> str:
@@ -93,28 +87,18 @@ class TokenizerParts:
         return replace(self, templates=(("default", source),))
 
 
-def _with_shared_vocabulary(backend: Any) -> Any:
-    """A second tokenizer of the same parts, whose padding and truncation are its own; None where it would differ."""
-    from tokenizers import Tokenizer
-
-    # the vocabulary is shared: parsing it again from JSON would cost time and memory
-    copy = Tokenizer(backend.model)
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (part := getattr(backend, name)) is not None:
-            setattr(copy, name, part)
-    added = backend.get_added_tokens_decoder()
-    # by id: a token whose text is not in the vocabulary gets the next free id
-    copy.add_tokens([token for _, token in sorted(added.items())])
-    copy.encode_special_tokens = backend.encode_special_tokens
-    is_same = copy.get_added_tokens_decoder() == added and copy.get_vocab_size() == backend.get_vocab_size()
-    return copy if is_same else None
-
-
 def end_of_text_id(tokenizer: Any) -> int | None:
     """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     eos: int | None = tokenizer.eos_token_id
     return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos)
+
+
+@functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
+def _backend_of(state: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(state)
 
 
 ALL_COMPARED, ONE_COMPARED_OF = 64, 256
@@ -125,10 +109,8 @@ class Encoder:
     """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
 
     def __init__(self, parts: TokenizerParts) -> None:
-        from tokenizers import Tokenizer
-
         self._texts = 0
-        self.backend = parts.live or Tokenizer.from_str(parts.state)
+        self.backend = _backend_of(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
 

@@ -304,13 +304,8 @@ def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -
     before all others."""
     mapped = columns or {}
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
-    fitting = formats_of(keys)
+    fitting = [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
     return next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
-
-
-def formats_of(keys: Collection[str]) -> list[Format]:
-    """Every format that a row with these keys could be, the one that is taken first."""
-    return [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
