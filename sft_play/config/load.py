@@ -285,8 +285,7 @@ _FOR_ALL_STAGES = frozenset({
     "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
     "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
-"""Keys of `data` and `train` that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT`
-do."""
+"""Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but for `SHORT`."""
 _LEARNS_NOTHING = (
     "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
     "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",

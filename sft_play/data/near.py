@@ -32,8 +32,7 @@ MARGIN, MISSED = 0.05, 1e-4
 """A pair whose similarity is this far above the threshold is missed with at most this probability."""
 _MOST_BANDS, _MOST_ROWS = 16, 5
 _MOST_ALIKE, _MOST_COMPARED = 256, 32
-"""Texts that are kept under one key: what more share is a form that all of them have. Of the candidates, those that
-share the most keys are compared."""
+"""Texts that are kept under one key (what more share is a form), and candidates that are compared."""
 _INDEX_BYTES = 2_300
 """What a text takes beside its shingles (measured on GSM8K's 7,473 rows)."""
 _BY_LETTER = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

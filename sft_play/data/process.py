@@ -302,7 +302,6 @@ class _Process:
 
     @property
     def _is_full(self) -> bool:
-        """Whether no more rows are added to those that later ones are compared with."""
         counts = self._options.near_duplicates == "count"
         return counts and self._near is not None and self._near.bytes >= MOST_INDEX_BYTES
 
@@ -318,7 +317,6 @@ class _Process:
         return dropped
 
     def _judge(self) -> None:
-        """Raises DataError for faults, files that do not belong together, and nothing left."""
         report = self._report
         if self._faults:
             shown = self._faults[:_SHOWN_FILES]
@@ -353,7 +351,6 @@ class _Process:
 
 
 def _named_split(part: Part, root: Path | None) -> str | None:
-    """The split that is in a file's name or that of one of its folders below the raw folder."""
     path = Path(part.name)
     name = path.name.lower().removesuffix(".gz")
     stem = name.removesuffix(Path(name).suffix)

@@ -49,20 +49,14 @@ def deepspeed_on_cpu() -> None:
 
 
 SPINNING = {"GOMP_SPINCOUNT": "3000"}
-"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
-
-That is as fast as the default's milliseconds, and costs less once other work runs beside it; 10,000 is no faster alone
-and half as fast on a machine that becomes busy, 1,000 costs a tenth alone (benchmarks/README.md, Threads).
-"""
+"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep: as
+fast as the default's milliseconds, and cheaper once other work runs beside it (benchmarks/README.md, Threads)."""
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for.
-
-How they wait changes no number, while fewer threads would round differently. Figures: benchmarks/README.md.
-"""
+"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
+changes no number, while fewer threads would round differently."""
 _SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
 _BUSY_CORES = 0.5
-"""From this many cores in use by others, the machine counts as busy: with a thread per core, one busy core delays
-all."""
+"""From this many cores in use by others, the machine counts as busy."""
 
 
 def busy_cores(*, seconds: float = 0.1) -> float:

@@ -15,8 +15,7 @@ from sft_play.process.waiting import waiting
 logger = logging.getLogger(__name__)
 
 LONG_CHARS = 1 << 18
-"""Characters of one text beyond which its tokens are many enough to leave holes in the heap that no later text fills:
-without giving them back, memory grows by some 25 bytes with every byte of a file of long texts."""
+"""Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read."""
 
 
 @functools.cache

@@ -270,7 +270,6 @@ class _Builder:
         return split
 
     def _packed(self, split: Split) -> Split:
-        """Documents as blocks of exactly max_seq_len tokens; a text shorter than one block is an error."""
         block, stats = self._max_seq_len, split.report
         if split.rows is None:
             raise DataError(
@@ -334,7 +333,6 @@ class _Builder:
         return documents
 
     def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:
-        """The beginnings of a few long documents, and their ends for validation."""
         renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
         cuts = [int(len(text.text) * (1 - share)) for text in texts]
         pieces = {

@@ -66,8 +66,7 @@ class Turn:
     header: str = ""
     """What the template writes before the turn that its prompt does not have, such as before a first message."""
     rest: str | None = None
-    """What its prompt goes on with behind the header, which the turn has not; None where the text begins with the
-    prompt."""
+    """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
     unasked: bool = False
     """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
     reason: str = ""

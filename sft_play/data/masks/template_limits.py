@@ -161,7 +161,6 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @jinja2.pass_context  # so that Jinja does not work it out while it compiles
     def _turn(self, _: Any, value: Any) -> Any:
-        """Count a turn of a loop."""
         self.budget.take()
         return value
 

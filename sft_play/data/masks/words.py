@@ -28,8 +28,7 @@ MAX_WORD_CHARS = 40
 """Longer words are rarely seen again."""
 PROBES = 300
 _KNOWN = frozenset(map(chr, (*range(128), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x2010, 0x2028))))
-"""Characters whose class has not changed since Unicode 4, which no tokenizer takes for white space, and which NFC
-leaves as they are."""
+"""Characters whose class has not changed since Unicode 4, no unusual white space, and left as they are by NFC."""
 _UNKNOWN = re.compile("[^\x00-\x7f\xa1-\xac\xae-\xff\u2010-\u2027]")
 _FOREIGN = re.compile(
     r"\\[zZGRXKbBhHA]|&&|\[:|[$.]|(?<!\[)\^|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[^:]|\(\?<[^=!]|\[[^]]*\["

@@ -366,7 +366,6 @@ def split_part(part: Part, *, part_bytes: int) -> list[Part]:
 
 
 def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
-    """Ranges that begin at line beginnings, from one scan that counts line ends."""
     ranges: list[Part] = []
     start, first, line, at = 0, 1, 1, 0
     for block in blocks(part.path):

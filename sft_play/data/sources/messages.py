@@ -28,8 +28,7 @@ ROLES: dict[str, str] = {
 only a name beside it (OpenAI's form of a result) decides."""
 
 TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
-"""Keys of a message whose texts a template may write: think text, what Cohere's models write before they call a tool,
-and the content."""
+"""Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content."""
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where the think text of a message may stand."""
