@@ -27,22 +27,11 @@ __all__ = ["load_config", "plan", "train"]
 
 
 def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bool = False) -> Plan:
-    """The plan of a run: layout, micro-batch, predicted peak and speed, with the reasons.
-
-    Args:
-        run: the run; with stages, the stage with the longest rows is planned.
-        hardware: a machine by name, such as `2xH200`; None is this one.
-        trace: confirm the choice by tracing the step (seconds; imports torch).
-
-    Returns:
-        The plan, also where nothing fits: `plan.fits` is False then, and `plan.suggestions` says what would. Sizes are
-        bytes per GPU.
-
-    Raises:
-        ConfigError: the batch does not divide over the GPUs.
-        HardwareError: the machine's name is unknown.
-        ModelError: the model's config.json cannot be read.
-    """
+    """The plan of a run (of stages, that of the one with the longest rows): layout, micro-batch, predicted peak and
+    speed, with the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False and `plan.suggestions`
+    says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
+    tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
+    HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
     machine = detect() if hardware is None else named(hardware) if isinstance(hardware, str) else hardware
     machine = machine_of_mesh(run.longest, machine_for(run.longest, machine))
     return plan_for(run.longest, machine, trace=trace)

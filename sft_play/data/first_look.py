@@ -160,6 +160,4 @@ def _block(tokens: int) -> int:
 
 
 def _held_out(rows: int) -> float:
-    if rows < _FEWEST_TO_SPLIT:
-        return 0.0
-    return 0.05 if rows * 0.05 <= _MOST_HELD_OUT else round(_MOST_HELD_OUT / rows, 4) or 0.0001
+    return 0.0 if rows < _FEWEST_TO_SPLIT else min(0.05, round(_MOST_HELD_OUT / rows, 4) or 0.0001)

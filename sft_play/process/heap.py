@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from sft_play.process.waiting import waiting
 
@@ -18,20 +17,10 @@ LONG_CHARS = 1 << 18
 """Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read."""
 
 
-@functools.cache
-def _trim() -> Callable[[int], object] | None:
-    """glibc's malloc_trim(3); other C libraries have none."""
-    try:
-        trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # no C library can be opened, as on Windows
-        return None
-    return trim
-
-
 def give_back_free_memory() -> None:
     """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for every GiB kept."""
-    if trim := _trim():
-        trim(0)
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows opens none, others have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back(longest: int) -> None:

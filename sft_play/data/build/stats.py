@@ -201,14 +201,15 @@ class RowStats:
 
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
-        if row.is_asked:
-            self.left_out[row.reason] += 1
-        else:
-            _list_bad(row, self.bad, self.first_bad)
+        (self.left_out if row.is_asked else self.bad)[row.reason] += 1
+        if not row.is_asked and len(self.first_bad) < SHOWN_BAD_ROWS:
+            self.first_bad.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
-        _list_bad(row, self.unmasked, self.first_unmasked)
+        self.unmasked[row.reason] += 1
+        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
+            self.first_unmasked.append(row)
 
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
@@ -337,12 +338,6 @@ def note_shared(splits: Sequence[RowStats]) -> None:
         count = len(np.intersect1d(earlier.digests, later.digests))
         if count and earlier.split != later.split:
             later.shared[earlier.split] = later.shared.get(earlier.split, 0) + count
-
-
-def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
-    reasons[row.reason] += 1
-    if len(first) < SHOWN_BAD_ROWS:
-        first.append(row)
 
 
 def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:

@@ -124,10 +124,6 @@ def _spelled_by(merge: Any) -> tuple[str, ...]:
 def texts_of(messages: Sequence[Message]) -> Iterable[str]:
     """Every text of a conversation that a template may write."""
     for message in messages:
-        content = message.get("content")
-        if len(message) == 2 and isinstance(content, str):  # most messages: a role and a text
-            yield content
-            continue
         for key, value in message.items():
             if key not in _NO_TEXT_KEYS:
                 yield from texts_in(value)

@@ -72,10 +72,11 @@ class Words:
             before, end = len(ids), position + len(piece)
             if number % 2:  # re.split puts the added tokens at odd places
                 ids.append(self._added[piece])
-            elif (words := self._words(piece)) is not None:
-                ids += itertools.chain.from_iterable(map(self._ids.__getitem__, words))
             else:
-                return None
+                words = self._pattern.findall(piece)
+                if "".join(words) != piece:  # the pattern leaves characters out
+                    return None
+                ids += itertools.chain.from_iterable(map(self._ids.__getitem__, words))
             while len(token_edges) < len(edges) and edges[len(token_edges)] < end:
                 at = self._tokens_before(edges[len(token_edges)] - position, piece)
                 if at is None:
@@ -95,11 +96,6 @@ class Words:
                 break
             at, count = at + len(word), count + len(self._ids[word])
         return count if at == edge else None
-
-    def _words(self, piece: str) -> list[str] | None:
-        """The words of a text without added tokens; None where the pattern leaves characters out."""
-        words = self._pattern.findall(piece)
-        return words if "".join(words) == piece else None
 
 
 class _Remembered(dict[str, tuple[int, ...]]):

@@ -103,8 +103,6 @@ def turns_of(value: Any, key: str) -> list[Message]:
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
         raise Unusable(f"{key} is empty" if value == [] else f"{key} is {kind(value)}, expected a list")
-    if type(value[0]) is dict:  # nearly all rows: the checks below look for JSON text in every item
-        return [message for index, item in enumerate(value) for message in _messages(item, index)]
     value = [unpacked(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
         raise Unusable(
