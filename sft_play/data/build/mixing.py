@@ -121,9 +121,8 @@ class Sources:
 def mix_table(mix: Mix) -> list[str]:
     """The sources as lines of a table: rows, rows in an epoch, those as a share and as passes over the source."""
     width = max(len("source"), *map(len, mix.names))
-    head = f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
     return [
-        head,
+        f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}",
         *(
             f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  {count / size:>7.3g}"
             for name, size, count in zip(mix.names, mix.sizes, mix.per_epoch, strict=True)
