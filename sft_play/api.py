@@ -27,40 +27,21 @@ __all__ = ["load_config", "plan", "train"]
 
 
 def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bool = False) -> Plan:
-    """The plan of a run: layout, micro-batch, predicted peak and speed, with the reasons.
-
-    Args:
-        run: the run; with stages, the stage with the longest rows is planned.
-        hardware: a machine by name, such as `2xH200`; None is this one.
-        trace: confirm the choice by tracing the step (seconds; imports torch).
-
-    Returns:
-        The plan, also where nothing fits: `plan.fits` is False then, and `plan.suggestions` says what would. Sizes are
-        bytes per GPU.
-
-    Raises:
-        ConfigError: the batch does not divide over the GPUs.
-        HardwareError: the machine's name is unknown.
-        ModelError: the model's config.json cannot be read.
-    """
+    """The plan of a run (of stages, that of the one with the longest rows): layout, micro-batch, predicted peak and
+    speed, with the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False and `plan.suggestions`
+    says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
+    tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
+    HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
     machine = detect() if hardware is None else named(hardware) if isinstance(hardware, str) else hardware
     machine = machine_of_mesh(run.longest, machine_for(run.longest, machine))
     return plan_for(run.longest, machine, trace=trace)
 
 
 def train(run: LoadedConfig) -> dict[str, Any]:
-    """Train in this process, on one GPU or the CPU; returns the content of the run folder's `summary.json`.
-
+    """Train in this process, on one GPU or the CPU; returns the run folder's `summary.json`, with its path as `run`.
     The folder is named by `output.name`, or by config and time; `output.if_exists` decides about an existing one.
-    Several GPUs need several processes: `make train-distributed`.
-
-    Returns:
-        The summary, with the run folder's path as `run`.
-
-    Raises:
-        SftPlayError: anything a user can fix, such as `DoesNotFit`; before any weight is read where possible.
-        Interrupted: Ctrl-C; the state was saved at the end of the step, and `make resume` continues the run.
-    """
+    Raises SftPlayError for anything a user can fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was
+    saved."""
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
     folder = start(Asked(run)).folder

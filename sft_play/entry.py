@@ -34,7 +34,8 @@ def main(command: "Optional[str]" = None) -> int:
     is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if is_heard:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
-        signal.signal(signal.SIGINT, lambda number, frame: _leave(name, words))
+        early = "stopped by the user before anything was started"
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(_end(name, words, early, EXIT_STOPPED)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < OLDEST:
         needed = ".".join(map(str, OLDEST))
@@ -123,10 +124,8 @@ def _redacted(kind: "Any", error: "Any", trace: "Any") -> None:
 
 
 def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
-    """The message for a package that this Python does not have; None where a module of our own is missing.
-
-    An installed package that lacks a module keeps its traceback: that is a bug of the package or ours.
-    """
+    """The message for a package that this Python does not have; None for a module of ours, or of a package that is
+    there: that is a bug, and keeps its traceback."""
     import contextlib
     from importlib.util import find_spec
 
@@ -163,10 +162,6 @@ def _end(name: str, words: "Sequence[str]", text: str, code: int = EXIT_USER) ->
     _answer(words, code, text)
     _say(f"[{name}] {'error: ' if code == EXIT_USER else ''}{text}")
     return code
-
-
-def _leave(name: str, words: "Sequence[str]") -> None:
-    os._exit(_end(name, words, "stopped by the user before anything was started", EXIT_STOPPED))
 
 
 def _answer(words: "Sequence[str]", code: int, error: str) -> None:

@@ -181,7 +181,6 @@ class _Output(io.FileIO):
 
 
 def _lose(number: int, error: OSError) -> None:
-    """Send a descriptor's output to the null device from now on."""
     _lost.setdefault(number, error)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, number)

@@ -72,17 +72,10 @@ class TestKinds:
         assert kind_of(path) == "array"
         assert data_of(path) == [ROW, ROW]
 
-    def test_objects_over_several_lines_are_told_from_one_a_line(self, tmp_path):
+    def test_an_object_over_several_lines_is_named(self, tmp_path):
         path = tmp_path / "a.json"
         path.write_text(json.dumps(ROW, indent=2))
-        assert kind_of(path) == "objects"
-        path.write_text(json.dumps(ROW))
-        assert kind_of(path) == "lines"
-        path.write_text('{"a": 1\n{"a": 2}\n')  # the first line is broken: still one a line
-        assert kind_of(path) == "lines"
-        path.write_text('{\n "a": 1,,\n "b": 2\n}\n')  # an object over lines with a fault in it
-        assert kind_of(path) == "objects"
-        assert "a.json:2: not valid JSON" in refusal(path)
+        assert "the object goes on in the next line" in str(rows(path)[0])
 
     def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
@@ -96,11 +89,12 @@ class TestKinds:
         assert data_of(tmp_path / "b", text_wanted=True) == [{"text": "{ a set, in words }"}]
         assert "not valid JSON" in str(rows(tmp_path / "b")[0])
 
-    def test_a_table_without_its_suffix_is_told_by_its_header(self, tmp_path):
-        (tmp_path / "a.jsonl").write_text("question,answer\nwhat?,that\n")
-        assert data_of(tmp_path / "a.jsonl") == [{"question": "what?", "answer": "that"}]
-        (tmp_path / "b.jsonl").write_text("Hello, world\nthis is prose\n")
+    def test_a_table_has_the_suffix_of_one(self, tmp_path):
+        (tmp_path / "a.csv").write_text("question,answer\nwhat?,that\n")
+        assert data_of(tmp_path / "a.csv") == [{"question": "what?", "answer": "that"}]
+        (tmp_path / "b.jsonl").write_text("question,answer\nwhat?,that\n")
         assert "is not JSON" in refusal(tmp_path / "b.jsonl")
+        assert "(.csv)" in refusal(tmp_path / "b.jsonl")
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -130,7 +124,7 @@ class TestKinds:
 
 
 class TestJson:
-    """Lines, lists and spread-out objects."""
+    """Lines and lists."""
 
     def test_a_list_is_read_piece_by_piece_with_its_lines(self, tmp_path, monkeypatch):
         monkeypatch.setattr(raw.blocks, "__kwdefaults__", {**raw.blocks.__kwdefaults__, "size": 7})
@@ -141,8 +135,6 @@ class TestJson:
         assert [row.data for row in found] == items
         text = path.read_text().split("\n")
         assert all(text[int(row.where.rpartition(":")[2]) - 1].strip() == "{" for row in found)
-        path.write_text("\n\n".join(json.dumps(item, indent=3) for item in items))
-        assert data_of(path) == items
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
@@ -540,9 +532,9 @@ class TestHub:
     @pytest.mark.parametrize(
         ("error", "message"),
         [
-            (ConnectionError("no route"), "or fetch its files (hf download owner/name"),
-            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), "'b']; check the spelling"),
-            (RuntimeError("Dataset scripts are no longer supported"), "no longer supported; "),
+            (ConnectionError("no route"), "hf download owner/name"),
+            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), "check the spelling"),
+            (RuntimeError("Dataset scripts are no longer supported"), "no longer supported"),
             (RuntimeError("this dataset is gated"), "hf auth login"),
         ],
     )
@@ -563,7 +555,7 @@ class TestHub:
 
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         message = refusal("hub:owner/name")
-        assert "the hub is not asked" in message
+        assert "only this machine's cache" in message
         assert "hf download owner/name --repo-type dataset" in message
 
 
@@ -582,8 +574,8 @@ class TestSize:
         assert self.size("hub:owner/name") is None
 
     def test_a_large_list_is_told_by_its_beginning(self, tmp_path):
-        (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 50}] * 50_000))
-        assert abs(self.size(tmp_path / "a.json").rows - 50_000) < 2_500
+        (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 200}] * 50_000))
+        assert 50_000 <= self.size(tmp_path / "a.json").rows < 55_000
 
 
 @given(

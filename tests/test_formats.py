@@ -18,7 +18,6 @@ from sft_play.data.sources.formats import (
     Chat,
     Text,
     first_format,
-    formats_of,
     recognise,
     rename_columns,
     to_example,
@@ -103,7 +102,6 @@ def test_text_is_read_from_its_usual_columns(key):
 
 def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
     keys = {"messages", "question", "answer", "text"}
-    assert [shape.name for shape in formats_of(keys)] == ["messages", "question/answer", "text"]
     assert recognise(keys).name == "messages"
     assert recognise(keys, {"question": "frage", "answer": "antwort"}).name == "question/answer"
     row = rename_columns(RawRow("f:1", {"q": "a", "r": "b", "messages": []}), {"prompt": "q", "completion": "r"})

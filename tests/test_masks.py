@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, label_spans
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, masked_of
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow
@@ -795,10 +796,19 @@ def test_documents_end_with_the_end_of_text_token(tokenizer, make):
     assert tokenizer.decode(ids[:-1]) == "yes no"
 
 
-def test_label_spans_train_only_tokens_that_lie_whole_in_a_span():
-    # "ab cd ef": the span [3, 5) holds "cd"; a token that begins before it is not trained
-    offsets = [(0, 2), (2, 5), (3, 5), (5, 8)]
-    assert label_spans([1, 2, 3, 4], offsets, [(3, 5)]) == [IGNORED, IGNORED, 3, IGNORED]
+@pytest.mark.parametrize(("span", "labels", "inside"), [
+    ((2, 6), [IGNORED, 2, IGNORED], 0), ((3, 5), [IGNORED, 2, IGNORED], 0), ((2, 7), [IGNORED, 2, IGNORED], 1),
+    ((1, 6), [IGNORED, 2, IGNORED], 1), ((5, 6), [IGNORED] * 3, 0), ((0, 8), [1, 2, 3], 0),
+])  # fmt: skip
+def test_a_tokenizer_that_leaves_characters_out_trains_the_tokens_that_lie_whole_in_a_span(span, labels, inside):
+    offsets = [(0, 2), (3, 5), (6, 8)]  # of "ab cd ef", without its spaces
+
+    def token_at(place: int) -> int | None:
+        return next((at for at, (start, end) in enumerate(offsets) if start <= place < end), None)
+
+    encoding = SimpleNamespace(ids=[1, 2, 3], char_to_token=token_at, token_to_chars=offsets.__getitem__)
+    made = masked_of(encoding, "ab cd ef", [span], frozenset())
+    assert (made.labels, made.inside) == (labels, inside)
 
 
 # Special tokens in texts.
@@ -834,7 +844,7 @@ def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokeni
     row = make(special_tokens_in_text="control").render(chat)
     assert row.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
     bad = make(special_tokens_in_text="fail").render(chat)
-    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "messages[0]: <|im_end|>")
+    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "<|im_end|>")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class TestSplits:
         assert splits.train.report.shared == {}
         assert splits.val.report.shared == {"train": 2}
         assert splits.test.report.shared == {"train": 8, "val": 2}
-        assert "3 rows with the tokens of an earlier one" in said_of(splits.train.report)
+        assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.report)
         assert "2 rows with the same tokens as in train" in said_of(splits.val.report)
         again = self.build(tokenizer, config)
         assert (again.train.report, again.val.report) == (splits.train.report, splits.val.report)
@@ -195,16 +195,12 @@ class TestSplits:
         with pytest.raises(DataError, match="less than one block of max_seq_len 64"):
             self.build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}")
 
-    def test_a_validation_file_of_chats_is_not_used_for_plain_text_and_said_so(self, tokenizer, tmp_path):
+    def test_a_validation_file_of_chats_is_refused_for_plain_text(self, tokenizer, tmp_path):
         path, val = tmp_path / "t.txt", write(tmp_path / "v.jsonl", ROW)
         path.write_text("the light in the kitchen is on. " * 200)
-        splits = self.build(
-            tokenizer,
-            f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null, val_fraction: 0.2}}",
-        )
-        assert splits.val is not None
-        assert "the last 0.2" in splits.val.report.source
-        assert any("holds chats" in note for note in splits.notes)
+        given = f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null}}"
+        with pytest.raises(DataError, match=r"trains plain text, and 1 rows are chats .*data\.val_path=null"):
+            self.build(tokenizer, given)
 
     def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path):
         chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -65,8 +65,20 @@ def test_it_ends_where_what_is_awaited_fails(quickly):
     assert module._open == []
 
 
-def test_lines_become_rare():
-    assert list(itertools.islice(module._pauses(), 8)) == [3, 6, 12, 24, 48, 60, 60, 60]
+def test_lines_become_rare(monkeypatch):
+    pauses: list[float] = []
+
+    class Ended:
+        def wait(self, pause: float) -> bool:
+            pauses.append(pause)
+            return len(pauses) == 8
+
+        def set(self) -> None: ...
+
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Ended, Thread=threading.Thread))
+    with waiting("Reading"):
+        pass
+    assert pauses == [3, 6, 12, 24, 48, 60, 60, 60]
 
 
 def test_a_total_is_said_where_it_can_be_right():

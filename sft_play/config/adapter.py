@@ -7,10 +7,9 @@ are read from its `adapter_config.json`; a run YAML may repeat them, and is refu
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from sft_play.config.leaves import accepts, leaves
 from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
 
 KEY = "model.adapter"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAST = "last"
 """The name that means the run that finished last."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # As in runs/folder.py, which is in a layer above.
 _RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -41,7 +38,7 @@ _NOT_TRAINED = (
 
 @dataclass(frozen=True)
 class EarlierAdapter:
-    """An adapter to continue: `place` is its folder (absolute) or hub id, `settings` those of `tuning.lora`."""
+    """An adapter to continue: `place` is its folder (absolute), `settings` those of `tuning.lora`."""
 
     place: str
     settings: Mapping[str, Plain]
@@ -100,35 +97,22 @@ def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
 
 
 def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
-    """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
-    Raises ConfigError where nothing of that name is found, or it is none that is trained here."""
+    """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder. Raises
+    ConfigError where nothing of that name is found, or it is none that is trained here."""
     folder = _folder(given, output.expanduser())
-    if folder is None:
-        config = _mapping(_fetched(given, CONFIG_FILE))
-        return EarlierAdapter(given, _settings(config, given, lambda: _fetched(given, WEIGHTS_FILE)), None, [])
-    place, path = str(folder.absolute()), folder / WEIGHTS_FILE
+    place = str(folder.absolute())
     run = run_of(folder)
     resolved = _mapping(run[0] / "resolved.json") if run is not None else {}
     tokens = resolved.get("model", {}).get("add_tokens") or []
-    settings = _settings(_mapping(folder / CONFIG_FILE), place, lambda: path, has_tokens=bool(tokens))
-    if not path.is_file():
+    settings = _settings(_mapping(folder / CONFIG_FILE), place, has_tokens=bool(tokens))
+    if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
     tuning = resolved.get("tuning") or {}
     needs_nf4 = (tuning.get("lora") or {}).get("init") == "loftq"
     return EarlierAdapter(place, settings, tuning.get("mode"), tokens, needs_nf4)
 
 
-def adapter_folder(place: str) -> Path:
-    """The folder with an adapter's files; those of a hub id are fetched into the hub's cache."""
-    folder = Path(place)
-    if folder.is_absolute():
-        return folder
-    _fetched(place, CONFIG_FILE)
-    return _fetched(place, WEIGHTS_FILE).parent
-
-
-def _folder(given: str, output: Path) -> Path | None:
-    """The folder with an adapter's files; None where `given` is a hub id."""
+def _folder(given: str, output: Path) -> Path:
     last = _last(output) if given == LAST else None
     try:
         path = Path(given).expanduser()
@@ -137,12 +121,10 @@ def _folder(given: str, output: Path) -> Path | None:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{one_line(given)} cannot be a folder: {one_line(str(error))}") from None
     if at is None:
-        if _HUB_ID.fullmatch(given) and not given.startswith((".", "~")) and not path.parent.exists():
-            return None
         looked = " and ".join(one_line(str(place)) for place in places)
         raise ConfigError(
             f"there is no run or adapter {one_line(given)}: looked for {looked} (from {Path.cwd()}); name a run of "
-            f"{output}, a run's folder, {LAST}, or a folder with {CONFIG_FILE}"
+            f"{output}, a run's folder, {LAST}, or a folder with {CONFIG_FILE} (one of the hub: hf download)"
         )
     if (at / CONFIG_FILE).is_file():
         return at
@@ -192,9 +174,7 @@ def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _settings(
-    config: Mapping[str, Any], place: str, weights: Callable[[], Path], *, has_tokens: bool = False
-) -> dict[str, Plain]:
+def _settings(config: Mapping[str, Any], place: str, *, has_tokens: bool) -> dict[str, Plain]:
     """An adapter's settings of `tuning.lora`; `has_tokens`: its run says which tokens it added. Raises ConfigError."""
     name = f"the adapter {one_line(place)}"
     kind = config.get("peft_type")
@@ -214,12 +194,9 @@ def _settings(
                           "with PEFT, and name the merged model in model.name")  # fmt: skip
     targets = config.get("target_modules")
     stacked = [str(target) for target in config.get("target_parameters") or ()]
-    if isinstance(targets, str):  # a regular expression or all-linear: only the tensors tell what it matched
-        experts = {"base_layer", *(target.rpartition(".")[0].rpartition(".")[2] for target in stacked)}
-        found = {match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))}
-        targets = sorted(found - experts)
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
+        given = one_line(json.dumps(targets), limit=80)
+        raise ConfigError(f"{name} has target_modules={given} in its {CONFIG_FILE}; write the modules' names as a list")
     # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
     # (training/prepare/origin).
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
@@ -240,32 +217,3 @@ def _settings(
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
     }
-
-
-_ADAPTED = re.compile(r"([^.]+)\.lora_A\.")
-"""The module's own name in that of an adapter's tensor."""
-
-
-def _tensor_names(file: Path) -> list[str]:
-    """Names of the tensors of a safetensors file, by its header; raises ConfigError where it is no such file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            return list(tensors.keys())
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} cannot be read as safetensors: {one_line(str(error))}") from None
-
-
-@functools.cache
-def _fetched(name: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        with waiting(f"Asking the hub for the {file} of {one_line(name)}"):
-            return Path(hf_hub_download(name, file))
-    except Exception as error:  # the hub's own errors, and those of every layer below it
-        raise ConfigError(
-            f"{one_line(name)} is neither a run nor a folder here, and its {file} cannot be fetched from the hub: "
-            f"{one_line(str(error), limit=200)}"
-        ) from None

@@ -24,14 +24,9 @@ ROWS = (16, 128)
 
 
 def auto_learning_rate(*, alpha: float | None, rows: int, lion: bool = False) -> tuple[float, str]:
-    """The peak learning rate and the reason for it.
-
-    Args:
-        alpha: the adapters' scale times their rank, alpha or with rsLoRA alpha x sqrt(r), and the ratio of lora_B's
-            rate to this one; None: all weights train.
-        rows: the effective batch.
-        lion: whether the optimizer is Lion.
-    """
+    """The peak learning rate and the reason for it. `alpha`: the adapters' scale times their rank (alpha, or with
+    rsLoRA alpha x sqrt(r)) and the ratio of lora_B's rate to this one; None: all weights train. `rows`: the effective
+    batch."""
     fewest, most = ROWS
     counted = min(max(rows, fewest), most)
     base = FULL if alpha is None else ADAPTERS

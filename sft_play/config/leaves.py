@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -174,16 +173,9 @@ def _limits(limits: tuple[Any, ...], *, number: bool) -> str:
     def shown(value: Any) -> str:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    words = []
-    for limit in limits if number else ():
-        if isinstance(limit, annotated_types.Ge):
-            words.append(f"of at least {shown(limit.ge)}")
-        elif isinstance(limit, annotated_types.Gt):
-            words.append(f"above {shown(limit.gt)}")
-        elif isinstance(limit, annotated_types.Lt):
-            words.append(f"below {limit.lt}")
-        elif isinstance(limit, annotated_types.Le):
-            words.append(f"of at most {limit.le}")
+    said = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+    given = ((word, getattr(limit, name, None)) for limit in limits if number for name, word in said.items())
+    words = [f"{word} {shown(value)}" for word, value in given if value is not None]
     return (" " + " and ".join(words)) if words else ""
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sft_play.config.adapter import put_adapter
 from sft_play.config.leaves import leaves, sections
@@ -69,8 +69,7 @@ class LoadedConfig:
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
     """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the settings of
-    `model.adapter`, which may be gone. Raises ConfigError with every problem, each with its place, path, value, and
-    what to do."""
+    `model.adapter`, which may be gone. Raises ConfigError with every problem and what to do."""
     path = Path(path)
     text = read_text(path)
     config, stages = _from_text(text, name=str(path), overrides=overrides, with_adapter=with_adapter)
@@ -271,8 +270,6 @@ def differing_keys(one: dict[str, Any], other: dict[str, Any], *, prefix: str = 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-_V = TypeVar("_V")
-
 SHORT = {
     "epochs": ("train", "epochs"),
     "max_steps": ("train", "max_steps"),
@@ -288,8 +285,7 @@ _FOR_ALL_STAGES = frozenset({
     "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
     "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
-"""Keys of `data` and `train` that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT`
-do."""
+"""Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but for `SHORT`."""
 _LEARNS_NOTHING = (
     "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
     "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",
@@ -328,24 +324,36 @@ class Stage:
 
 def _overlay(document: YamlDocument, at: int, stage: dict[str, Plain]) -> Overlay:
     data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})  # the run's
+    staged = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden))
     own: dict[Path_, Path_] = {}
     problems: list[Problem] = []
     for path, given, value in _given(stage, ("curriculum", at)):
-        if path in own:
-            message = f"set twice: here and as {dotted(own[path])}; remove one of them"
-            problems.append(document.problem(given, message))
-            continue
-        if _is_for_all_stages(path):
-            message = f"applies to all stages; set {dotted(path)} of the run"
-            problems.append(document.problem(given, message))
+        if path in own or _is_for_all_stages(path):
+            again = f"set twice: here and as {dotted(own[path])}; remove one of them" if path in own else ""
+            why = again or f"applies to all stages; set {dotted(path)} of the run"
+            problems.append(document.problem(given, why))
             continue
         own[path] = given
-        _lay_over(data, path, value)
-    _drop_what_is_replaced(data, own)
-    staged = YamlDocument(document.name, data, dict(document.lines), dict(document.raw), [], set(document.overridden))
-    for path, given in own.items():
-        _place(staged, document, path, given)
+        section = staged.section(path[:-1])
+        assert section is not None, "validated"
+        section[str(path[-1])] = copy.deepcopy(value)
+        staged.overridden = {old for old in staged.overridden if old[: len(path)] != path}
+        staged.lines = {old: line for old, line in staged.lines.items() if old[: len(path)] != path}
+        # an override of a stage's key has no line: that of the stage stands for it
+        staged.lines[path] = document.lines.get(given, document.lines.get(given[:2], 1))
+    for mine, theirs in _INSTEAD.items():
+        section = staged.section(theirs[:1])
+        if mine in own and theirs not in own and section is not None:
+            section.pop(theirs[1], None)
     return Overlay(at + 1, str(stage["name"]), staged, own, tuple(problems))
+
+
+_INSTEAD = {
+    ("data", "sources"): ("data", "train_path"),
+    ("data", "train_path"): ("data", "sources"),
+    ("train", "epochs"): ("train", "max_steps"),
+}
+"""Settings that a stage gives in another form than the run: files for sources, epochs for steps."""
 
 
 def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, Plain]]:
@@ -365,42 +373,6 @@ def _is_for_all_stages(path: Path_) -> bool:
     if path in SHORT.values() or path[0] not in ("model", "tuning"):
         return key in _FOR_ALL_STAGES
     return any(name == key or name.startswith(f"{key}.") for name in leaves())
-
-
-def _lay_over(data: dict[str, Plain], path: Path_, value: Plain) -> None:
-    if len(path) == 1:
-        data[str(path[0])] = copy.deepcopy(value)
-        return
-    section = data.get(str(path[0]))
-    if not isinstance(section, dict):
-        section = data[str(path[0])] = {}
-    section[str(path[1])] = copy.deepcopy(value)
-
-
-def _drop_what_is_replaced(data: dict[str, Plain], own: dict[Path_, Path_]) -> None:
-    """Remove the run's settings that a stage gives in another form: files for sources, epochs for steps."""
-    instead = {("data", "sources"): ("data", "train_path"), ("data", "train_path"): ("data", "sources"),
-               ("train", "epochs"): ("train", "max_steps")}  # fmt: skip
-    for mine, theirs in instead.items():
-        section = data.get(theirs[0])
-        if mine in own and theirs not in own and isinstance(section, dict):
-            section.pop(theirs[1], None)
-
-
-def _place(staged: YamlDocument, document: YamlDocument, path: Path_, given: Path_) -> None:
-    """Give a key of the stage the line and text that it has in the file."""
-    staged.overridden = {old for old in staged.overridden if old[: len(path)] != path}
-    _move(staged.lines, document.lines, path, given)
-    _move(staged.raw, document.raw, path, given)
-    # an override of a stage's key has no line: that of the stage stands for it
-    staged.lines.setdefault(path, document.lines.get(given, document.lines.get(given[:2], 1)))
-
-
-def _move(mine: dict[Path_, _V], theirs: dict[Path_, _V], path: Path_, given: Path_) -> None:
-    """Copy the entries at and below `given` in one mapping to `path` in the other, replacing those there."""
-    for old in [place for place in mine if place[: len(path)] == path]:
-        del mine[old]
-    mine |= {(*path, *place[len(given) :]): value for place, value in theirs.items() if place[: len(given)] == given}
 
 
 def set_in_vain(document: YamlDocument, stages: list[Overlay]) -> Iterator[Problem]:

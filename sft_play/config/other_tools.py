@@ -216,11 +216,6 @@ def _source_of(item: Any, name: str) -> dict[str, Plain]:
     return source
 
 
-def _second_beta(value: Any, path: str) -> Meaning | None:
-    """`betas: [0.9, 0.95]`: only the second is an option here."""
-    return to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
-
-
 def _seconds(value: Any, path: str) -> Meaning | None:
     """`ddp_timeout: 180000000`, which stands for forever, is the longest that is accepted here."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value > _LONGEST_TIMEOUT_S:
@@ -234,11 +229,6 @@ def _trackers(value: Any, path: str) -> Meaning | None:
         return None
     own = [name for name in names if accepts(path, [name])]
     return to(path, list(own)) if own else say("trackers: tensorboard, wandb, mlflow, trackio")
-
-
-def _text_column(value: Any, path: str) -> Meaning | None:
-    """TRL's `dataset_text_field: body`: our name of the column, mapped to theirs."""
-    return to(path, {"text": value}) if isinstance(value, str) and value else None
 
 
 def _template(value: Any, _: str) -> Meaning | None:
@@ -279,10 +269,12 @@ _READERS: Mapping[str, Reader] = {
     "documents": _documents,
     "held_out_share": _held_out_share,
     "modules": _modules,
-    "second_beta": _second_beta,
+    # `betas: [0.9, 0.95]`: only the second is an option here
+    "second_beta": lambda value, path: to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None,
     "seconds": _seconds,
     "template": _template,
-    "text_column": _text_column,
+    # TRL's `dataset_text_field: body`: our name of the column, mapped to theirs
+    "text_column": lambda value, path: to(path, {"text": value}) if isinstance(value, str) and value else None,
     "tp_axis": lambda value, _: _axis(value, "tp"),
     "trackers": _trackers,
 }

@@ -99,8 +99,8 @@ class ModelConfig(Section):
     """Branch, tag or commit on the hub; null uses the default branch."""
 
     adapter: Name | None = leaf(None, owner="training.prepare.origin")
-    """Adapter that training continues: a run's name in the output folder, its path, `last`, an adapter's folder, or a
-    hub id. Its rank, alpha, target modules and the like are taken from it. null starts a new one."""
+    """Adapter that training continues: a run's name in the output folder, its path, `last`, or an adapter's folder. Its
+    rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
     add_tokens: tuple[Name, ...] = leaf((), owner="training.prepare.tokenizer")
     """Tokens that the tokenizer gets, such as `[<think>, </think>]`. Their rows begin as the mean of the pieces that
@@ -346,11 +346,6 @@ class SourceConfig(Section):
     any."""
 
 
-def _own_or_processed(validated: dict[str, Any]) -> str | None:
-    """The default of train_path: none if sources are given."""
-    return None if validated.get("sources") else PROCESSED_TRAIN
-
-
 Encoding = Literal[
     "utf-8", "utf-16", "cp1252", "latin1", "cp1250", "cp1254", "cp1251", "koi8-r", "cp932", "euc-jp", "gb18030",
     "euc-kr", "big5",
@@ -365,7 +360,9 @@ class DataConfig(Section):
     """Several sources of training rows instead of train_path, each with a share of every epoch: a list of {path,
     weight, max_rows, val_path, name}."""
 
-    train_path: Name | None = derived(_own_or_processed, owner="data.sources.files")
+    train_path: Name | None = derived(
+        lambda above: None if above.get("sources") else PROCESSED_TRAIN, owner="data.sources.files"
+    )
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or a folder saved by
     `datasets`. Null if sources are given."""
 

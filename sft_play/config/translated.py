@@ -31,8 +31,7 @@ _LESS = re.compile(r"\bnot\b|longest|together|with tuning")
 
 @dataclass
 class Translation:
-    """Our settings by path, and what is not taken: a key or a setting, with the reason. `idle` are keys that are empty
-    or switched off, and need nothing here."""
+    """Our settings by path, and what is not taken, with the reason. `idle` are keys that are empty or switched off."""
 
     settings: dict[str, Plain] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)

@@ -88,8 +88,7 @@ def _places(parts: tuple[str, ...], section: str | None) -> list[str]:
 
 
 def meant(parts: tuple[str, ...], value: Plain) -> other_tools.Meaning | None:
-    """What the table of other tools answers; None where it lacks the key, or our own key of that name is a better
-    answer than words."""
+    """What the table of other tools answers; None without an answer, or where our own key says more than words."""
     row = other_tools.known(parts)
     return None if row is None or (homes(parts[-1]) and row.only_words) else other_tools.answer(row, value)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, training_options
+from sft_play.config.leaves import item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
 from sft_play.config.unknown_keys import Foreign, answer_words, foreign_keys, together, unknown_problem
 from sft_play.config.yaml_io import (
@@ -151,12 +151,9 @@ def _what_is_wrong(document: YamlDocument, path: Path_, kind: str) -> str:
         leaf, habit = leaves()[name], _habit(name, value)
     else:
         return f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
-    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw, habit=habit)
-
-
-def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
-    # another tool's word is no slip of ours
-    hint = hint_at(value, raw, leaf.expects, guesses=not habit) or habit
+    if kind == "missing":
+        return f"missing; {leaf.doc}"
+    hint = hint_at(value, raw, leaf.expects, guesses=not habit) or habit  # another tool's word is no slip of ours
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
@@ -172,8 +169,7 @@ def _habit(name: str, value: Plain) -> str:
 
 
 def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = True) -> str:
-    """What may have been meant by a value where another kind was expected, by its spelling too if it `guesses`; empty
-    where nothing comes to mind."""
+    """What may have been meant by a value where another kind was expected, by its spelling too if it `guesses`."""
     if isinstance(value, str):
         word = value.lower()
         if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):

@@ -167,8 +167,7 @@ def parse(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_value(text: str, *, name: str) -> Plain:
-    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where the text is not a YAML
-    value."""
+    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it is none."""
     node = _compose(text, name=name)
     if node is None:
         return None
@@ -255,13 +254,10 @@ class _Builder:
         try:
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
-            return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
+            self._document.lines |= {(*path, index): _line(item) for index, item in enumerate(node.value)}
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
             self._open.discard(id(node))
-
-    def _item(self, node: yaml.Node, path: Path_) -> Plain:
-        self._document.lines[path] = _line(node)
-        return self.value(node, path)
 
     def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Plain:
         text = str(node.value)

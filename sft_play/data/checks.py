@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.stats import RowStats, rows_text, ways_to_keep
+from sft_play.data.build.stats import RowStats, note_shared, rows_text, ways_to_keep
 from sft_play.data.build.survey import TEMPLATE
 from sft_play.data.masks.token_row import METHODS
 from sft_play.data.sources.messages import roles_said
@@ -29,9 +28,9 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
     if survey.rows == 0:
         yield failed(name, f"{survey.source} has no rows", "give a file with rows")
         return
-    if task_mode == "cpt" and survey.chats and survey.split != "train":
-        found = f"{every} hold chats and task_mode is cpt: the file is not used"
-        yield warned(name, found, f"set data.{survey.split}_path to plain text, or to null")
+    if task_mode == "cpt" and survey.chats:
+        found = f"{every} hold chats, and task_mode is cpt, which trains plain text"
+        yield failed(name, found, f"use task_mode=sft, or give data.{survey.split}_path plain text, or null")
         return
     if survey.bad:
         yield _bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))
@@ -55,44 +54,31 @@ def _bad(
     return failed(name, lines, FIX_OR_SKIP)
 
 
-def judge_repeats(surveys: Mapping[str, RowStats]) -> Iterator[Finding]:
-    """Rows with the same content: within a file, and between training and held-out files."""
-    repeats = [(survey, *survey.repeats()) for survey in surveys.values()]
-    for survey, count, (first, again) in repeats:
-        if count:
-            found = (
-                f"{rows_text(count)} of {survey.source} ({count / max(1, survey.rows):.1%}) with the content of an "
-                f"earlier one, such as row {again:,} with that of row {first:,}"
-            )
-            yield warned("duplicates", found, _KEEP_ONE)
-    if not any(count for _, count, _ in repeats):
-        yield passed("duplicates", "no row is twice in its file")
-    files = [survey for survey in surveys.values() if survey.split != "text"]
-    pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
-    shared = [(one, other, *one.shared_with(other)) for one, other in pairs]
-    for one, other, count, (row, same) in shared:
-        if count:
-            found = (
-                f"{count:,} contents are in {one.split} and in {other.split}, such as row {row:,} of {one.source} "
-                f"and row {same:,} of {other.source}: figures on {other.split} flatter the model"
-            )
-            yield warned("leaks", found, _LEAVE_OUT)
-    if pairs and not any(count for _, _, count, _ in shared):
-        yield passed("leaks", f"no row is in two of {', '.join(dict.fromkeys(survey.split for survey in files))}")
-
-
 _KEEP_ONE = "keep one of each: make process SET=data.process.drop_duplicates=true"
 _LEAVE_OUT = "leave them out of one: make process SET=data.process.drop_leaks=true"
 
 
 def judge_tokens(stats: RowStats) -> Iterator[Finding]:
-    """Rows with the tokens of another one, as a run counts them."""
+    """Rows with the tokens of another one."""
     if stats.repeated:
-        found = f"{rows_text(stats.repeated)} with the tokens of an earlier one (make check names them)"
-        yield warned("duplicates", found, _KEEP_ONE)
+        found = f"{rows_text(stats.repeated)} of {stats.split} with the tokens of an earlier one"
+        yield warned("duplicates", f"{found} (make process names them)", _KEEP_ONE)
     for other, count in stats.shared.items():
         found = f"{rows_text(count)} with the same tokens as in {other}: figures on {stats.split} flatter the model"
-        yield warned("leaks", f"{found} (make check names them)", _LEAVE_OUT)
+        yield warned("leaks", f"{found} (make process names them)", _LEAVE_OUT)
+
+
+def judge_repeats(surveys: Sequence[RowStats]) -> Iterator[Finding]:
+    """Rows with the same tokens: within a file, and in training and held-out files."""
+    files = [survey for survey in surveys if survey.split != "text"]
+    note_shared(files)
+    found = [finding for survey in surveys for finding in judge_tokens(survey)]
+    yield from found
+    names, splits = {finding.name for finding in found}, dict.fromkeys(survey.split for survey in files)
+    if "duplicates" not in names:
+        yield passed("duplicates", "no row is twice in its file")
+    if "leaks" not in names and len(splits) > 1:
+        yield passed("leaks", f"no row is in two of {', '.join(splits)}")
 
 
 # Masks
@@ -157,8 +143,7 @@ def judge_texts(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 
 def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
-    """What `max_seq_len` takes away, and which limit would keep how much where that is too much. `positions`: how many
-    the model has; None where it has no limit."""
+    """What `max_seq_len` takes away, and which limit would keep enough. `positions`: the model's, None for no limit."""
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
         return

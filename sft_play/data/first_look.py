@@ -51,9 +51,8 @@ def by_characters(text: str) -> int:
 
 
 def first_look(given: str, *, count: Count = by_characters, positions: int | None = None) -> FirstLook:
-    """What the first rows of a file, folder, glob or data set of the hub ask for; of one that is not UTF-8, the
-    encoding that it looks like too. `positions`: the longest row that the model takes. Raises DataError where no row
-    can be used."""
+    """What the first rows of some data ask for; of files that are not UTF-8, the encoding that they look like too.
+    `positions`: the longest row that the model takes. Raises DataError where no row can be used."""
     try:
         return _look(given, "utf-8", count, positions)
     except NotUtf8 as error:
@@ -161,6 +160,4 @@ def _block(tokens: int) -> int:
 
 
 def _held_out(rows: int) -> float:
-    if rows < _FEWEST_TO_SPLIT:
-        return 0.0
-    return 0.05 if rows * 0.05 <= _MOST_HELD_OUT else round(_MOST_HELD_OUT / rows, 4) or 0.0001
+    return 0.0 if rows < _FEWEST_TO_SPLIT else min(0.05, round(_MOST_HELD_OUT / rows, 4) or 0.0001)

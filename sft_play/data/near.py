@@ -32,8 +32,7 @@ MARGIN, MISSED = 0.05, 1e-4
 """A pair whose similarity is this far above the threshold is missed with at most this probability."""
 _MOST_BANDS, _MOST_ROWS = 16, 5
 _MOST_ALIKE, _MOST_COMPARED = 256, 32
-"""Texts that are kept under one key: what more share is a form that all of them have. Of the candidates, those that
-share the most keys are compared."""
+"""Texts that are kept under one key (what more share is a form), and candidates that are compared."""
 _INDEX_BYTES = 2_300
 """What a text takes beside its shingles (measured on GSM8K's 7,473 rows)."""
 _BY_LETTER = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -154,8 +153,7 @@ def whole_text(example: Example) -> str:
 
 
 def long_questions(example: Example) -> list[str]:
-    """Each turn of the user, by which a row is compared too, since a benchmark's row may have another answer, or
-    none."""
+    """Each turn of the user, by which a row is compared too: a benchmark's row may have another answer, or none."""
     asked = (turn.get("content") for turn in getattr(example, "messages", ()) if turn.get("role") == "user")
     return [text for text in map(str, asked) if _is_long(text)]
 
@@ -165,8 +163,7 @@ def _is_long(text: str) -> bool:
 
 
 def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, str]]:
-    """The texts of every row of a file, each with the row's place; all that are long, of a row of no known format.
-    Raises DataError where it cannot be read."""
+    """The texts of every row of a file with their places; of no known format, all long ones. Raises DataError."""
     try:
         for part in data_files(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):

@@ -18,7 +18,7 @@ from sft_play.data.build.stats import rows_text
 from sft_play.data.build.survey import RowMaker, RowOutcome
 from sft_play.data.masks.token_row import IGNORED, METHODS, TokenRow
 from sft_play.data.masks.words import BYTE_LETTERS
-from sft_play.data.sources.examples import ExampleReader
+from sft_play.data.sources.examples import ExampleReader, example_of
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -105,12 +105,6 @@ def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
     return sorted(even)
 
 
-def raw_text(data: Any) -> str:
-    """How a row that cannot be tokenised begins in its file."""
-    text = json.dumps(data, ensure_ascii=False, default=str)
-    return text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
-
-
 @dataclass(frozen=True)
 class Gap:
     """Tokens that are not shown, and how many of them are trained."""
@@ -148,28 +142,44 @@ def heading(shown: Shown) -> str:
     return f"Row {shown.number:,} ({one_line(shown.where, limit=300)}){': ' + facts if facts else ''}"
 
 
+TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
+OTHER_STYLES = ("grey93 on grey23", "grey93 on grey35")
+CUT_TRAINED_STYLE, CUT_STYLE = "pale_green3 on grey11 strike", "grey58 on grey11 strike"
+"""Foreground and background both, so that tokens can be read on dark and on light terminals."""
+
+
 def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES) -> list[str]:
-    """The example as plain text: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
-    out: list[str] = []
+    """The example as plain text."""
+    body = "".join(text for text, _ in _marked(shown, most))
+    return [heading(shown), *(f"  {line}" for line in body.split("\n") if line), *_trouble(shown)]
+
+
+def terminal_text(shown: Shown, *, most: int = TERMINAL_PIECES) -> Any:
+    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
+    from rich.text import Text
+
+    trouble = [(f"{line}\n", "bold red") for line in _trouble(shown)]
+    return Text.assemble((f"{heading(shown)}\n", "bold"), *_marked(shown, most), "\n", *trouble)
+
+
+def _marked(shown: Shown, most: int) -> Iterator[tuple[str, str]]:
+    """The example's tokens with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     trained, kept, is_first = False, True, True
-    for _, item in shown.items(most):
+    for number, item in shown.items(most):
         if isinstance(item, Gap):
-            out.append(f" {item} ")
-            continue
-        if isinstance(item, str):
-            out.append(f"{']]' * trained}{'~~' * (not kept)}\n--- {item} ---\n{'~~' * kept}")
+            yield f" {item} ", "italic"
+        elif isinstance(item, str):
+            yield f"{']]' * trained}{'~~' * (not kept)}\n--- {item} ---\n{'~~' * kept}", "red"
             trained, kept, is_first = False, not kept, True
-            continue
-        if item.trained != trained:
-            out.append("[[" if item.trained else "]]")
-            trained = item.trained
-        elif not is_first:
-            out.append("¦")
-        out.append(_plain(item))
-        is_first = False
-    out.append("]]" * trained + "~~" * (not kept))
-    lines = [heading(shown), *(f"  {line}" for line in "".join(out).split("\n") if line)]
-    return [*lines, *_trouble(shown)]
+        else:
+            if item.trained != trained or not is_first:
+                yield ("¦" if item.trained == trained else "[[" if item.trained else "]]"), ""
+            trained, is_first = item.trained, False
+            style = (TRAINED_STYLES if trained else OTHER_STYLES)[number % 2]
+            if not item.kept:
+                style = CUT_TRAINED_STYLE if trained else CUT_STYLE
+            yield _plain(item), f"{style} bold underline" if item.special else style
+    yield "]]" * trained + "~~" * (not kept), ""
 
 
 def _plain(piece: TokenPiece) -> str:
@@ -183,39 +193,6 @@ def _trouble(shown: Shown) -> list[str]:
         return []
     reason = f"  CANNOT BE USED: {one_line(shown.reason, limit=600)}"
     return [reason, f"  {visible(shown.raw)}"] if shown.raw else [reason]
-
-
-TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
-OTHER_STYLES = ("grey93 on grey23", "grey93 on grey35")
-CUT_TRAINED_STYLE, CUT_STYLE = "pale_green3 on grey11 strike", "grey58 on grey11 strike"
-"""Foreground and background both, so that tokens can be read on dark and on light terminals."""
-
-
-def terminal_text(shown: Shown, *, most: int = TERMINAL_PIECES) -> Any:
-    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
-    from rich.text import Text
-
-    body = Text()
-    body.append(heading(shown) + "\n", style="bold")
-    for number, item in shown.items(most):
-        if isinstance(item, Gap):
-            body.append(f" {item} ", style="italic")
-            continue
-        if isinstance(item, str):
-            body.append(f"\n--- {item} ---\n", "red")
-            continue
-        style = (TRAINED_STYLES if item.trained else OTHER_STYLES)[number % 2]
-        if not item.kept:
-            style = CUT_TRAINED_STYLE if item.trained else CUT_STYLE
-        style += " bold underline" if item.special else ""
-        for kind, sign in signs(item.text):
-            body.append(sign, style=f"{style} italic" if kind == "mark" else style)
-            if kind == "newline":
-                body.append("\n")
-    body.append("\n")
-    for line in _trouble(shown):
-        body.append(line + "\n", style="bold red")
-    return body
 
 
 Raw = tuple[RawRow | BadRow, Any]
@@ -259,8 +236,9 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
 def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker, names: TokenBytes) -> list[Shown]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, shape = raw_row
-    example = reader.example(raw, shape)
-    as_read = raw_text(raw.data) if isinstance(raw, RawRow) else ""
+    example = example_of(raw, shape, reader.data)
+    text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
+    as_read = text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
         return [Shown(number, example.where, reason=_why(example), raw=as_read)]
     outcomes = maker.outcomes([(number, example)])

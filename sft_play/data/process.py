@@ -28,7 +28,6 @@ from sft_play.data.sources.formats import (
     content_digest,
     digest_share,
     first_format,
-    formats_of,
     is_processed,
     rename_columns,
     unused_columns,
@@ -59,9 +58,8 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 
 
 def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
-    """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`. `force`
-    overwrites files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be
-    used."""
+    """Read `data.process.raw_path`, write the splits and report.json to `data.process.out_dir`. `force` overwrites
+    files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be used."""
     check_columns(config.data)
     return _Process(config).run(force=force)
 
@@ -228,9 +226,6 @@ class _Process:
             assert isinstance(first[-1], RawRow)
             row = rename_columns(first[-1], data.columns)
             file.format = shape.name
-            read = {*shape.needs, *shape.may_have}
-            # A format whose columns are all read anyway, such as alpaca's input, is not worth a remark.
-            file.also = [other.name for other in formats_of(row.data) if not set(other.needs) <= read][:4]
             file.unused = unused_columns(row.data, shape)[:SHOWN]
         for raw in itertools.chain(first, rows):
             example = example_of(raw, shape, data)
@@ -307,7 +302,6 @@ class _Process:
 
     @property
     def _is_full(self) -> bool:
-        """Whether no more rows are added to those that later ones are compared with."""
         counts = self._options.near_duplicates == "count"
         return counts and self._near is not None and self._near.bytes >= MOST_INDEX_BYTES
 
@@ -323,7 +317,6 @@ class _Process:
         return dropped
 
     def _judge(self) -> None:
-        """Raises DataError for faults, files that do not belong together, and nothing left."""
         report = self._report
         if self._faults:
             shown = self._faults[:_SHOWN_FILES]
@@ -358,7 +351,6 @@ class _Process:
 
 
 def _named_split(part: Part, root: Path | None) -> str | None:
-    """The split that is in a file's name or that of one of its folders below the raw folder."""
     path = Path(part.name)
     name = path.name.lower().removesuffix(".gz")
     stem = name.removesuffix(Path(name).suffix)

@@ -53,17 +53,14 @@ class FileReport:
     format: str = ""
     split: str | None = None
     rows: int = 0
-    also: list[str] = field(default_factory=list)
-    """Other formats that its columns fit."""
     unused: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """The report in words."""
         split = f", split {self.split}" if self.split else ""
-        also = f"; its columns also fit {', '.join(self.also)} (data.columns chooses)" if self.also else ""
         names = ", ".join(one_line(key, limit=40) for key in self.unused)
         unused = f"; columns not used: {names}" if names else ""
-        return f"  {self.name}: {self.rows:,} rows, {self.format or 'no format'}{split}{also}{unused}"
+        return f"  {self.name}: {self.rows:,} rows, {self.format or 'no format'}{split}{unused}"
 
 
 @dataclass

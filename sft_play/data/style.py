@@ -60,10 +60,9 @@ def _words(counts: Counter[str]) -> str:
 
 
 def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
-    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts styled. A glob of
-    `data.style.per_source` that matches a row's source goes before `text` (STYLE=), and that before
-    `data.style.system`. Raises ConfigError without a prompt, DataError without processed rows or where edited files
-    would be written over."""
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts: that of the first
+    glob of `data.style.per_source` that matches, else `text` (STYLE=), else `data.style.system`. Raises ConfigError
+    without a prompt, DataError without processed rows or where edited files would be written over."""
     options = config.data.style
     prompt = options.system if text is None else text
     if (prompt is None or not prompt.strip()) and not options.per_source:

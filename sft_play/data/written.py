@@ -38,7 +38,12 @@ class OutputFolder:
         self._open: dict[str, _Output] = {}
 
     def __enter__(self) -> OutputFolder:
-        foreign = [] if self._force else [name for name in self._names if self._is_foreign(name)]
+        there = [] if self._force else [name for name in self._names if (self.path / name).exists()]
+        record = self._record() if there else {}
+        foreign = [
+            name for name in there
+            if not (self.path / name).is_file() or record.get(name) != _digest(self.path / name)
+        ]  # fmt: skip
         if foreign:
             raise DataError(
                 f"{', '.join(str(self.path / name) for name in foreign)}: edited since make {self._command} wrote it, "
@@ -86,10 +91,6 @@ class OutputFolder:
                 (self.path / name).unlink(missing_ok=True)
             for name, file in self._open.items():
                 file.aside.replace(self.path / name)
-
-    def _is_foreign(self, name: str) -> bool:
-        path = self.path / name
-        return path.exists() and (not path.is_file() or self._record().get(name) != _digest(path))
 
     def _record(self) -> dict[str, str]:
         try:

@@ -163,8 +163,8 @@ class _Checks:
                 yield failed(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
             yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
-        if surveys:
-            yield from checks.judge_repeats(surveys)
+        if surveys and self._maker is not None:
+            yield from checks.judge_repeats(list(surveys.values()))
         self._surveys = surveys
         has_val = any(split_of(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
@@ -200,7 +200,7 @@ class _Checks:
         for survey in chats:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
         for survey in surveys.values():
-            if self._is_text(survey) and not (survey.chats and survey.split in ("val", "test")):
+            if self._is_text(survey) and not survey.chats:
                 if survey.unmasked:
                     yield from checks.judge_masks(survey, config.data)
                 yield checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)

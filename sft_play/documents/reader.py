@@ -254,7 +254,6 @@ def chunks(parts: list[str], *, limit: int) -> list[str]:
 
 
 def _pieces(paragraph: str, limit: int) -> Iterator[str]:
-    """A paragraph in pieces of at most `limit` characters, cut after lines, else between words."""
     while len(paragraph) > limit:
         end = piece_end(paragraph, limit)
         yield paragraph[:end].rstrip()

@@ -12,10 +12,7 @@ from pathlib import Path
 @contextlib.contextmanager
 def replacing(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
     """The path to write a file or a folder to, which gets the name `path` at the end; removed where the block raises.
-
-    `aside`: that path, on the same file system (None: a new hidden one beside `path`). Where it is always the same, as
-    only one process writes at a time, what a killed one left there is removed first.
-    """
+    `aside`: that path (None: a new hidden one beside `path`); what a killed one left there is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     remove(aside)
@@ -34,11 +31,8 @@ def write(path: Path, text: str, *, errors: str = "strict") -> None:
 
 
 def put(written: Path, path: Path, *, before: Path | None = None) -> None:
-    """Rename a file or folder onto `path`.
-
-    A folder cannot be renamed onto one that is not empty: what was there is renamed to `before` (None: beside it, as
-    .NAME.before) for that moment, brought back where the other rename fails, and removed where it does not.
-    """
+    """Rename a file or folder onto `path`. A folder that is there is renamed to `before` (None: .NAME.before beside it)
+    for that moment, brought back where the other rename fails, and removed where it does not."""
     if not path.is_dir():
         written.rename(path)
         return

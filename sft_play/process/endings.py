@@ -33,11 +33,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def leave_with(parent: int, number: signal.Signals) -> None:
-    """Get a signal when the parent of this process ends, however it ends.
-
-    On Linux the kernel sends it, when the thread that started this process ends; elsewhere a thread checks twice a
-    second.
-    """
+    """Get a signal when the parent of this process ends, however it ends: from the kernel on Linux, when the thread
+    that started this process ends; elsewhere a thread checks twice a second."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
     else:
@@ -59,10 +56,8 @@ def ends_with_me(environment: Mapping[str, str], *, number: signal.Signals = sig
 
 
 def leave_with_starter() -> None:
-    """End with the process that started this one as its helper, or with make; without their variables do nothing.
-
-    The children of this process do not inherit the variables: each child gets its own parent's.
-    """
+    """End with the process that started this one as its helper, or with make; without their variables do nothing. The
+    children of this process do not inherit the variables."""
     parent, _, name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent.isdigit():
@@ -74,11 +69,9 @@ def leave_with_starter() -> None:
 
 
 def _hear(make: int) -> None:
-    """Pass on a SIGINT that make alone was sent, as a CI's cancel does: make keeps it to itself and waits for us.
-
-    The default action of the signal, which make sets once it has come, tells. A Ctrl-C at the terminal, or a signal to
-    the whole group, reaches this process first.
-    """
+    """Pass on a SIGINT that make alone was sent, as a CI's cancel does: make keeps it to itself and waits for us. The
+    default action of the signal, which make sets once it has come, tells; a Ctrl-C at the terminal reaches this process
+    first."""
     while _catches_ctrl_c(make):
         time.sleep(_LOOK_S)
     time.sleep(_LOOK_S)
@@ -140,13 +133,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (by which batch systems warn of a time
-    limit) are requests to stop.
-
-    The first calls `first` with its number, another one `again`, unless it only repeats the first: one from another
-    process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that was ignored
-    when the process began (nohup) stays ignored.
-    """
+    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (a batch system's warning) are requests
+    to stop. The first calls `first` with its number, another one `again`, unless it repeats the first: one from another
+    process within a second, a second SIGHUP, the SIGTERM of a parent's death. SIGHUP stays ignored under nohup."""
 
     def __init__(self, first: Callable[[int], None], again: Callable[[int], None] | None = None) -> None:
         self._first, self._again = first, again or interrupt
@@ -220,10 +209,8 @@ def run_beside(module: str, words: Sequence[str], *, environment: Mapping[str, s
 
 
 def leave_dead_terminal() -> None:
-    """Send standard output and error to the null device once their terminal is closed: writing to it fails (EIO).
-
-    Otherwise a library's log line or progress bar would fail in the middle of the save that the signal asked for.
-    """
+    """Send standard output and error to the null device once their terminal is closed: writing to it fails (EIO), also
+    in the middle of the save that the signal asked for."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

@@ -49,20 +49,14 @@ def deepspeed_on_cpu() -> None:
 
 
 SPINNING = {"GOMP_SPINCOUNT": "3000"}
-"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
-
-That is as fast as the default's milliseconds, and costs less once other work runs beside it; 10,000 is no faster alone
-and half as fast on a machine that becomes busy, 1,000 costs a tenth alone (benchmarks/README.md, Threads).
-"""
+"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep: as
+fast as the default's milliseconds, and cheaper once other work runs beside it (benchmarks/README.md, Threads)."""
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for.
-
-How they wait changes no number, while fewer threads would round differently. Figures: benchmarks/README.md.
-"""
+"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
+changes no number, while fewer threads would round differently."""
 _SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
 _BUSY_CORES = 0.5
-"""From this many cores in use by others, the machine counts as busy: with a thread per core, one busy core delays
-all."""
+"""From this many cores in use by others, the machine counts as busy."""
 
 
 def busy_cores(*, seconds: float = 0.1) -> float:
@@ -86,12 +80,9 @@ GROWING = "expandable_segments:True"
 
 
 def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
-    """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver.
-
-    Empty where the environment says anything about the allocator, and where PyTorch has no such segments or they fail:
-    on Windows and macOS, under WSL (the first allocation ends in `CUDA driver error`, pytorch/pytorch#192330) and on
-    AMD cards. `root`: the machine's files.
-    """
+    """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver. Empty where the
+    environment says anything about the allocator, and where they fail: on Windows, macOS, AMD cards, and under WSL
+    (pytorch/pytorch#192330). `root`: the machine's files."""
     if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
         return {}
     # by the driver's devices: asking CUDA would load it before the variable is set

@@ -100,10 +100,8 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def hand_over(error: BaseException) -> bool:
-    """Record how this rank ends; returns whether its agent reports it, so that the rank need not.
-
-    Also False where this process is not a rank.
-    """
+    """Record how this rank ends; returns whether its agent reports it (never where this is no rank), so that it need
+    not."""
     kind, stack = kind_of(error), "".join(traceback.format_exception(error))
     own = error.exit_code if isinstance(error, SftPlayError) else 1
     code = Interrupted.exit_code if kind == "stopped" else own
@@ -114,11 +112,8 @@ def hand_over(error: BaseException) -> bool:
 def write_down(
     kind: Kind, message: str, *, name: str = "", exit_code: int = 1, stack: str = "", error: BaseException | None = None
 ) -> None:
-    """Write a failure into the launcher's file; without such a file do nothing.
-
-    The first failure stays: what follows it, such as the connections that break when a rank leaves, only hides it. It
-    is replaced only by a message of ours about the same exception.
-    """
+    """Write a failure into the launcher's file, if there is one. The first failure stays: what follows, such as
+    connections that break, only hides it. It is replaced only by a message of ours about the same exception."""
     global _written
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -185,10 +180,8 @@ def beside_error_file(name: str) -> Path | None:
 
 
 def begin_process() -> None:
-    """Set up what ends this process: the process that started it as a helper and, for a rank, its launcher.
-
-    A rank that is told to stop before the training handles signals closes what is open, and records its end.
-    """
+    """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told to stop before the
+    training handles signals closes what is open, and records its end."""
     global _fault_file
     endings.leave_with_starter()
     if not under_agent():

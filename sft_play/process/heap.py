@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from sft_play.process.waiting import waiting
 
 logger = logging.getLogger(__name__)
 
 LONG_CHARS = 1 << 18
-"""Characters of one text beyond which its tokens are many enough to leave holes in the heap that no later text fills:
-without giving them back, memory grows by some 25 bytes with every byte of a file of long texts."""
-
-
-@functools.cache
-def _trim() -> Callable[[int], object] | None:
-    """glibc's malloc_trim(3); other C libraries have none."""
-    try:
-        trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # no C library can be opened, as on Windows
-        return None
-    return trim
+"""Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read."""
 
 
 def give_back_free_memory() -> None:
     """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for every GiB kept."""
-    if trim := _trim():
-        trim(0)
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows opens none, others have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back(longest: int) -> None:
@@ -43,15 +31,10 @@ def give_back(longest: int) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too),
-    no garbage is collected meanwhile, and what they make is left out of every later collection.
-
-    They make a million objects that stay. Each full collection would walk through all of them for a quarter of a
-    second: ten times in a run of three steps, a fifth of its processor time (benchmarks/LOG.md, 2026-11-23).
-
-    It happens once in a process, at the first import of torch: nothing of the program's own that could later be
-    garbage (a model, a trainer) is there yet. Garbage from before is collected first, so that it is not kept.
-    """
+    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too), no
+    garbage is collected meanwhile, and the million objects that they make are left out of every later collection, each
+    of which would walk through them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
+    process, at the first import of torch, after a collection: no garbage of the program's own is kept."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -37,31 +37,21 @@ class Waiting:
         return f"{self._what}: {done}{time.monotonic() - self._began:.0f} s so far"
 
 
-def _pauses() -> Iterator[float]:
-    """Seconds between lines: each pause twice as long as the one before it."""
-    pause = FIRST_S
-    while True:
-        yield pause
-        pause = min(2 * pause, LONGEST_S)
-
-
 _open: list[Waiting] = []
 """What this process waits for; the last one is a part of those before it, and speaks for all."""
 
 
 @contextlib.contextmanager
 def waiting(what: str, *, unit: str = "", total: Callable[[], int | None] = lambda: None) -> Iterator[Waiting]:
-    """Say what is being done where it takes longer than three seconds; a part of it that is opened inside speaks first.
-
-    `unit`: of what is counted by `add`; empty where nothing can be. `total`: how many there will be, called in another
-    thread once there is something to say; None if unknown.
-    """
+    """Say what is being done where it takes longer than three seconds; a part that is opened inside speaks first.
+    `unit`: of what `add` counts. `total`: how many there will be, called in another thread when there is something to
+    say."""
     one, ended = Waiting(what, unit, total), threading.Event()
 
     def tell() -> None:
-        for pause in _pauses():
-            if ended.wait(pause):
-                return
+        pause = FIRST_S
+        while not ended.wait(pause):
+            pause = min(2 * pause, LONGEST_S)
             if _open and _open[-1] is one:
                 logger.info("%s", one.line())
 

@@ -5,7 +5,6 @@ Columns: `input_ids` and `labels` (lists of int32), `source` (0: chat, 1: text),
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -29,8 +28,6 @@ class RowWriter:
 
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
-        self.digests = bytearray()
-        """Eight bytes for the tokens of each row."""
         self._keeps_chats = keeps_chats
         self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
         self._waiting: list[tuple[TokenRow, Example]] = []
@@ -61,27 +58,13 @@ class RowWriter:
         offsets, ids = _joined([row.input_ids for row in rows])
         label_offsets, labels = _joined([row.labels for row in rows])
         sources = np.array([row.source != CHAT for row in rows], np.int8)
-        tokens = memoryview(ids).cast("B")
-        for begin, end in itertools.pairwise((offsets * ids.itemsize).tolist()):
-            self.digests += hashlib.blake2b(tokens[begin:end], digest_size=8).digest()
         columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
-            columns.append(pa.array([_as_json(example) for _, example in self._waiting], pa.string()))
+            chats = (example if isinstance(example, Chat) else None for _, example in self._waiting)
+            texts = [one and json.dumps([one.where, one.messages, one.tools], ensure_ascii=False) for one in chats]
+            columns.append(pa.array(texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._waiting, self._tokens = [], 0
-
-
-def row_digest(input_ids: Sequence[int]) -> int:
-    """The eight bytes that stand for a row's tokens in `RowWriter.digests`."""
-    return int(
-        np.frombuffer(hashlib.blake2b(np.array(input_ids, np.int32).tobytes(), digest_size=8).digest(), np.uint64)[0]
-    )
-
-
-def _as_json(example: Example) -> str | None:
-    if not isinstance(example, Chat):
-        return None
-    return json.dumps([example.where, example.messages, example.tools], ensure_ascii=False)
 
 
 def chat_of(text: str) -> Chat:

@@ -9,25 +9,22 @@ decides at every start whether a run may continue with them, and `make check` sa
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import pickle
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
-from sft_play.data.build.stats import LimitCost, RowStats
-from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowMaker
-from sft_play.data.build.workers import BATCH_ROWS, bytes_of, file_pieces, how_many, together
+from sft_play.data.build.stats import LimitCost, RowStats, token_digest
+from sft_play.data.build.survey import RowCounter, RowMaker
+from sft_play.data.build.workers import bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
@@ -75,10 +72,6 @@ class Built:
     files: dict[str, tuple[str, ...]]
     stats: dict[str, RowStats]
 
-    def digests(self, name: str) -> Any:
-        """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
-        return np.load(self.folder / _DIGESTS.format(name))
-
     def dataset(self, name: str) -> Any:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
         from datasets import Dataset, concatenate_datasets
@@ -89,8 +82,7 @@ class Built:
 
 
 def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
-    """The token rows of a source, from the cache or made now. Raises DataError where a file cannot be read or is of no
-    format, or the cache cannot be written."""
+    """The token rows of a source, from the cache or made now. Raises DataError for files, formats and the cache."""
     parts = data_files(source, split=split, text_wanted=recipe.documents)
     try:
         folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
@@ -146,7 +138,6 @@ def _content(part: Part) -> str:
 
 
 _META = "meta.pickle"
-_DIGESTS = "{}.digests.npy"
 _WAITING = "Data: another process is preparing the same rows; waiting for it"
 
 
@@ -201,27 +192,22 @@ def _rows_of(
     jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
     count = min(asked, len(jobs))
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
-    digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
     stats = _no_rows(recipe)
     with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: rows_of(parts)) as news:
         if count > 1:
-            results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
+            results = together(jobs, _Maker, recipe, count=count)
         else:
             maker = _Maker(recipe)
             results = (maker(job, news=news) for job in jobs)
-        for result in results:
+        for made, counted in results:
+            news.add(counted[KEPT].rows if count > 1 else 0)
             for name, counts in stats.items():
-                counts.add(result.stats[name])
-            for name, file in result.files.items():
+                counts.add(counted[name])
+            for name, file in made.items():
                 files[name].append(file)
-                digests[name].append(result.digests[name])
     formats = [name for name, _ in stats[KEPT].formats.most_common()] + [job.shape.name for job in jobs if job.shape]
-    for name, side in stats.items():
-        every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
-        distinct = np.unique(every)  # each once, as `splits.py` compares them
+    for side in stats.values():
         side.format = ", ".join(dict.fromkeys(formats)) or side.format
-        side.repeated = len(every) - len(distinct)
-        np.save(folder / _DIGESTS.format(name), distinct)
     return {name: tuple(names) for name, names in files.items()}, stats
 
 
@@ -231,8 +217,7 @@ def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int,
         shape = first_format(read_part(part), recipe.data)[1]
         pieces = file_pieces(part, count=count, total_bytes=total_bytes)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
-    role_rows = max(ROLE_ROWS // len(jobs), FEWEST_ROLE_ROWS) if min(count, len(jobs)) > 1 else ROLE_ROWS
-    return [replace(job, role_rows=role_rows) for job in jobs]
+    return jobs
 
 
 def _no_rows(recipe: Recipe) -> _Stats:
@@ -241,20 +226,12 @@ def _no_rows(recipe: Recipe) -> _Stats:
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of a file, its format, and where its rows go; tokens are counted by role in about `role_rows` rows."""
+    """A piece of a file, its format, and where its rows go."""
 
     number: int
     part: Part
     shape: Format | None
     folder: str
-    role_rows: int = ROLE_ROWS
-
-
-@dataclass(frozen=True)
-class _Result:
-    files: dict[str, str]
-    stats: _Stats
-    digests: dict[str, Any]
 
 
 # Making rows.
@@ -266,24 +243,21 @@ class _Maker:
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
         self._rows = RowMaker(renderer, task_mode=recipe.task_mode)
 
-    def __call__(self, job: _Job, *, news: Waiting | None = None) -> _Result:
-        """The rows of a piece, written into its files."""
+    def __call__(self, job: _Job, *, news: Waiting | None = None) -> tuple[dict[str, str], _Stats]:
+        """The rows of a piece, written into its files: their names, and the counts."""
         recipe, stats = self._recipe, _no_rows(self._recipe)
-        counter = RowCounter(self._rows.renderer, role_rows=job.role_rows)
-        sides: dict[int, str] = {}
+        counter = RowCounter(self._rows.renderer)
+        held = bytearray()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_garbage_collection_paused())
             writers = {
                 # a file for each job and side: no process waits for another, and the order is that of the jobs
                 name: stack.enter_context(self._writer(job, name))
                 for name in ((KEPT, HELD) if recipe.held_share else (KEPT,))
             }
-            examples = self._examples(job, stats, sides, news)
-            for at, outcome in enumerate(self._rows.outcomes(examples, document=recipe.documents)):
+            examples = self._examples(job, stats, held, news)
+            for outcome in self._rows.outcomes(examples, document=recipe.documents):
                 assert not isinstance(outcome, BadRow)
-                while next(iter(sides)) != outcome.number:  # those of earlier rows, all of which are done
-                    del sides[next(iter(sides))]
-                side, whole, row = sides[outcome.number], outcome.whole, outcome.row
+                side, whole, row = HELD if held[outcome.number - 1] else KEPT, outcome.whole, outcome.row
                 if whole is None:
                     assert isinstance(row, BadRow)
                     stats[side].count_unmasked(row)
@@ -293,13 +267,8 @@ class _Maker:
                     counter.count(stats[side], outcome.number, outcome.example, whole, row)
                 if not isinstance(row, BadRow):
                     writers[side].add(row, outcome.example)
-                if at % BATCH_ROWS == 0:
-                    gc.collect(0)
-        return _Result(
-            {name: writer.path.name for name, writer in writers.items()},
-            stats,
-            {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
-        )
+                    stats[side].digests.append(token_digest(row.input_ids))
+        return {name: writer.path.name for name, writer in writers.items()}, stats
 
     def _writer(self, job: _Job, name: str) -> RowWriter:
         recipe = self._recipe
@@ -308,9 +277,10 @@ class _Maker:
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
     def _examples(
-        self, job: _Job, stats: _Stats, sides: dict[int, str], news: Waiting | None
+        self, job: _Job, stats: _Stats, held: bytearray, news: Waiting | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with their rows' numbers; the side of each goes into `sides`. Bad rows count as kept."""
+        """The piece's examples with their rows' numbers; `held` gets 1 for each that is split off, 0 for the others,
+        bad ones among them."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):
@@ -319,6 +289,7 @@ class _Maker:
             if news is not None:
                 news.add()
             example = example_of(raw, job.shape, data)
+            held.append(0)
             if isinstance(example, BadRow):
                 kept.count_bad(example)
                 continue
@@ -326,19 +297,6 @@ class _Maker:
                 kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
                 example = self._rows.renderer.as_chat(example)
-            digest = content_digest(example)
-            sides[number] = HELD if digest_share(digest) < share else KEPT
-            stats[sides[number]].count_content(example, digest, number)
+            held[-1] = share > 0 and digest_share(content_digest(example)) < share
+            stats[HELD if held[-1] else KEPT].count_example(example)
             yield number, example
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Cyclic garbage is collected only when asked for: rows are many objects to look through, and leave none."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

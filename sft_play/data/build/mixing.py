@@ -101,9 +101,8 @@ class Sources:
     sizes: tuple[int, ...]
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> Mix:
-        """What an epoch has of each: as many rows as there are of all sources together (`sizes`: packed ones), by the
-        weights. Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_PASSES` over
-        one."""
+        """What an epoch has of each: as many rows as all sources have together (`sizes`: packed ones), by the weights.
+        Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_PASSES` over it."""
         sizes = tuple(self.sizes if sizes is None else sizes)
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = exact_shares(weights, sum(sizes))
@@ -119,12 +118,11 @@ class Sources:
         return Mix(self.names, sizes, per_epoch, seed)
 
 
-def mix_table(mix: Mix, *, shown: str = "rows") -> list[str]:
+def mix_table(mix: Mix) -> list[str]:
     """The sources as lines of a table: rows, rows in an epoch, those as a share and as passes over the source."""
     width = max(len("source"), *map(len, mix.names))
-    head = f"{'source':<{width}}  {shown:>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
     return [
-        head,
+        f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}",
         *(
             f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  {count / size:>7.3g}"
             for name, size, count in zip(mix.names, mix.sizes, mix.per_epoch, strict=True)

@@ -46,9 +46,8 @@ class Packs:
 
 def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     """Rows in packs of at most `capacity` tokens, no row cut: the longest first, each into the fullest pack that has
-    room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be, and a rest of a pack). Rows of one
-    length are dealt together: a million rows take seconds. Raises ValueError where a row is empty or longer than a
-    pack."""
+    room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be). Rows of one length are dealt
+    together: a million take seconds. Raises ValueError where a row is empty or longer than a pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")

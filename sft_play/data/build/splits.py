@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
@@ -21,15 +21,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats
+from sft_play.data.build.stats import RowStats, note_shared
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
-from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.files import AnySource, DataPaths, split_of
+from sft_play.data.sources.formats import Chat, Text, check_columns
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -59,15 +58,12 @@ class Chats:
 
 @dataclass(frozen=True)
 class Split:
-    """Token rows in their order, the counts of what they were made from, and the chats for generated answers. `rows` is
-    a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where no row of a
-    source is left."""
+    """Token rows, the counts of what they were made from, and the chats for generated answers. `rows` is a mapped
+    `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where none is left."""
 
     rows: Any
     report: RowStats
     chats: Chats = field(default_factory=Chats)
-    digests: Any = ()
-    """Digests of the tokens of its rows, or documents, sorted: uint64 of shape [rows]."""
     key: str = ""
     """The option that names the source, where it is not the split's."""
 
@@ -143,7 +139,7 @@ class _Builder:
             val = split_off
         if share and val is None:
             self._notes.append(f"data.val_fraction={share} of {train.report.kept} rows leaves no validation rows")
-        _note_shared({"train": train, "val": val, "test": test})
+        note_shared([split.report for split in (train, val, test) if split is not None])
         train, val = self._finished(train), self._finished(val) if val else None
         if self._config.task_mode == "cpt_mixed":
             assert paths.text is not None
@@ -212,7 +208,7 @@ class _Builder:
             if val is not None:
                 held[at] = val
         vals = list(held.values()) if common is None else [common]
-        _note_shared({"train": _as_one(train), "val": _as_one(vals), "test": test})
+        note_shared([split.report for split in (*train, *vals, test) if split is not None])
         names = tuple(source.name for source in paths.sources)
         used = [self._limited(_marked(self._finished(split), at), at, names[at]) for at, split in enumerate(train)]
         weights = tuple(source.weight for source in self._config.data.sources)
@@ -236,30 +232,12 @@ class _Builder:
         return dataclasses.replace(split, rows=split.rows.select(places))
 
     def _held_out(self, source: AnySource | None, split: SplitName, *, key: str = "") -> Split | None:
-        """A held-out file's rows; None, with a note, where plain text is trained and the file holds chats."""
         if source is None:
-            return None
-        if self._is_text and self._holds_chats(source, split):
-            share = self._config.data.val_fraction
-            instead = f"; {share:g} of the training text is" if share else "; data.val_fraction would split some off"
-            self._notes.append(
-                f"{key or f'data.{split}_path'}={source} holds chats and task_mode is cpt: it is not used"
-                + (instead if split == "val" else "")
-            )
             return None
         rows, _ = self._source(source, split, documents=self._is_text)
         rows = dataclasses.replace(rows, key=key)
         self._judge(rows, split)
         return rows
-
-    def _holds_chats(self, source: AnySource, split: str) -> bool:
-        for part in data_files(source, split=split, text_wanted=True):
-            rows, shape = first_format(read_part(part), self._config.data)
-            if shape is not None:
-                last = next(row for row in reversed(rows) if not isinstance(row, BadRow))
-                example = to_example(rename_columns(last, self._config.data.columns), shape)
-                return isinstance(example, Chat) or (isinstance(example, BadRow) and shape.name != "text")
-        return False
 
     # Judging.
 
@@ -269,7 +247,7 @@ class _Builder:
         if self._is_text and stats.chats:
             raise DataError(
                 f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
-                f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
+                f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
             )
         for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
             if finding.verdict == "FAIL":
@@ -292,7 +270,6 @@ class _Builder:
         return split
 
     def _packed(self, split: Split) -> Split:
-        """Documents as blocks of exactly max_seq_len tokens; a text shorter than one block is an error."""
         block, stats = self._max_seq_len, split.report
         if split.rows is None:
             raise DataError(
@@ -356,7 +333,6 @@ class _Builder:
         return documents
 
     def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:
-        """The beginnings of a few long documents, and their ends for validation."""
         renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
         cuts = [int(len(text.text) * (1 - share)) for text in texts]
         pieces = {
@@ -388,26 +364,11 @@ class _Builder:
 
 
 def _of_cache(built: Built, name: str, source: str) -> Split:
-    rows, stats, digests = built.dataset(name), built.stats[name], built.digests(name)
+    rows, stats = built.dataset(name), built.stats[name]
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
-        return Split(rows, stats, digests=digests)
-    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")), digests)
-
-
-def _note_shared(splits: Mapping[str, Split | None]) -> None:
-    present = [(name, split) for name, split in splits.items() if split is not None]
-    for (name, earlier), (_, later) in itertools.combinations(present, 2):
-        count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
-        if count:
-            later.report.shared[name] = count
-
-
-def _as_one(sources: Sequence[Split]) -> Split | None:
-    """Sources as one split for `_note_shared`: the first of them with the digests of all; None if there are none."""
-    if not sources:
-        return None
-    return dataclasses.replace(sources[0], digests=np.unique(np.concatenate([split.digests for split in sources])))
+        return Split(rows, stats)
+    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")))
 
 
 def _marked(split: Split, source: int) -> Split:

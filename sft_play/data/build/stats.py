@@ -1,10 +1,11 @@
 """What became of the rows of a source: one count, which training, `make check`, `render` and `process` read.
 
-Of each row only a digest and a length are kept.
+Of each row only a digest of its tokens and a length are kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from array import array
 from collections import Counter
@@ -30,15 +31,12 @@ def rows_text(count: int) -> str:
 
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     """The runs [start, end) of trained tokens; labels of shape [T]."""
-    ended = [*labels, IGNORED]  # so that the last run ends too
     runs: list[tuple[int, int]] = []
     at = 0
-    while at < len(labels):
-        if labels[at] == IGNORED:
-            at += 1
-            continue
-        end = ended.index(IGNORED, at)  # a hundred tokens at once: a third of the time that numpy takes
-        runs.append((at, end))
+    for is_trained, run in itertools.groupby(labels, IGNORED.__ne__):
+        end = at + len(list(run))
+        if is_trained:
+            runs.append((at, end))
         at = end
     return runs
 
@@ -104,8 +102,7 @@ class LimitCost:
 
 @dataclass
 class RowStats:
-    """Counts of the rows of one source, or of several that were added up. Tokens are counted as they are trained, after
-    the cut at max_seq_len."""
+    """Counts of the rows of a source, or of several. Tokens count as they are trained, after the cut at max_seq_len."""
 
     source: str = ""
     format: str = "unknown"
@@ -128,12 +125,10 @@ class RowStats:
     """What looks odd in rows that are used."""
     first_noted: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
-    contents: array[int] = field(default_factory=lambda: array("Q"))
-    """Eight bytes of the digest of each row's content; 0 for a row that cannot be read, or is of another side."""
-    repeated: int = 0
-    """Rows, or documents, with the tokens of an earlier one."""
+    digests: array[int] = field(default_factory=lambda: array("Q"))
+    """Of the tokens of each row that is kept, or of each document."""
     shared: dict[str, int] = field(default_factory=dict)
-    """Contents that are in another split too, by its name."""
+    """Rows that are in another split too, by its name."""
 
     kept: int = 0
     methods: Counter[str] = field(default_factory=Counter)
@@ -192,9 +187,9 @@ class RowStats:
         return self.bad + self.unmasked
 
     @property
-    def first_unusable(self) -> list[BadRow]:
-        """The first of them."""
-        return [*self.first_bad, *self.first_unmasked][:SHOWN_BAD_ROWS]
+    def repeated(self) -> int:
+        """Rows, or documents, with the tokens of an earlier one."""
+        return len(self.digests) - len(np.unique(self.digests))
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -206,24 +201,15 @@ class RowStats:
 
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
-        if row.is_asked:
-            self.left_out[row.reason] += 1
-        else:
-            _list_bad(row, self.bad, self.first_bad)
+        (self.left_out if row.is_asked else self.bad)[row.reason] += 1
+        if not row.is_asked and len(self.first_bad) < SHOWN_BAD_ROWS:
+            self.first_bad.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
-        _list_bad(row, self.unmasked, self.first_unmasked)
-
-    def count_content(self, example: Example, digest: bytes, number: int) -> None:
-        """Count an example with its content's digest, the row of this number."""
-        self._fill(number - 1)
-        # 8 of 32 bytes: a million rows are 8 MB, and no two contents share them by chance
-        self.contents.append(int.from_bytes(digest[:8], "big"))
-        self.count_example(example)
-
-    def _fill(self, rows: int) -> None:
-        self.contents.extend(itertools.repeat(0, rows - len(self.contents)))
+        self.unmasked[row.reason] += 1
+        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
+            self.first_unmasked.append(row)
 
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
@@ -281,8 +267,6 @@ class RowStats:
 
     def add(self, other: RowStats) -> None:
         """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
-        if other.contents:
-            self._fill(self.rows)
         if self.first is None and other.first is not None:
             number, whole = other.first
             self.first = (number + self.rows, whole)
@@ -292,10 +276,7 @@ class RowStats:
         """The counts of a source whose rows are on two sides, these ones and those that are held out."""
         both = RowStats(format="")
         _add_up(both, self)
-        _add_up(both, held, but=("rows", "contents", "first"))
-        both._fill(self.rows)
-        for place, content in enumerate(held.contents):
-            both.contents[place] += content  # 0 on the side that does not have the row
+        _add_up(both, held, but=("rows", "first"))
         # the tuples differ in their first number: rows are never compared
         both.first = min(filter(None, (self.first, held.first)), default=None)
         return both
@@ -309,32 +290,6 @@ class RowStats:
         both.source = f"{self.source} + {other.source}"
         both.format = f"{self.format} + {other.format}"
         return both
-
-    # Contents.
-
-    def repeats(self) -> tuple[int, tuple[int, int]]:
-        """How many rows have the content of an earlier one, and the numbers of the first such pair; (0, 0) for none."""
-        numbers, contents = self._readable()
-        _, first, which = np.unique(contents, return_index=True, return_inverse=True)
-        earlier = first[which]
-        again = np.flatnonzero(earlier != np.arange(len(contents)))
-        if not len(again):
-            return 0, (0, 0)
-        return len(again), (int(numbers[earlier[again[0]]]), int(numbers[again[0]]))
-
-    def shared_with(self, other: RowStats) -> tuple[int, tuple[int, int]]:
-        """How many contents are in both, and the numbers of two rows with the earliest of them; (0, 0) for none."""
-        (mine, contents), (theirs, others) = self._readable(), other._readable()
-        both, here, there = np.intersect1d(contents, others, return_indices=True)  # the first row with each content
-        if not len(both):
-            return 0, (0, 0)
-        earliest = int(np.argmin(here))
-        return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
-
-    def _readable(self) -> tuple[Any, Any]:
-        contents = np.array(self.contents, np.uint64)
-        places = np.flatnonzero(contents)
-        return places + 1, contents[places]
 
     # Reports.
 
@@ -372,10 +327,17 @@ class RowStats:
         return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
 
-def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
-    reasons[row.reason] += 1
-    if len(first) < SHOWN_BAD_ROWS:
-        first.append(row)
+def token_digest(ids: Sequence[int]) -> int:
+    """Eight bytes for a row's tokens: a million rows are 8 MB, and no two share them by chance."""
+    return int.from_bytes(hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest(), "big")
+
+
+def note_shared(splits: Sequence[RowStats]) -> None:
+    """Count in each how many of its rows an earlier one of another split has."""
+    for earlier, later in itertools.combinations(splits, 2):
+        count = len(np.intersect1d(earlier.digests, later.digests))
+        if count and earlier.split != later.split:
+            later.shared[earlier.split] = later.shared.get(earlier.split, 0) + count
 
 
 def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
@@ -14,14 +12,13 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource
-from sft_play.data.sources.formats import Chat, Example, content_digest
+from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
 
-ROLE_ROWS, FEWEST_ROLE_ROWS = 200, 10
-"""Rows in which tokens are counted by role: the first hundred, then fewer and fewer. Where several processes read a
-file, each of its n pieces has an nth of them, but at least the second number."""
+ROLE_ROWS = 64
+"""Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again."""
 TEMPLATE = "template"
 """Counts tokens that are in no message's text."""
 
@@ -60,10 +57,10 @@ def tokens_by_role(
 
 
 class RowCounter:
-    """Counts rows as they are made with one tokenizer; tokens by role in about `role_rows` of them."""
+    """Counts rows as they are made with one tokenizer."""
 
-    def __init__(self, renderer: Renderer, *, role_rows: int = ROLE_ROWS) -> None:
-        self._renderer, self._role_rows = renderer, role_rows
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
         parts, backend = renderer.parts, renderer.encoder.backend
         pad = dict(parts.special_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
@@ -105,9 +102,7 @@ class RowCounter:
             survey.first_open_end = survey.first_open_end or whole.where
 
     def _count_roles(self, survey: RowStats, chat: Chat, whole: TokenRow) -> None:
-        """Tokens by role, in a sample of the rows: tokenising them again with offsets takes time."""
-        counted = survey.role_rows
-        if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
+        if survey.role_rows == ROLE_ROWS:
             return
         encoded = self._renderer.encoder.backend.encode(whole.text, add_special_tokens=False)
         if encoded.ids != list(whole.input_ids):
@@ -124,9 +119,8 @@ class RowCounter:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """An example with its whole row and what max_seq_len leaves of it, or the reason why there is none. `number` is
-    that of the file's row, from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too
-    long."""
+    """An example with its whole row and what max_seq_len leaves of it, or why there is none; `number` counts the file's
+    rows from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too long."""
 
     number: int
     example: Example
@@ -148,48 +142,29 @@ class RowMaker:
         """Numbered rows in their order, tokenised in batches; bad rows are passed on. `document`: they are the plain
         text of `task_mode: cpt_mixed`."""
         joined = document or self.task_mode == "cpt"
-        before: _Batch | None = None
-        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
-        with ThreadPoolExecutor(1) as tokenizer:
-            for batch in in_batches(rows):
-                begun = self._begun(batch, tokenizer, joined=joined)
-                if before is not None:
-                    yield from self._ended(before, joined=joined)
-                before = begun
-            if before is not None:
-                yield from self._ended(before, joined=joined)
-
-    def _begun(self, batch: Sequence[Numbered], tokenizer: ThreadPoolExecutor, *, joined: bool) -> _Batch:
-        rows: list[Numbered] = []
-        for number, one in batch:
-            if isinstance(one, BadRow):
-                rows.append((number, one))
-            else:
-                given = one if joined else self.renderer.as_chat(one)
-                rows += [(number, part) for part in self.renderer.expand(given)]
-        taken = [one for _, one in rows if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
-        drafts = self.renderer.drafts(taken)
-        return rows, drafts, tokenizer.submit(self.renderer.encodings, drafts)
-
-    def _ended(self, batch: _Batch, *, joined: bool) -> Iterator[BadRow | RowOutcome]:
-        rows, drafts, encodings = batch
-        made = iter(self.renderer.tokenised(drafts, encodings.result()))
-        for number, example in rows:
-            if isinstance(example, BadRow):
-                yield example
-            elif joined and isinstance(example, Chat):
-                why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                yield RowOutcome(number, example, None, BadRow(example.where, why))
-            elif isinstance(whole := next(made), BadRow):
-                yield RowOutcome(number, example, None, whole)
-            else:
-                yield RowOutcome(number, example, whole, whole if joined else self.renderer.cut(whole))
-        give_back(max((characters(one) for _, one in rows if not isinstance(one, BadRow)), default=0))
+        for batch in in_batches(rows):
+            parts: list[Numbered] = []
+            for number, one in batch:
+                if isinstance(one, BadRow) or joined:
+                    parts.append((number, one))
+                else:
+                    parts += [(number, part) for part in self.renderer.expand(self.renderer.as_chat(one))]
+            taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
+            rendered = iter(self.renderer.render_all(taken))
+            for number, one in parts:
+                if isinstance(one, BadRow):
+                    yield one
+                elif joined and isinstance(one, Chat):
+                    why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
+                    yield RowOutcome(number, one, None, BadRow(one.where, why))
+                elif isinstance(row := next(rendered), BadRow):
+                    yield RowOutcome(number, one, None, row)
+                else:
+                    yield RowOutcome(number, one, row, row if joined else self.renderer.cut(row))
+            give_back(max((characters(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
 
 
 Numbered = tuple[int, Example | BadRow]
-_Batch = tuple[Sequence[Numbered], Sequence[TokenRow | BadRow], Future[list[Any]]]
-"""Rows, the drafts of those that can be rendered, and their encodings, in the tokenizer's thread."""
 
 
 def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
@@ -212,10 +187,10 @@ def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted:
     read or is of no format."""
     survey = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for number, example in reader.numbered():
+    for _, example in reader.numbered():
         if isinstance(example, BadRow):
             survey.count_bad(example)
         else:
-            survey.count_content(example, content_digest(example), number)
+            survey.count_example(example)
     survey.format, survey.rows = reader.format, reader.rows
     return survey

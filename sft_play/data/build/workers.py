@@ -1,10 +1,8 @@
-"""Jobs that are done by this process and others that it starts, with their results in the order of the jobs."""
+"""Jobs that are done by other processes, with their results in the order of the jobs."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import multiprocessing
 import os
 import pickle
@@ -13,15 +11,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from sft_play.data.sources.files import Part, split_part
 from sft_play.errors import DataError
 from sft_play.process.endings import leave_with
-
-logger = logging.getLogger(__name__)
 
 FEW_BYTES = 4 << 20
 """Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer."""
@@ -66,54 +62,23 @@ def file_pieces(part: Part, *, count: int, total_bytes: int) -> list[Part]:
 
 
 def together(
-    jobs: Sequence[Job],
-    begin: Callable[[Recipe], Callable[[Job], Result]],
-    recipe: Recipe,
-    *,
-    count: int,
-    done: Callable[[Result], None],
+    jobs: Sequence[Job], begin: Callable[[Recipe], Callable[[Job], Result]], recipe: Recipe, *, count: int
 ) -> Iterator[Result]:
-    """Results in the order of the jobs, made by `count` processes: this one, which begins at once and does a job of its
-    own between collecting results, and others. `begin` is a class or function of a module: called once in every
-    process, it returns what is called with each job; `done` is called with every result as it comes. Raises DataError
-    where a process died, and whatever a job raises."""
+    """Results in the order of the jobs, made by `count` processes. `begin`, a class or function of a module, is called
+    once in each and returns what is called with each job. Raises DataError where one died, and what a job raises."""
     context = multiprocessing.get_context("spawn")
     sent = (pickle.dumps((begin, recipe)), os.getpid())
-    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_start_worker, initargs=sent)
-    results: dict[int, Result] = {}
-    following = 0
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker, initargs=sent)
     try:
-        waiting = iter(enumerate(jobs))
-        # two jobs for each: one to work on and one that waits for it, so that none is idle while this one works
-        running = _submitted(pool, itertools.islice(waiting, 2 * (count - 1)))
-        work = begin(recipe)
-        while following < len(jobs):
-            mine = next(waiting, None)
-            if mine is not None:
-                results[mine[0]] = work(mine[1])
-                done(results[mine[0]])
-            # while there are jobs left this process does not wait for the others: it takes the next one
-            finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
-            for future in finished:
-                number, result = future.result()
-                results[number] = result
-                done(result)
-            running |= _submitted(pool, itertools.islice(waiting, len(finished)))
-            while following in results:
-                yield results.pop(following)
-                following += 1
+        with without_program():  # the workers start when jobs are submitted
+            futures = [pool.submit(_work, job) for job in jobs]
+        yield from (future.result() for future in futures)
     except BrokenProcessPool:
         raise DataError(
             "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> set[Future[tuple[int, Any]]]:
-    """Numbered jobs, submitted to the workers, which start when jobs are submitted."""
-    with without_program():
-        return {pool.submit(_work, number, job) for number, job in jobs}
 
 
 @contextlib.contextmanager
@@ -143,6 +108,6 @@ def _start_worker(sent: bytes, parent: int) -> None:
     _do_job = begin(recipe)
 
 
-def _work(number: int, job: Any) -> tuple[int, Any]:
+def _work(job: Any) -> Any:
     assert _do_job is not None
-    return number, _do_job(job)
+    return _do_job(job)

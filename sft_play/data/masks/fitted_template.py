@@ -120,9 +120,8 @@ class FittedTemplate:
             return ""
 
     def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
-        """The conversation as its author wrote it where the template writes its calls so; else as near to that as the
-        template allows: arguments as objects or as text, whichever it writes correctly, are the same JSON. Raises
-        Inexact where the template refuses every form."""
+        """The conversation as its author wrote it where the template writes its calls so; else as near to that as it
+        allows: arguments as objects or as text are the same JSON. Raises Inexact where it refuses every form."""
         if any(GIVEN in message for message in messages):
             authored = self._as_authored(messages, tools)
             fitted = self.fitted(authored.messages, tools)

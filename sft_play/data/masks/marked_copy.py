@@ -66,8 +66,7 @@ class Turn:
     header: str = ""
     """What the template writes before the turn that its prompt does not have, such as before a first message."""
     rest: str | None = None
-    """What its prompt goes on with behind the header, which the turn has not; None where the text begins with the
-    prompt."""
+    """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
     unasked: bool = False
     """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
     reason: str = ""
@@ -161,8 +160,7 @@ def _is_think(text: str, before: str, after: str) -> bool:
 
 
 def take_apart(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
-    """A rendered copy as the gaps between pieces, the written pieces (number and form), and the numbers of pieces that
-    the template changed."""
+    """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
     gaps: list[str] = []
     order: list[tuple[int, str]] = []
     broken: set[int] = set()

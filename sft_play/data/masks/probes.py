@@ -121,8 +121,7 @@ def _are_right(template: FittedTemplate, written: str, kind: ArgumentForm) -> bo
 
 
 def _think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, ...]:
-    """What opens think text, what closes it, and the control tokens in both; empty where it has no marks of its own:
-    gpt-oss opens another turn."""
+    """What opens think text, what closes it, and the control tokens in both; empty where there are no such marks."""
     question, answer = PLAIN
     thinking = ({"reasoning_content": "thought1q"}, {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"})
     for form in thinking:

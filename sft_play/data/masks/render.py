@@ -57,9 +57,8 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
-    """Renders examples with one tokenizer and the data section of a run. `today` is the day for templates that write
-    the date; `encoder` one that this tokenizer has already. Raises TokenizerError where the tokenizer cannot say which
-    characters a token stands for."""
+    """Renders examples with one tokenizer and a run's data section. `today` is the day for templates that write the
+    date; `encoder` one that there is already. Raises TokenizerError where a token's characters cannot be known."""
 
     def __init__(
         self,
@@ -85,9 +84,8 @@ class Renderer:
     # What the template does.
 
     def turns(self, *, with_tools: bool | None = None, kind: str = PLAIN) -> Turns:
-        """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
-        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it. Raises
-        TokenizerError."""
+        """The turns of the template for rows with tools or without; where `with_tools` is None, of the one that most
+        rows use. `kind` matters where data.chat_template_kwargs go by it. Raises TokenizerError."""
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
@@ -183,18 +181,15 @@ class Renderer:
 
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
-        # `build.py` runs the second step of one batch in a thread beside the first of the next
-        drafts = self.drafts(examples)
-        return self.tokenised(drafts, self.encodings(drafts))
+        drafts = [self._draft(example) for example in examples]
+        return [
+            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
+            for draft, encoding in zip(drafts, self._encodings(drafts), strict=True)
+        ]
 
-    def drafts(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
-        """Examples as text with the places that are trained, rows without tokens: the first step of `render_all`."""
-        return [self._draft(example) for example in examples]
-
-    def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two. For each draft an
-        `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts with hidden
-        special tokens, which need another copy of the tokenizer (`_tokenised`)."""
+    def _encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
+        """For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for
+        texts with hidden special tokens, which need another copy of the tokenizer (`_tokenised`)."""
         made: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             asked: dict[int, str] = {}
@@ -208,18 +203,12 @@ class Renderer:
                 made[at] = encoding
         return made
 
-    def tokenised(self, drafts: Sequence[TokenRow | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
-        """The third step: drafts with their encodings as tokens and labels."""
-        return [
-            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
-            for draft, encoding in zip(drafts, encodings, strict=True)
-        ]
-
     def _hides(self, special: int) -> bool:
         """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
         return special > 0 and self.data.special_tokens_in_text == "plain"
 
     def _draft(self, example: Example) -> TokenRow | BadRow:
+        """An example as text with the places that are trained, a row without tokens."""
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
@@ -280,8 +269,7 @@ class Renderer:
                 raise Inexact(NO_END_TOKEN, f"{shown}: {WAYS_TO_AN_END}")
 
     def _check_hidden(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:
-        """Raise Inexact where the template does not treat a special token in a text as plain text: it may split there,
-        escape it, or refuse it."""
+        """Raise Inexact where the template does not treat a special token in a text as plain text."""
         try:
             real = self._turns_for(messages, tools).template.rendered(messages, tools)
         except RenderError as error:

@@ -20,10 +20,9 @@ _HIDDEN_BASE = 0xF0000
 
 
 class Specials:
-    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are. While the
-    template runs, each one is a private-use character. Then the tokens that the template wrote get names that no text
-    has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and is no special
-    token there."""
+    """Special tokens inside texts of the data, tokenised as plain text. While the template runs, each is a private-use
+    character. Then the tokens that the template wrote get names that no text has, in a copy of the tokenizer that knows
+    them so; what the data wrote is put back, and is no special token there."""
 
     def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
         self._parts = parts
@@ -39,13 +38,9 @@ class Specials:
         return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
 
     def first(self, messages: Sequence[Message]) -> str:
-        """Where the first one stands, for a message."""
-        for index, message in enumerate(messages):
-            for text in texts_of([message]):
-                match = self._pattern.search(text)
-                if match:
-                    return f"messages[{index}]: {one_line(match.group())}"
-        return ""
+        """The first one in the texts of messages, for a message."""
+        found = (match.group() for text in texts_of(messages) if (match := self._pattern.search(text)))
+        return one_line(next(found, ""))
 
     def hidden(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with special tokens as private-use characters."""
@@ -129,10 +124,6 @@ def _spelled_by(merge: Any) -> tuple[str, ...]:
 def texts_of(messages: Sequence[Message]) -> Iterable[str]:
     """Every text of a conversation that a template may write."""
     for message in messages:
-        content = message.get("content")
-        if len(message) == 2 and isinstance(content, str):  # most messages: a role and a text
-            yield content
-            continue
         for key, value in message.items():
             if key not in _NO_TEXT_KEYS:
                 yield from texts_in(value)

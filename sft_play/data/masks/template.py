@@ -1,35 +1,26 @@
 """A chat template as transformers renders it, with the date pinned and with limits.
 
-A template is a program from somebody's repository; `template_limits.py` is what it runs in, and a clock ends what takes
-too long. A test holds the rendering equal to `apply_chat_template` of transformers.
+A template is a program from somebody's repository; `template_limits.py` is what it runs in. A test holds the rendering
+equal to `apply_chat_template` of transformers.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from typing import Any
 
 from jinja2 import meta, nodes
 
-from sft_play.data.masks.template_limits import MAX_CHARS, LimitedEnvironment, RenderBudget, TooMuch
+from sft_play.data.masks.template_limits import MAX_CHARS, LimitedEnvironment, TooMuch
 from sft_play.data.sources.messages import REASONING_KEYS, Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
-MAX_SECONDS = 5.0
-"""Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
 the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
@@ -70,9 +61,8 @@ class Endless(RenderError):
 
 
 class ChatTemplate:
-    """One chat template, compiled once. `variables` are what it may read besides messages and tools: special tokens,
-    and the run's own; `today` is the day that `strftime_now` formats. Raises TokenizerError where it is no valid
-    Jinja."""
+    """One chat template, compiled once. `variables` are what it may read besides messages and tools; `today` is the day
+    that `strftime_now` formats. Raises TokenizerError where it is no valid Jinja."""
 
     def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -95,10 +85,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, ended by what an answer is generated after. Raises RenderError."""
-        self._environment.budget = RenderBudget()  # a new one for each rendering
+        self._environment.budget.begin()
         pieces: list[str] = []
         written = 0
-        with _as_render_error(), ended_after(MAX_SECONDS, TooMuch):
+        with _as_render_error():
             for piece in self._template.generate(
                 messages=[_as_transformers_gives(message) for message in messages],
                 tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
@@ -118,8 +108,7 @@ def _as_render_error() -> Iterator[None]:
     try:
         yield
     except TooMuch as error:
-        words = str(error) or f"more than {MAX_SECONDS:.0f} seconds"
-        raise Endless(f"the chat template does not end in reasonable time or size: {words}") from None
+        raise Endless(f"the chat template does not end in reasonable time or size: {error}") from None
     except RecursionError:
         raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
     except MemoryError:
@@ -153,75 +142,3 @@ def _tested_texts(tree: nodes.Template) -> Iterator[str]:
                 # a role's name may stand in any answer: marks around it would cut the answer into pieces
                 if len(stripped) >= _MIN_TESTED and _NOT_A_WORD.search(stripped):
                     yield stripped
-
-
-# A thread looks once a second at the processor time of every thread that is being watched, and raises an exception in
-# one that has used up its own. It arrives between two steps of Python's: a single long operation of the C library is
-# not ended by it, and has limits of its own (`template_limits.py`).
-
-EVERY_S = 1.0
-_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-
-
-@dataclass
-class _Watched:
-    thread: int
-    used: Callable[[], float]
-    until: float
-    error: type[BaseException]
-    is_told: bool = False
-
-
-_lock = threading.Lock()
-_watched: dict[int, _Watched] = {}
-_of_process = 0
-"""The process that has a watching thread: a fork has none."""
-
-
-def _in_fork() -> None:
-    """Another thread may have held the lock, and been watched, when the process was forked."""
-    global _lock
-    _lock = threading.Lock()
-    _watched.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_fork)
-
-
-def _clock(thread: int) -> Callable[[], float]:
-    """A clock of the thread's processor time in seconds; where the system has none (macOS, Windows), of time."""
-    if sys.platform == "linux":
-        return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
-    return time.monotonic
-
-
-@contextmanager
-def ended_after(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error`, without words, inside this thread once it has used so much processor time."""
-    global _of_process
-    thread = threading.get_ident()
-    used = _clock(thread)
-    one = _Watched(thread, used, used() + seconds, error)
-    with _lock:
-        _watched[thread] = one
-        if _of_process != os.getpid():
-            _of_process = os.getpid()
-            threading.Thread(target=_look, daemon=True, name="sft_play template watch").start()
-    try:
-        yield
-    finally:
-        with _lock:
-            _watched.pop(thread, None)
-            if one.is_told:  # it may not have arrived yet, and must not later
-                _raise_in(ctypes.c_ulong(thread), None)
-
-
-def _look() -> None:
-    while True:
-        time.sleep(EVERY_S)
-        with _lock:
-            for one in _watched.values():
-                if not one.is_told and one.used() > one.until:
-                    one.is_told = True
-                    _raise_in(ctypes.c_ulong(one.thread), ctypes.py_object(one.error))

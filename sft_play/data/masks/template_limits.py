@@ -1,7 +1,8 @@
 """The sandbox that chat templates run in: transformers' environment with limits.
 
 Jinja's sandbox keeps a template from files and from Python. It stops neither a loop that never ends nor a text that
-doubles. So loops, calls and the sizes of their results are counted here; `template.py` ends what takes too long.
+doubles. So turns of loops, calls and the sizes of their results are counted here, and at each of them the processor
+time is looked at; what a single operation may take is bounded by the sizes of its texts.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sized
+import threading
+import time
+from collections.abc import Callable, Iterable
 from datetime import date, datetime
 from datetime import time as clock
-from functools import partial
 from typing import Any
 
 import jinja2
@@ -22,6 +24,8 @@ from jinja2 import nodes
 
 MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
+MAX_SECONDS = 5.0
+"""Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
 MAX_CHARS = 64 * 2**20
 """Longest text that a template may put together."""
 MAX_WRITTEN = 2**30
@@ -29,7 +33,7 @@ MAX_WRITTEN = 2**30
 MAX_WIDTH = 100_000
 """Largest number that a template may pad, indent or repeat a text by."""
 WRAPPING = 64
-"""What wrapping a character costs: it is split into words at once, which nothing can end."""
+"""What a character costs in filters that go through a text in Python, which nothing ends on their way."""
 MAX_NODES = 1_000_000
 """Values inside a list or an object that is written as text; lists that hold a list twice double quickly."""
 MAX_BITS = 1_000_000
@@ -45,22 +49,31 @@ _OF_LISTS = frozenset(
     | {"default", "d", "reverse", "batch", "slice", "attr"}
 )
 """Filters that do not look inside the values of a list; the others compare or write them."""
+_GROWING = frozenset({"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"})
+"""Filters that may write more than they are given."""
+_SLOW = frozenset({"wordwrap", "urlize", "pprint", "title", "xmlattr", "striptags", "wordcount"})
 _COMPARING_TESTS = frozenset(
     {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}
 )
 
 
-class RenderBudget:
-    """What one rendering may use."""
+class RenderBudget(threading.local):
+    """What one rendering may use, in its thread."""
 
     def __init__(self) -> None:
-        self.steps, self.written = MAX_STEPS, 0
+        self.begin()
 
-    def take(self, steps: int) -> None:
-        """Use up steps; raises TooMuch when none are left."""
-        self.steps -= steps
+    def begin(self) -> None:
+        """The budget of another rendering."""
+        self.steps, self.written, self.until = MAX_STEPS, 0, time.thread_time() + MAX_SECONDS
+
+    def take(self) -> None:
+        """Use up a step; raises TooMuch when none is left, or the time is up."""
+        self.steps -= 1
         if self.steps < 0:
             raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
+        if time.thread_time() > self.until:
+            raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
 
     def write(self, made: Any) -> Any:
         """Count what the template has made, if it is a text or a list, and return it."""
@@ -103,18 +116,14 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.finalize = flat  # every value that `{{ }}` writes passes through it
         self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
-        for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
-            self.filters[name] = _after(partial(_check_filter, name), self.filters[name])
-        for name in self.filters.keys() - _OF_LISTS:
-            self.filters[name] = self._counted(_after(_check_flat, self.filters[name]))
+        for name, plain in self.filters.items():
+            self.filters[name] = self._limited(name, plain)
         tests: Any = self.tests
         for name in _COMPARING_TESTS:
-            tests[name] = _after(_check_flat, tests[name])
-        for name, check in (("join", _check_join), ("replace", _check_replace)):
-            self.filters[name] = _checked(self.filters[name], check)
-        self.filters["bounded"] = self._bounded
+            tests[name] = _of_flat(tests[name])
         self.filters["flat"] = flat
         self.filters["joined"] = lambda parts: self.budget.write("".join(str(flat(part)) for part in parts))
+        self.filters["turn"] = self._turn
 
         def refuse_chance(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
@@ -127,34 +136,45 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["dict"] = _MakeDict()
         self.globals["namespace"] = _PlainNamespace
 
-    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter whose texts are counted; `map` calls one for each of its items."""
+    def _limited(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that is counted, and looks at its arguments first; `map` calls one for each of its items."""
+        passes = hasattr(plain, "jinja_pass_arg")  # the context, evaluation context or environment comes first
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.budget.take(1)
-            return self.budget.write(plain(*args, **kwargs))
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self.budget.take()
+            given = list(args)
+            if name == "join" and not isinstance(given[passes], str):
+                given[passes] = list(given[passes])
+            if name in _GROWING:
+                _check_text(name, *given[passes:], **kwargs)
+            if name in _SLOW:
+                _check_chars(WRAPPING * len(str(given[passes])))
+            if name in _OF_LISTS:
+                return plain(*given, **kwargs)
+            for value in given:
+                _count(value)
+            return self.budget.write(plain(*given, **kwargs))
 
-        return _passing_as(plain, counted)
+        if passes:
+            setattr(limited, "jinja_pass_arg", getattr(plain, "jinja_pass_arg"))  # noqa: B009, B010
+        return limited
 
-    def _bounded(self, items: Any) -> Any:
-        if not isinstance(items, Sized):  # a generator, which Jinja's `map` and `select` return
-            items = list(items)
-        self.budget.take(1 + len(items))
-        return items
+    @jinja2.pass_context  # so that Jinja does not work it out while it compiles
+    def _turn(self, _: Any, value: Any) -> Any:
+        self.budget.take()
+        return value
 
     # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the template's, counted, its result short."""
-        __self.budget.take(1)
-        owner = _owner_of(__obj)
+        __self.budget.take()
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, (str, bytes)):
             _check_method(owner, __obj.__name__, args, kwargs)
         return __self.budget.write(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`+`, `*`, `**` and `%`, whose results may be huge."""
-        if operator == "+" and type(left) is str and type(right) is str:  # most of them
-            return self.budget.write(left + right)
         if operator in ("*", "**"):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, (str, bytes)):
@@ -177,7 +197,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _rewritten(self, node: nodes.Node) -> nodes.Node:
         if isinstance(node, nodes.For):
-            node.iter = _filter_node(node.iter, "bounded")
+            turn = _filter_node(nodes.Const(True).set_lineno(node.lineno), "turn")
+            node.body.insert(0, nodes.ExprStmt(turn).set_lineno(node.lineno))
+            if node.test is not None:
+                node.test = nodes.And(turn, node.test).set_lineno(node.lineno)
         elif isinstance(node, nodes.Compare):
             sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
             # comparing two nested lists takes as many steps as they have values; with a constant it ends at once
@@ -202,10 +225,6 @@ def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> No
                 if isinstance(item, nodes.Node):
                     _rewrite(item, change)
                     value[position] = change(item)
-
-
-def _owner_of(function: Any) -> Any:
-    return getattr(getattr(function, "__wrapped__", function), "__self__", None)
 
 
 def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
@@ -242,24 +261,8 @@ def _count(value: Any) -> int:
     return counted
 
 
-def _check_flat(*values: Any, **_: Any) -> None:
-    for value in values:
-        _count(value)
-
-
-def _after(check: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return plain(*args, **kwargs)
-
-    return _passing_as(plain, checked)
-
-
-def _passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper, given the context, evaluation context or environment that Jinja gives to `plain`."""
-    if hasattr(plain, "jinja_pass_arg"):
-        setattr(wrapper, "jinja_pass_arg", plain.jinja_pass_arg)  # noqa: B010
-    return wrapper
+def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: plain(*map(flat, args))
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:
@@ -284,21 +287,15 @@ def _check_format(form: str, width: str) -> None:
         raise TooMuch(f"a text padded to more than {MAX_WIDTH:,}")
 
 
-def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    given = (*args, *kwargs.values())
-    _check_widths(given)
-    if name == "replace":
-        _check_replace(owner, *args)
-    elif name == "join":
-        _check_join(*args, owner)
+def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if name == "join":
+        _check_text("join", *args, owner)
     elif name in ("format", "format_map"):
+        _check_widths((*args, *kwargs.values()))
         _check_format(str(owner), r"(\d+)")
-        _check_flat(*given)
-    elif name == "translate" and args and isinstance(args[0], dict):
-        _check_chars(len(owner) * max((len(str(text)) for text in args[0].values()), default=0))
-    elif name == "expandtabs":
-        width = next((value for value in given if isinstance(value, int)), 8)
-        _check_chars(str(owner).count("\t") * width + len(owner))
+        flat([*args, *kwargs.values()])
+    else:
+        _check_text(name, owner, *args, **kwargs)
 
 
 def _check_widths(values: Any) -> None:
@@ -307,40 +304,28 @@ def _check_widths(values: Any) -> None:
             raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
 
 
-def _check_filter(name: str, *args: Any, **kwargs: Any) -> None:
-    """Raise TooMuch where a filter would pad, wrap or fill a text further than a text may be long."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
-    _check_widths(given)
-    text = str(given[0]) if given else ""
-    if name == "format":
-        _check_format(text, _PERCENT_WIDTH)
-    # how often the padding or separator may be written
-    places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
-    sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
-    if name == "wordwrap":
-        _check_chars(WRAPPING * len(text))
-    if name in ("wordwrap", "format", "indent"):
-        _check_chars(places * max(sizes, default=0))
-
-
-def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """A filter whose arguments are looked at first; those after `eval_ctx` are given to the check."""
-
-    def checked(context: Any, *args: Any, **kwargs: Any) -> Any:
-        args = (list(args[0]) if check is _check_join and not isinstance(args[0], str) else args[0], *args[1:])
-        check(*args, **kwargs)
-        return plain(context, *args, **kwargs)
-
-    return _passing_as(plain, checked)
-
-
-def _check_join(items: Any, between: Any = "", *_: Any, **more: Any) -> None:
-    separators = len(items) * len(str(more.get("d", between)))
-    _check_chars(separators + sum(len(item) for item in items if isinstance(item, str)))
-
-
-def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any) -> None:
-    _check_chars(len(str(text)) + str(text).count(str(old)) * len(str(new)))
+def _check_text(name: str, text: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise TooMuch where a method of a text, or the filter of that name, would pad, wrap, fill or join one further
+    than a text may be long."""
+    given = [*args, *kwargs.values()]
+    _check_widths([text, *given])
+    widest = max((one if isinstance(one, int) else len(one) for one in given if isinstance(one, (int, str))), default=0)
+    size = 0
+    if name == "join":
+        between = str(kwargs.get("d", args[0] if args else ""))
+        size, places, widest = sum(len(one) for one in text if isinstance(one, str)), len(text), len(between)
+    elif name == "translate" and args and isinstance(args[0], dict):
+        places, widest = len(text), max((len(str(one)) for one in args[0].values()), default=0)
+    elif name == "replace":
+        old, new = (*map(str, args), "", "")[:2]
+        size, places, widest = len(str(text)), str(text).count(old), len(new)
+    elif name == "format":
+        _check_format(str(text), _PERCENT_WIDTH)
+        places = str(text).count("%")
+    else:  # how often the padding or separator may be written
+        written = {"wordwrap": len(str(text)), "indent": str(text).count("\n") + 1, "expandtabs": str(text).count("\t")}
+        size, places, widest = len(str(text)), written.get(name, 1), widest or 8
+    _check_chars(size + places * widest)
 
 
 def _tojson(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, Span
@@ -36,11 +36,6 @@ class TokenizerParts:
     bos_id: int | None
     eos: str | None
     end_of_text: int | None
-    live: Any = field(default=None, repr=False, compare=False)
-    """The backend itself, where it is in this process: parsing `state` again takes time and memory."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None}  # the other process reads `state`
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
@@ -66,12 +61,10 @@ class TokenizerParts:
             tokenizer.bos_token_id,
             tokenizer.eos_token,
             end_of_text_id(tokenizer),
-            _with_shared_vocabulary(tokenizer.backend_tokenizer),
         )
 
     def template(self, *, with_tools: bool) -> str:
-        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError where there
-        is none."""
+        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError without one."""
         named = dict(self.templates)
         source = named.get("tool_use") if with_tools else None
         source = source or named.get("default")
@@ -94,28 +87,18 @@ class TokenizerParts:
         return replace(self, templates=(("default", source),))
 
 
-def _with_shared_vocabulary(backend: Any) -> Any:
-    """A second tokenizer of the same parts, whose padding and truncation are its own; None where it would differ."""
-    from tokenizers import Tokenizer
-
-    # the vocabulary is shared: parsing it again from JSON would cost time and memory
-    copy = Tokenizer(backend.model)
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (part := getattr(backend, name)) is not None:
-            setattr(copy, name, part)
-    added = backend.get_added_tokens_decoder()
-    # by id: a token whose text is not in the vocabulary gets the next free id
-    copy.add_tokens([token for _, token in sorted(added.items())])
-    copy.encode_special_tokens = backend.encode_special_tokens
-    is_same = copy.get_added_tokens_decoder() == added and copy.get_vocab_size() == backend.get_vocab_size()
-    return copy if is_same else None
-
-
 def end_of_text_id(tokenizer: Any) -> int | None:
     """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     eos: int | None = tokenizer.eos_token_id
     return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos)
+
+
+@functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
+def _backend_of(state: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(state)
 
 
 ALL_COMPARED, ONE_COMPARED_OF = 64, 256
@@ -126,10 +109,8 @@ class Encoder:
     """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
 
     def __init__(self, parts: TokenizerParts) -> None:
-        from tokenizers import Tokenizer
-
         self._texts = 0
-        self.backend = parts.live or Tokenizer.from_str(parts.state)
+        self.backend = _backend_of(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
 
@@ -179,11 +160,11 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
     for start, end in spans:
         if end <= start:
             continue
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-        if first is None or last is None:  # a tokenizer that leaves characters out
-            offsets = encoding.offsets
-            edges_inside = sum(begin < edge < stop for begin, stop in offsets for span in spans for edge in span)
-            return Masked(ids, label_spans(ids, offsets, spans), edges_inside)
+        # a tokenizer may leave characters out, at the edges too
+        tokens = (map(encoding.char_to_token, places) for places in (range(start, end), range(end - 1, start - 1, -1)))
+        first, last = (next((token for token in one if token is not None), None) for one in tokens)
+        if first is None or last is None:
+            continue
         # A token that crosses an edge is counted and not trained; the caller splits it there if the tokenizer can.
         if encoding.token_to_chars(first)[0] < start:
             inside, at, first = inside + 1, first, first + 1
@@ -199,9 +180,8 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
 
 
 class Splitting:
-    """A tokenizer that starts again at every edge of a span, as generation does after its prompt. Tokens may reach over
-    the end of a prompt: ` answer` after `Assistant: ` is one token. A model that is prompted never sees that token; it
-    sees the tokens of the prompt and adds its own."""
+    """A tokenizer that starts again at every edge of a span, as generation does after its prompt: ` answer` after
+    `Assistant: ` may be one token, which a model that is prompted never sees."""
 
     _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 
@@ -234,14 +214,3 @@ class Splitting:
             whole, skip_special_tokens=False
         )
         return Masked(ids, labels, 0) if same and part == 2 * len(spans) else None
-
-
-def label_spans(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels of shape [T]: a token's id where all its characters lie in one span, else `IGNORED`."""
-    labels, at = [IGNORED] * len(ids), 0
-    for position, (start, end) in enumerate(offsets):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        if at < len(spans) and end > start >= spans[at][0] and end <= spans[at][1]:
-            labels[position] = ids[position]
-    return labels

@@ -31,8 +31,7 @@ def control_tokens(text: str, special: Sequence[str]) -> list[str]:
 
 
 def control_token_places(text: str, special: Sequence[str]) -> list[tuple[int, str]]:
-    """Where control tokens begin in a text; of those that overlap the first, of those that begin together the longest
-    one."""
+    """Where control tokens begin in a text; of those that overlap the first, of those of one beginning the longest."""
     # Both kinds: a tokenizer may lack tokens of its template, and may have tokens that look like words.
     places = {(match.start(), match.group()) for match in _CONTROL_TOKEN.finditer(text)}
     for token in special:
@@ -98,8 +97,7 @@ class TurnEnd:
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """What ends an assistant's turn in one template, and the rules that find it; `special` and `eos` are the
-    tokenizer's."""
+    """What ends an assistant's turn in one template; `special` and `eos` are the tokenizer's."""
 
     special: tuple[str, ...]
     eos: str | None

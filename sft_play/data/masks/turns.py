@@ -1,26 +1,15 @@
 """Where the turns of a conversation stand in its rendered text, measured on the template and verified on every row.
 
-A template is probed, never recognised by its name. Two kinds of renderings show everything:
+A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained span begins where the
+prompt that generation is given ends. A marked copy of the row, with a sentinel before and after every piece of text,
+shows what the template writes between the pieces and what it strips, drops, escapes or moves; a second copy with other
+sentinels must be the same in everything else, so that nothing taken out of a text passes for the template's own words.
+Without its sentinels the copy must be the row's own text, character by character; else nothing is trained.
 
-- The conversation up to a turn, with the generation prompt: what an answer would be generated after. The turn's
-  trained span begins where this prompt ends, provided that the whole text begins with it.
-- A marked copy: a sentinel before and after every piece of text in the row. Sentinels stand inside the white space at
-  a text's ends and around texts that the template itself looks for (`</think>`), so that the template treats the copy
-  as it treats the row. The copy shows what the template writes between the pieces, and what it strips, drops, escapes
-  or moves. Without its sentinels it must be the row's own text, character by character; else nothing is trained.
-
-A second copy has other sentinels and must be the same in everything else. So nothing that a template took out of a
-text, such as its first letter, passes for the template's own words.
-
-A turn's end is what stands after its text whatever follows. The conversation that stops there and the one that
-continues are compared, and the end is the last control token that both have. Where they have none, the special token
-that opens the next turn ends this one (GLM: `<|user|>`, after calls `<|observation|>`); after a last turn it is added.
-
-What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
-long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
-the text must be what the copy says, and each turn must begin where the row's own prompt ends. A row where either does
-not hold gets a copy of its own, since the template looks at more of a text (its length, its first letter, a word); so
-do all other rows.
+Between the pieces a template writes the same for all rows of one shape (roles, white space at the ends), as long as no
+text holds anything that it looks for. So plain rows are checked against the copy of their shape: the text must be what
+the copy says, and each turn begin where the row's own prompt ends. Where either does not hold, and for all other rows,
+there is a copy of the row's own.
 """
 
 from __future__ import annotations
@@ -39,8 +28,7 @@ from sft_play.data.masks.turn_ends import first_difference
 from sft_play.data.sources.messages import Message
 
 _MAX_SHAPES = 20_000
-"""Shapes of rows that are remembered; then all are forgotten. Data with shapes of its own in every row has no use of
-them."""
+"""Shapes of rows that are remembered; then all are forgotten."""
 
 
 @dataclass(frozen=True)

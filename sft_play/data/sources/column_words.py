@@ -43,7 +43,6 @@ def _first(names: Collection[str], words: str) -> str | None:
 
 
 def _parts(name: str) -> list[str]:
-    """`botReply` and `bot_reply` as bot and reply."""
     return re.split(r"[\W_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 

@@ -17,17 +17,14 @@ from sft_play.process.waiting import waiting
 
 
 class ExampleReader:
-    """The examples of a file, folder or data set in order, each row that cannot be one as a `BadRow`.
-
-    Every file has a format of its own. `rows` and `format` say what was found so far. Raises (while it is read):
-        DataError: a whole file cannot be read, or its columns are those of no format.
-    """
+    """The examples of a source in order, each file by its own format, each row that cannot be one as a `BadRow`; `rows`
+    and `format` say what was found so far. Reading raises DataError for a whole file."""
 
     def __init__(self, path: AnySource, data: DataConfig, *, split: str, text_wanted: bool = False) -> None:
         check_columns(data)
         self.path = path
         self.rows = 0
-        self._data, self._split, self._text_wanted = data, split, text_wanted
+        self.data, self._split, self._text_wanted = data, split, text_wanted
         self._formats: dict[str, None] = {}
 
     @property
@@ -39,23 +36,19 @@ class ExampleReader:
         """The rows as they stand in the files, counted, each with the format of its file."""
         for part in data_files(self.path, split=self._split, text_wanted=self._text_wanted):
             rows = read_part(part)
-            first, shape = first_format(rows, self._data)
+            first, shape = first_format(rows, self.data)
             if shape is not None:
                 self._formats[shape.name] = None
             for row in itertools.chain(first, rows):
                 self.rows += 1
                 yield row, shape
 
-    def example(self, row: RawRow | BadRow, shape: Format | None) -> Example | BadRow:
-        """A row of a file as an example."""
-        return example_of(row, shape, self._data)
-
     def numbered(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
         with waiting(f"Reading rows of {one_line(str(self.path))}", unit="rows", total=self._total) as news:
             for row, shape in self.raw():
                 news.add()
-                yield self.rows, self.example(row, shape)
+                yield self.rows, example_of(row, shape, self.data)
 
     def _total(self) -> int | None:
         return rows_of(data_files(self.path, split=self._split, text_wanted=self._text_wanted))

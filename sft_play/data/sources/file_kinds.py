@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from sft_play.data.sources import json_rows, tables
+from sft_play.data.sources import json_rows
 from sft_play.data.sources.raw import BOM, GZIP_MARK, blocks, head, is_gzipped, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -37,7 +37,7 @@ _FOREIGN = {
 
 
 def kind_of(path: Path, *, text_wanted: bool = False) -> str:
-    """What a file is: lines, array, objects, csv, parquet, arrow, arrow stream or text, by its content; by its name
+    """What a file is: lines, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
     only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     start = head(path)
     binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
@@ -77,10 +77,10 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
         line = start.partition("\n")[0]
         is_list = not text_wanted and re.match(r"\[\s*\{\s*\"", start) is not None
         is_rows = is_list or (_is_object(line) and ('"text"' in line or not text_wanted))
-        return _json_kind(path, start) if is_rows else "text"
+        return _json_kind(start) if is_rows else "text"
     if start[0] in "[{":
-        return _json_kind(path, start)
-    if suffix in TABLE_SUFFIXES or tables.looks_like_table(start):
+        return _json_kind(start)
+    if suffix in TABLE_SUFFIXES:
         return "csv"
     advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
     if re.match(r"<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
@@ -90,14 +90,10 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
     raise DataError(f'{path} is not JSON: it begins with "{one_line(start[:40])}"; {advice}')
 
 
-def _json_kind(path: Path, start: str) -> str:
+def _json_kind(start: str) -> str:
     first, ended, rest = start.partition("\n")
-    if start[0] == "[":
-        return "lines" if ended and rest.lstrip().startswith("[") and json_rows.is_chat(first) else "array"
-    if ended and _is_object(first):
-        return "lines"
-    # a first line that is no object may be broken JSON, which is named as such, or the beginning of an indented object
-    return "objects" if json_rows.is_spread_out(path) else "lines"
+    is_list = start[0] == "[" and not (ended and rest.lstrip().startswith("[") and json_rows.is_chat(first))
+    return "array" if is_list else "lines"
 
 
 def _is_object(line: str) -> bool:

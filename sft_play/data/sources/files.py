@@ -1,6 +1,6 @@
 """What `data.*_path` names → files → rows that know their file and line. The content decides, not the name.
 
-JSON lists, one object per line, objects printed over several lines, CSV, Parquet, Arrow, plain text, gzipped or not;
+JSON lists, one object per line, CSV, Parquet, Arrow, plain text, gzipped or not;
 folders and globs of these, folders saved by `datasets`, data sets of the hub. Everything is streamed. Work can be
 split: the rows of a file's parts, one part after the other, are the file's rows.
 """
@@ -68,8 +68,7 @@ class SourcePaths:
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Where each split is read from; None where there is none. `notes` are choices to be logged. With `sources`,
-    `train` is the first of them."""
+    """Where each split is read from. `notes` are to be logged. With `sources`, `train` is the first of them."""
 
     train: Path | Source
     val: Path | Source | None
@@ -116,9 +115,8 @@ def split_of(part: str) -> str:
 
 
 def data_paths(data: DataConfig) -> DataPaths:
-    """The files that a run reads, all of them there; where `make process` or `dapt-docx` had no rows for the default
-    `val_path` or `test_path`, they may be missing, which is noted. Raises DataError naming every file that is
-    missing."""
+    """The files that a run reads; the default `val_path` and `test_path`, for which a command may have had no rows, may
+    be missing, which is noted. Raises DataError naming every other file that is missing."""
     missing: list[str] = []
     notes: list[str] = []
     unwritten: list[str] = []
@@ -175,8 +173,7 @@ def has_held_out_file(data: DataConfig) -> bool:
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | Source:
-    """What a path option names, with the encoding of its files; raises DataError with what lies beside a missing
-    one."""
+    """What a path option names; raises DataError with what lies beside a missing one."""
     source = _located(value, encoding)
     if source is None:
         raise DataError(f"{_absent(value)}; looked from {Path.cwd()}")
@@ -234,9 +231,8 @@ def _absent(value: str) -> str:
 
 
 def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
-    """The rows of a source, bad ones among them as `BadRow`. `split` picks one of several in a folder saved by
-    `datasets` or on the hub; with `text_wanted`, files that are not JSON or tables are plain text. Raises DataError for
-    a whole file."""
+    """The rows of a source, bad ones among them. `split` picks one of several in a saved folder or on the hub; with
+    `text_wanted`, files that are not JSON or tables are plain text. Raises DataError for a whole file."""
     for part in data_files(source, split=split, text_wanted=text_wanted):
         yield from read_part(part)
 
@@ -330,8 +326,6 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         yield from json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
     elif kind == "array":
         yield from json_rows.read_array(path, name)
-    elif kind == "objects":
-        yield from json_rows.read_objects(path, name)
     elif kind == "csv":
         yield from tables.read_csv(path, name)
     elif kind == "parquet":
@@ -372,7 +366,6 @@ def split_part(part: Part, *, part_bytes: int) -> list[Part]:
 
 
 def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
-    """Ranges that begin at line beginnings, from one scan that counts line ends."""
     ranges: list[Part] = []
     start, first, line, at = 0, 1, 1, 0
     for block in blocks(part.path):
@@ -392,8 +385,7 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
 
 
 def content_digest_of(source: AnySource) -> str:
-    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own, that of a data
-    set of the hub its name's."""
+    """Digest of what a source's files hold: of one file the file's own, of a data set of the hub its name's."""
     path = source if isinstance(source, Path) else _existing(str(source))
     if path is not None and path.is_file():
         return digest_of(path)

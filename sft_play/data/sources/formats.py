@@ -89,8 +89,7 @@ def content_digest(example: Example) -> bytes:
 
 
 def digest_share(digest: bytes) -> float:
-    """A number in [0, 1) from the digest of a row's content, which decides the row's split: adding rows to a file must
-    not move the others."""
+    """A number in [0, 1) that decides a row's split: by content alone, so that rows that are added move no others."""
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -305,13 +304,8 @@ def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -
     before all others."""
     mapped = columns or {}
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
-    fitting = formats_of(keys)
+    fitting = [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
     return next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
-
-
-def formats_of(keys: Collection[str]) -> list[Format]:
-    """Every format that a row with these keys could be, the one that is taken first."""
-    return [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
@@ -356,9 +350,8 @@ def _columns(row: RawRow) -> str:
 
 
 def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Example | BadRow:
-    """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged
-    (`merge_consecutive`) and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with
-    `is_asked`."""
+    """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged and rows with
+    empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in shape.needs if key not in row.data]
     if missing:

@@ -1,4 +1,4 @@
-"""JSON → rows: one object a line, a list, or objects printed over several lines; read piece by piece.
+"""JSON → rows: one object a line, or a list; read piece by piece.
 
 Memory stays flat: a list of gigabytes is never held whole. A row that parses but would lose something (a key twice,
 NaN, half a surrogate pair) is a bad row.
@@ -56,7 +56,6 @@ def _raise(why: str) -> None:
 
 
 _DECODER = _decoder(_raise)
-_scan = _DECODER.scan_once  # type: ignore[attr-defined]  # raw_decode without its wrapper: half the time of a row
 
 
 def strict_json(text: str) -> Any:
@@ -118,26 +117,10 @@ def read_lines(
             lines.pop()  # the empty text behind the last line end is no line
         for line in lines:
             number += 1
-            row = _row_of_line(line, name, number)
-            if row is not None:
-                yield row
+            if line and not line.isspace():
+                yield parse_line(line, f"{name}:{number}")
         if broken is not None:
             raise not_utf8(path, at + broken)
-
-
-def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
-    """The row of one line; None for a blank one. The usual case first, everything else in `parse_line`."""
-    line = line.strip()
-    if not line:
-        return None
-    try:
-        value, end = _scan(line, 0)
-    except (ValueError, RecursionError, StopIteration):
-        return parse_line(line, f"{name}:{number}")
-    # brackets bound the depth from above; those inside strings make it a guess, which `parse_line` settles
-    if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
-        return parse_line(line, f"{name}:{number}")
-    return _as_row(value, f"{name}:{number}", line) if "\\u" in line else RawRow(f"{name}:{number}", value)
 
 
 def parse_line(line: str, where: str) -> RawRow | BadRow:
@@ -189,6 +172,9 @@ def _why(error: json.JSONDecodeError) -> str:
     if "Unterminated string" in error.msg:
         return f"the string that starts at column {column} is not closed"
     rest = text[error.pos : error.pos + 40].strip()
+    if not rest and text.rstrip().endswith(("{", "[", ",")):
+        way = "(jq -c . FILE > rows.jsonl; of an object around them: jq -c '.KEY[]')"
+        return f"the object goes on in the next line; a row is one line, or an item of a list {way}"
     if error.msg == "Extra data" and rest == ",":
         return f"remove the comma at the end (column {column})"
     if error.msg == "Extra data" and rest.startswith("{"):
@@ -313,15 +299,6 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{path}:{window.place()[0]}: text after the end of the list")
 
 
-def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
-    """Objects printed over several lines, one after the other."""
-    window = Window(path)
-    last_line = 0
-    while window.peek():
-        where, last_line = _where(window, name, last_line)
-        yield _next_row(window, where)
-
-
 def _where(window: Window, name: str, last_line: int) -> tuple[str, int]:
     line, column = window.place()
     return (f"{name}:{line}:{column}" if line == last_line else f"{name}:{line}"), line
@@ -332,18 +309,3 @@ def _next_row(window: Window, where: str) -> RawRow | BadRow:
     if lost:
         return BadRow(where, lost)
     return _as_row(value, where, text) if len(text) <= MAX_ROW_BYTES else too_large(where, len(text.encode()))
-
-
-def is_spread_out(path: Path) -> bool:
-    """Whether the file begins with an object that spans lines."""
-    window = Window(path)
-    if window.peek() != "{":
-        return False
-    first_line = window.place()[0]
-    start = window.text[window.position :]
-    try:
-        window.value()
-    except DataError:  # no JSON, or no end of it within the limit of a row
-        is_cut = len(window.text) - window.position > MAX_ROW_BYTES
-        return re.match(r"\{[ \t\r]*\n", start) is not None or (is_cut and "\n" in window.text[window.position :])
-    return window.place()[0] > first_line

@@ -28,8 +28,7 @@ ROLES: dict[str, str] = {
 only a name beside it (OpenAI's form of a result) decides."""
 
 TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
-"""Keys of a message whose texts a template may write: think text, what Cohere's models write before they call a tool,
-and the content."""
+"""Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content."""
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where the think text of a message may stand."""
@@ -104,8 +103,6 @@ def turns_of(value: Any, key: str) -> list[Message]:
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
         raise Unusable(f"{key} is empty" if value == [] else f"{key} is {kind(value)}, expected a list")
-    if type(value[0]) is dict:  # nearly all rows: the checks below look for JSON text in every item
-        return [message for index, item in enumerate(value) for message in _messages(item, index)]
     value = [unpacked(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
         raise Unusable(
@@ -134,26 +131,8 @@ def pair_of_texts(item: list[Any], key: str) -> list[Message]:
     return [{"role": "user", "content": item[0]}, {"role": "assistant", "content": item[1]}]
 
 
-_PLAIN_ROLES = {name: role for name, role in ROLES.items() if name not in _CALL_ROLES}
-
-
-def _plain(item: Any) -> Message | None:
-    """The message of an item that is a role and a text and nothing else, as most are: the quick way."""
-    if type(item) is not dict or len(item) != 2:
-        return None
-    given, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
-    role = _PLAIN_ROLES.get(given) if type(given) is str else None
-    # under `role` another name than a template's is kept as its author's own (GIVEN), which `_message` does
-    if role is None or type(content) is not str or (role != given and "role" in item):
-        return None
-    return {"role": role, "content": content}
-
-
 def _messages(item: Any, index: int) -> list[Message]:
     """The messages of one item: one, or the question and answer of an item that holds both."""
-    plain = _plain(item)
-    if plain is not None:
-        return [plain]
     where = f"messages[{index}]"
     if not isinstance(item, dict):
         raise Unusable("a message is not an object", f"{where} is {kind(item)}")

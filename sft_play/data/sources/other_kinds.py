@@ -47,7 +47,8 @@ def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text:
         )
     rejected = next((key for key in REJECTED if key in data and _is_answer(data[key])), None)
     if rejected is not None:
-        raise Unusable(PREFERENCE, f"{rejected} is there; {_train_chosen(data, needs)}")
+        way = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a chat, trains it"
+        raise Unusable(PREFERENCE, f"{rejected} is there; {way}; {_all_the_same(needs)}")
     negative = next((key for key in NEGATIVES if key in data and _is_passage(data[key])), None)
     if negative is not None:
         raise Unusable(RETRIEVAL, f"{negative} is there; {_all_the_same(needs)}")
@@ -65,22 +66,6 @@ def _says_unwanted(tag: str, value: Any) -> bool:
 
 def _all_the_same(needs: Sequence[str]) -> str:
     return f"to train every row anyway: data.columns={{{', '.join(f'{key}: {key}' for key in needs)}}}"
-
-
-def _train_chosen(data: Mapping[str, Any], needs: Sequence[str]) -> str:
-    """How to train the chosen answers, where they can be found, or what the format would take."""
-    if "chosen" not in data:
-        return _all_the_same(needs)
-    turns = next((key for key in ("messages", "conversations", "conversation") if key in data), None)
-    asked = turns or next((key for key in ("prompt", "question", "instruction", "input") if key in data), None)
-    chosen = unpacked(data["chosen"], "[{")
-    if isinstance(chosen, list) and len(chosen) > 1:
-        way = "data.columns={messages: chosen}"
-    elif asked is not None:
-        way = f"data.columns={{prompt: {asked}, completion: chosen}}"
-    else:
-        way = "move the question out of them into a column of its own"
-    return f"to train the chosen answers: {way}" + (f"; {_all_the_same(needs)}" if turns in needs else "")
 
 
 def _is_answer(value: Any) -> bool:

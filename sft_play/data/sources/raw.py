@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sft_play.config.schema import Encoding
 from sft_play.errors import DataError
@@ -117,9 +117,8 @@ def encoding_of(path: Path) -> str:
 
 
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, from its beginning to its end;
-    those of a file in another encoding as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than
-    the limits."""
+    """The bytes [start, end) of a file in blocks; of a gzipped file all of them, unpacked; of one in another encoding
+    as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than the limits."""
     encoding = encoding_of(path)
     if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
         yield from _as_utf8(path, encoding, size)
@@ -325,17 +324,8 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     return None
 
 
-_OTHER_SCRIPTS: dict[str, Encoding] = {
-    "cp1251": "cp1251",
-    "koi8_r": "koi8-r",
-    "cp932": "cp932",
-    "euc_jp": "euc-jp",
-    "gb18030": "gb18030",
-    "euc_kr": "euc-kr",
-    "big5": "big5",
-}
-"""Encodings of scripts other than Latin by Python's name. Of those that are equally likely the first counts: Chinese
-text may be Korean too, hardly the reverse."""
+_OTHER_SCRIPTS = ("cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "euc_kr", "big5")
+"""Encodings of scripts other than Latin. Of equally likely ones the first counts: Chinese text may be Korean too."""
 _ASCII, _NOWHERE = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
 """Bytes that are the same everywhere, and those that no text has beside them alone."""
 
@@ -352,7 +342,8 @@ def guess_encoding(sample: bytes) -> Encoding | None:
 
         chaos = {match.encoding: match.chaos for match in from_bytes(sample, cp_isolation=[*_OTHER_SCRIPTS])}
         if chaos:
-            return _OTHER_SCRIPTS[min((name for name in _OTHER_SCRIPTS if name in chaos), key=chaos.__getitem__)]
+            likely = min((name for name in _OTHER_SCRIPTS if name in chaos), key=chaos.__getitem__)
+            return cast(Encoding, likely.replace("_", "-"))
     return "cp1252" if any(0x80 <= byte <= 0x9F for byte in sample) else "latin1"
 
 

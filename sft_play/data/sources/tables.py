@@ -64,21 +64,6 @@ def _field_count(line: str, delimiter: str) -> int:
         return 0
 
 
-_COLUMN_NAME = re.compile(r"[^\W\d][\w .:/()-]{0,60}")
-
-
-def looks_like_table(start: str) -> bool:
-    """Whether text whose name says nothing is a table: a first line of at least two names, a second with as many
-    fields."""
-    lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
-    if len(lines) < 2:
-        return False
-    delimiter = find_delimiter(lines[0])
-    names = next(csv.reader([lines[0]], delimiter=delimiter), [])
-    is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
-    return is_header and _field_count(lines[1], delimiter) == len(names)
-
-
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
@@ -89,7 +74,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
-        lines.begin_row(f"{name}:{line}")
+        lines.where, lines.taken = f"{name}:{line}", 0
         try:
             fields = next(reader)
         except StopIteration:
@@ -139,20 +124,17 @@ class _TextLines:
         start = head(path)
         self._ends_with_cr = b"\r" in start and b"\n" not in start
         self._lines = self._read(path)
-        self._where, self._taken = str(path), 0
-
-    def begin_row(self, where: str) -> None:
-        """Count the lines that follow as another row's."""
-        self._where, self._taken = where, 0
+        self.where, self.taken = str(path), 0
+        """The row that is read, and how many characters of it were."""
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self._taken += len(line)
-        if self._taken > MAX_ROW_BYTES:  # characters, which are never more than bytes
-            raise _never_closed(self._where)
+        self.taken += len(line)
+        if self.taken > MAX_ROW_BYTES:  # characters, which are never more than bytes
+            raise _never_closed(self.where)
         return line
 
     def _read(self, path: Path) -> Iterator[str]:
@@ -162,7 +144,7 @@ class _TextLines:
             *lines, rest = (rest + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
             yield from (line + "\n" for line in lines)
             if len(rest) > MAX_ROW_BYTES:
-                raise DataError(str(too_large(self._where, len(rest.encode()))))
+                raise DataError(str(too_large(self.where, len(rest.encode()))))
         if rest:
             yield rest
 
@@ -177,7 +159,12 @@ def _reading(path: Path | str, kind: str) -> Iterator[None]:
     except Exception as error:
         why = f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}"
         if kind == HUB:
-            why = f"{one_line(str(path))} cannot be read: {_hub_advice(hub_parts(str(path))[0], error)}"
+            fetch = f"hf download {hub_parts(str(path))[0]} --repo-type dataset --local-dir data/raw/"
+            why = (
+                f"{one_line(str(path))} cannot be read: {one_line(str(error), limit=300)}; check the spelling; without "
+                "a connection (or with HF_HUB_OFFLINE) only this machine's cache is read; a gated one needs hf auth "
+                f"login; or fetch its files and name the folder: {fetch}"
+            )
         raise DataError(why) from error
 
 
@@ -397,22 +384,6 @@ def _load_hub(given: str) -> Any:
     ident, config = hub_parts(given)
     with _reading(given, HUB), waiting(f"Asking the hub for the data set {ident}"):
         return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
-
-
-def _hub_advice(ident: str, error: Exception) -> str:
-    import datasets
-
-    fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
-    if datasets.config.HF_HUB_OFFLINE:
-        return (
-            "the hub is not asked (there is no connection, or HF_HUB_OFFLINE is set), and the cache of this machine "
-            f"does not hold it; fetch it where there is a network ({fetch}) and name the folder"
-        )
-    return (
-        f"{one_line(str(error), limit=300)}; check the spelling; where it is gated or private accept its terms on "
-        f"https://huggingface.co/datasets/{ident} and log in (hf auth login); or fetch its files ({fetch}) and name "
-        "the folder"
-    )
 
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:

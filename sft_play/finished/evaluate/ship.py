@@ -14,9 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sft_play.data.build.arrow_rows import row_digest
+from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
@@ -170,10 +168,10 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
     # more are read than are wanted, since some may be repeated; at most so many, since each is compared
     read = evenly_spaced(len(held.split.rows), 4 * count)
-    trained, chosen = set(np.asarray(held.train.digests, np.uint64).tolist()), {}
+    trained, chosen = set(held.train.report.digests), {}
     for index in read:
         row = held.split.rows[index]
-        digest = row_digest(row["input_ids"])
+        digest = token_digest(row["input_ids"])
         if digest not in trained:
             chosen[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(chosen.values())

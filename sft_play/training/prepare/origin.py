@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, adapter_folder, run_of
+from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, run_of
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import digest_of
 from sft_play.errors import ModelError
@@ -40,11 +40,11 @@ class Origin:
 
 
 def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
-    """The adapter that a run continues; None where it starts a new one. Raises ConfigError: its files cannot be
-    fetched; ModelError: they cannot be read, or are the adapter of another model or another base."""
+    """The adapter that a run continues; None where it starts a new one. Raises ModelError: its
+    files cannot be read, or are the adapter of another model or another base."""
     if config.model.adapter is None:
         return None
-    folder = adapter_folder(config.model.adapter)
+    folder = Path(config.model.adapter)
     run = run_of(folder)
     data = (run[1].get("data") if run else None) or {}
     _require_base(config, model_spec, folder, data.get("weights") or {})
