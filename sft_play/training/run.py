@@ -24,7 +24,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
 from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
-from sft_play.training.measure.peaks import LoadMeter, MemoryMeter, Watch
+from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Trained, finish, summary_of
 from sft_play.training.measure.updates import UpdateCheck
@@ -93,12 +93,12 @@ def train(
         )
         _announce(job, prepared, checkpoint)
         eval_set = eval_set_of(job, prepared)
-        with LoadMeter(job.plan) as loading:
-            trainer = load_trainer(
-                job, prepared, eval_set, watch, begins_from=begins_from,
-                in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
-            )  # fmt: skip
-        before = BeforeTraining(job, trainer, eval_set, loading, is_resumed=checkpoint is not None)
+        watch.memory.peaks.start("loading")
+        trainer = load_trainer(
+            job, prepared, eval_set, watch, begins_from=begins_from,
+            in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
+        )  # fmt: skip
+        before = BeforeTraining(job, trainer, eval_set, watch.memory.peaks, is_resumed=checkpoint is not None)
         metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.told.append(functools.partial(_remember, job))
         with trainer.step_memory.noted():
