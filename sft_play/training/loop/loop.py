@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -385,23 +384,10 @@ class PlannedLoop(CheckpointedLoop):
                 metrics |= self._exact_match(asked, prefix=str(options.get("metric_key_prefix", "eval")))
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
-            logger.info("%s", self._validation_line(metrics))
+            match = metrics.get("eval_exact_match")
+            shown = "" if match is None else f", exact match {match:.1%}"
+            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], shown)
         return metrics
-
-    def _validation_line(self, metrics: dict[str, float]) -> str:
-        step, match = self.state.global_step, metrics.get("eval_exact_match")
-        line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
-        line += "" if match is None else f", exact match {match:.1%}"
-        name = str(self.args.metric_for_best_model or "eval_loss")
-        history = [(entry[name], entry["step"]) for entry in self.state.log_history if name in entry]
-        figures = [(value, at) for value, at in history if at and math.isfinite(value)]
-        if not figures:
-            return line
-        sign = -1 if self.args.greater_is_better else 1
-        best, at = min(figures, key=lambda figure: sign * figure[0])  # of equal ones the first
-        shown = f"{best:.1%}" if name.endswith("exact_match") else f"{best:.4f}"
-        what = name.removeprefix("eval_").replace("_", " ")
-        return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with context_parallel.whole_rows(self.model), self._monitor.generating():

@@ -287,8 +287,8 @@ def plan_callbacks(
     resume_step: int | None = None,
     metrics: Sequence[str] = (),
 ) -> list[TrainerCallback]:
-    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves after
-    `resume_step` are dropped; `metrics` are the tags of held-out figures), a profile."""
+    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves end at
+    `resume_step`; `metrics` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
