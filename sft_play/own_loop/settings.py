@@ -54,7 +54,6 @@ class DistConfig(Section):
     """DDP's search for parameters that got no gradient."""
 
 
-_OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 _KEYS = ", ".join(DistConfig.model_fields)
 
 
@@ -111,10 +110,7 @@ def _read(config: Any) -> tuple[YamlDocument, Path | None]:
         logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT)
         return YamlDocument(name="the defaults"), None
     path = path or Path(config).expanduser()
-    document = parse(read_text(path), name=one_line(str(path)))
-    if len(_OF_A_RUN & set(document.data)) > 1:  # one alone may be a misspelt key
-        raise ConfigError(f"{document.name} is a run YAML, for make train CONFIG=; get_accelerator takes {_KEYS}")
-    return document, path.absolute().parent
+    return parse(read_text(path), name=one_line(str(path))), path.absolute().parent
 
 
 def _places(path: Path, *folders: Path) -> list[Path]:
