@@ -149,4 +149,4 @@ def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
 def test_the_guard_is_looked_at_before_a_trainer_is_made(monkeypatch):
     monkeypatch.delattr(Trainer, "_load_best_model")
     with pytest.raises(BackendError, match="_load_best_model is gone"):
-        PlannedTrainer(model=None)
+        PlannedTrainer(model=None, plan=None)

@@ -123,7 +123,6 @@ def trainer_of(
         questions=eval_set.asked_while_training,
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
-        answer_tokens=plan.answer_tokens,
         masks=prepared.model_spec.masks,
         beat=watch.beat,
         monitor=Monitor(

@@ -23,8 +23,9 @@ from transformers.trainer_utils import seed_worker
 from sft_play.data.build.mixing import Mix
 from sft_play.data.build.packing import Packs
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.plan import Plan
 from sft_play.process.endings import leave_with
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
@@ -83,73 +84,60 @@ class PlannedLoop(CheckpointedLoop):
     def __init__(
         self,
         *,
+        plan: Plan,
         questions: Sequence[Question] = (),
         stop_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
-        answer_tokens: int = 1,
         patience: int | None = None,
         packs: Packs | None = None,
-        micro_batches: MicroBatches | None = None,
-        step_rows: int | None = None,
         grouped: bool = True,
         by_source: bool = False,
         masks: bool = True,
         mix: Mix | None = None,
-        layout: Layout = SINGLE,
-        row_tokens: int = 0,
         evaluates_blocks: bool = False,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
-        sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
-        of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
-        which ranks share rows; `row_tokens`: tokens that packs are padded to at least; `evaluates_blocks`: held-out
-        rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those
-        of `CheckpointedLoop` and the Trainer."""
-        self._questions, self._stop_ids = list(questions), list(stop_ids)
-        self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
-        self._patience = patience
+        """`packs`: chats that share a training row; `grouped`: the rows of a step are sorted by length; `by_source`:
+        report the loss of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of
+        each; `evaluates_blocks`: held-out rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the
+        others'. The other options are those of `CheckpointedLoop` and the Trainer."""
+        require_known(self.upstream)
+        self.plan, self._layout = plan, plan.choice.layout
+        self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
+        self._patience, self._evaluates_blocks = patience, evaluates_blocks
+        self._loraplus_lr_ratio = loraplus_lr_ratio
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
-        self._layout, self._evaluates_blocks = layout, evaluates_blocks
-        self._loraplus_lr_ratio = loraplus_lr_ratio
         self._eval_head: torch.Tensor | None = None
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        require_known(self.upstream)
         super().__init__(**options)
-        attention = str(self.model.config.get_text_config()._attn_implementation)
-        cut = micro_batches or MicroBatches(self.args.per_device_train_batch_size)
-        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
-            cut = MicroBatches(cut.rows)
-        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
-        batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel
-        self._step_rows = step_rows or batch * self.args.gradient_accumulation_steps * ranks
-        self.order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=self._step_rows, mix=mix
-        )
-        self._batches = StepBatches(
-            self.order, lengths, cut,
-            window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
-        )  # fmt: skip
         self._passes, self._pass = 1, 0
         self._slots: list[Any] = []
         self._eval_rows: int | None = None
+        attention = str(self.model.config.get_text_config()._attn_implementation)
+        cut = plan.micro_batches
+        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
+            cut = MicroBatches(cut.rows)
+        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        window = plan.batch.effective_batch
+        self.order = EpochOrder(
+            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=window, mix=mix
+        )
+        place, part = divmod(distributed.batch_rank(self._layout), self._layout.context_parallel)
+        ranks = self._layout.data_parallel
+        self._batches = StepBatches(self.order, lengths, cut, window=window, rank=place, ranks=ranks)
         self.step_memory = StepMemory(self, cut)
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
-        is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
-        self.data_collator: Any = self._collator(flat=is_flat, by_source=by_source, masks=masks, row_tokens=row_tokens)
-
-    def _collator(self, **options: Any) -> Collator:
-        parts = self._layout.context_parallel
-        return Collator(
+        self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            part=distributed.batch_rank(self._layout) % parts, parts=parts,
-            tells_lengths=varlen.needs_lengths(str(self.model.config.get_text_config()._attn_implementation)),
-            **options,
+            flat=not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION)),
+            by_source=by_source, masks=masks, tells_lengths=varlen.needs_lengths(attention),
+            row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
+            part=part, parts=self._layout.context_parallel,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -393,7 +381,7 @@ class PlannedLoop(CheckpointedLoop):
         with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
                 self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
-                most_tokens=self._answer_tokens, tried=self.step_memory.tried,
+                most_tokens=self.plan.answer_tokens, tried=self.step_memory.tried,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)

@@ -45,9 +45,8 @@ class StepMemory(TrainerCallback):
     def __init__(self, trainer: Any, cut: MicroBatches) -> None:
         """`cut`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
-        passes = max(1, -(-trainer._step_rows // (cut.rows * ranks)))
+        passes = max(1, -(-trainer.plan.batch.effective_batch // (cut.rows * ranks)))
         self._trainer, self.cut, self.batch = trainer, cut, BatchPlan(cut.rows, passes, ranks)
-        self.plan: Any = None
         self.told: list[Callable[[RanOut], None]] = []
         """Called when memory has run out, before anything is repeated."""
         self.waiting: list[Callable[[float], None]] = []
@@ -150,7 +149,7 @@ class StepMemory(TrainerCallback):
             half, is_repeated = self.batch.halved, self._trainer.beat.last[1] in _REPEATED
             is_again = half is not None and is_repeated and not self.is_alone
             self._tell(str(error), again="run" if is_again else None, now=half.micro_batch if half and is_again else 0)
-            message = out_of_memory_message(self.plan, error, self.batch)
+            message = out_of_memory_message(self._trainer.plan, error, self.batch)
             raise OutOfMemory(message, batch=None if is_again else self.batch) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -174,7 +173,7 @@ class StepMemory(TrainerCallback):
         trainer = self._trainer
         each, rank = trainer._batches.longest_pass(self.cut), trainer._batches.rank
         device, is_new = trainer.args.device, not getattr(trainer.optimizer, "state", None)
-        optimizer = self.plan.memory.terms.get("optimizer", 0) if self.plan and is_new else 0
+        optimizer = trainer.plan.memory.terms.get("optimizer", 0) if is_new else 0
         sizes = (min(_PIECE, optimizer - first) for first in range(0, optimizer, _PIECE))
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         if self.is_alone and self.batch.grad_accum > 1:

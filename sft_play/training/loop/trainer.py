@@ -238,8 +238,7 @@ def build_trainer(
         **({"peft_config": peft_config} if peft_config is not None else {}),
         train_dataset=rows,
         packs=packs,
-        micro_batches=plan.micro_batches,
-        step_rows=plan.batch.effective_batch,
+        plan=plan,
         grouped=config.train.group_by_length,
         by_source=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
@@ -248,8 +247,6 @@ def build_trainer(
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
         monitor=monitor,
-        layout=plan.choice.layout,
-        row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
         loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
@@ -260,7 +257,6 @@ def build_trainer(
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
         name_backbone(trainer.model.get_base_model())
-    trainer.step_memory.plan = plan
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
