@@ -352,7 +352,7 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
 @pytest.mark.usefixtures("reset")
 @pytest.mark.parametrize(
     ("kernel", "says"),
-    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0.1"), (wrong(window=-1), "window 48: 0.1"),
+    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0."), (wrong(window=-1), "window 48: 0."),
      (wrong(scale=1.05), "is wrong on cpu"), (wrong(nan=100), "window None: nan"),
      (wrong(gradient=1.05), "window None"),
      (refused, "not proven: RuntimeError: FlashAttention only supports")],

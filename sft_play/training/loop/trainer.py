@@ -24,7 +24,6 @@ from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
 from sft_play.data.build.splits import Split
 from sft_play.errors import ConfigError
-from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -39,7 +38,6 @@ from sft_play.training.model.adapter_inputs import cast_outside_autocast
 from sft_play.training.model.fused_head import name_backbone
 from sft_play.training.prepare.model_spec import blocks_of
 from sft_play.training.ranks import distributed, engines
-from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,10 @@ def training_arguments(
         greater_is_better=train.metric_for_best_model == "exact_match",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
         dataloader_num_workers=train.dataloader_num_workers,
-        dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),
+        # WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078)
+        dataloader_pin_memory=train.dataloader_pin_memory
+        and plan.hardware.device == "cuda"
+        and not plan.hardware.pages,
         dataloader_persistent_workers=False,  # they draw no seed at an epoch's start; a resumed run's do
         disable_tqdm=True,
         label_names=["labels"],
@@ -118,25 +119,6 @@ def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
         "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
         "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
     }  # fmt: skip
-
-
-PIN_TRIED = 64 * MIB
-"""Bytes that are page-locked as a test: more than the batches in the loaders' queues."""
-
-
-def _pins(plan: Plan) -> bool:
-    """WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078): it is tried."""
-    if plan.hardware.device != "cuda" or not plan.hardware.pages:
-        return plan.hardware.device == "cuda"
-    try:
-        torch.empty(PIN_TRIED, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:  # torch raises CUDA's errors as this
-        logger.info(
-            "WSL: memory cannot be page-locked (%s): falling back to train.dataloader_pin_memory=false",
-            one_line(str(error), limit=120),
-        )
-        return False
-    return True
 
 
 def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:

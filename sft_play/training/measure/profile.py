@@ -154,8 +154,9 @@ class ProfileWindow(TrainerCallback):
         )
         path = self._folder / COUNTS
         path.write_text(json.dumps(report | {"trace": FILE}, indent=1) + "\n", encoding="utf-8")
-        for line in (*communication.lines_of(report), f"Communication: {path}"):
-            logger.info("%s", line)
+        verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
+        logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: %s",
+                    f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
 def window_of(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:

@@ -95,29 +95,6 @@ def communication_report(
     }  # fmt: skip
 
 
-def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """A report in words: the kinds, who waits for whom, and the plan's bytes beside the counted ones."""
-    kinds = ", ".join(
-        f"{name} {kind['count']:g} x of {kind['bytes']:,} bytes in {kind['seconds']:.4f} s"
-        for name, kind in sorted(report["kinds"].items(), key=lambda item: -item[1]["bytes"])
-    )
-    lines = [
-        f"Communication of {report['steps']} steps, each: {kinds}; {report['communication_s']:.4f} of "
-        f"{report['step_s']:.4f} s"
-    ]
-    ranks = [one for one in report["ranks"] if one["waiting_s"] is not None]
-    if ranks:
-        last = min(ranks, key=lambda one: one["waiting_s"])
-        lines.append(f"Communication: rank {last['rank']} on {last['host']} waits the least: the others wait for it")
-    if report["difference"] is not None:
-        verdict = "agree" if report["agrees"] else f"are more than {TOLERANCE:.0%} apart"
-        lines.append(
-            f"Communication: a rank sends {report['sent_bytes']:,} bytes a step, {report['planned_sent_bytes']:,} "
-            f"predicted ({report['difference']:+.1%}): they {verdict}"
-        )
-    return lines
-
-
 def group_of(kind: str, layout: Layout) -> int:
     """Ranks of the group that collectives of a kind run over."""
     if layout.tensor_parallel > 1 and kind in ("all_gather", "reduce_scatter"):
