@@ -200,9 +200,6 @@ def test_what_is_no_config_is_one_message(config):
             {"gradient_accumulation_steps": 2},
             "contradicts gradient_accumulation_st",
         ),
-        ({"bf16": {"enabled": True}}, {"mixed_precision": "no"}, "bf16.enabled: true contradicts mixed_precision: no"),
-        ({"bf16": {"enabled": False}}, {"mixed_precision": "bf16"}, "bf16.enabled: false contradicts"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
         ({"fp16": {"enabled": True}}, {}, "fp16 needs a GPU"),
         ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "stage: 2 contradicts zero3_offload: true"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
@@ -217,6 +214,28 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
         asked(config, best=CPU, has_deepspeed=True)
     assert said in str(caught.value)
     assert "DEEPSPEED_CONFIG" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "wish", "device", "precision"),
+    [
+        ({"bf16": {"enabled": True}}, "no", GPU, "no"),
+        ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
+        ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
+        ({}, "auto", OLD_GPU, "fp16"),
+    ],
+)
+def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
+    path = write(tmp_path / "ds.json", file)
+    config = {"backend": "deepspeed", "deepspeed_config": path, "mixed_precision": wish}
+    found = asked(config, best=device, has_deepspeed=True)
+    assert found.mixed_precision == precision
+    assert found.deepspeed is not None
+    for key in ("bf16", "fp16"):
+        assert found.deepspeed.get(key, {}).get("enabled", False) is (key == precision)
+        assert {**file.get(key, {}), "enabled": key == precision}.items() >= found.deepspeed.get(key, {}).items()
 
 
 def test_a_yaml_deepspeed_file_beside_the_settings_is_found(tmp_path):

@@ -80,10 +80,10 @@ def asked(
         name, deepspeed, fallback = _deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
         if deepspeed is not None:
             problems = [f"{name}: {text}" for text in _contradictions(deepspeed, settings, document.name)]
-            _fill(deepspeed, settings, name)
+            _fill(deepspeed, settings, name, _precision(settings, deepspeed, best))
     elif settings.zero3_offload:
         problems = ["zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed"]
-    precision = _precision(settings, _allowed(deepspeed or {}), best)
+    precision = _precision(settings, deepspeed or {}, best)
     if precision == "fp16" and best == "no":
         problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
     _refuse(problems)
@@ -150,12 +150,14 @@ def _shown(value: Any, raw: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _precision(settings: DistConfig, allowed: Sequence[Precision], best: Precision) -> Precision:
-    """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
+def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best: Precision) -> Precision:
+    """What was asked for; auto follows the DeepSpeed file where that says it, else the device."""
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
-    # a file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported
-    return best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
+    said = {key: (deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    if True in said.values():
+        return "bf16" if said["bf16"] is True else "fp16"
+    return "no" if said.get(best) is False else best
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
@@ -183,7 +185,10 @@ def _deepspeed_file(
     return name, config, None
 
 
-def _fill(config: dict[str, Any], settings: DistConfig, name: str) -> None:
+def _fill(config: dict[str, Any], settings: DistConfig, name: str, precision: Precision) -> None:
+    for key in ("bf16", "fp16"):  # as in a run, whose file may have been written for another machine
+        if key in config or key == precision:
+            config[key] = {**(config.get(key) or {}), "enabled": key == precision}
     zero = config["zero_optimization"] = config.get("zero_optimization") or {}
     if zero.get("stage", "auto") in ("auto", None):
         zero["stage"] = 3 if settings.zero3_offload else 2
@@ -202,28 +207,9 @@ def _contradictions(config: Mapping[str, Any], settings: DistConfig, here: str) 
     steps, theirs = settings.gradient_accumulation_steps, config.get("gradient_accumulation_steps", "auto")
     if theirs not in ("auto", None, steps):
         yield f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of {here}"
-    wish, allowed = settings.mixed_precision, _allowed(config)
-    if not allowed:
-        yield "bf16.enabled and fp16.enabled are both true; keep one of them"
-    elif wish not in ("auto", *allowed):
-        listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
-        yield f"{listed} contradicts mixed_precision: {wish} of {here}; set mixed_precision: {' or '.join(allowed)}"
     zero = config.get("zero_optimization") or {}
     if settings.zero3_offload and zero.get("stage", "auto") not in ("auto", None, 3):
         yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {here}"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
         yield f"offload_param needs stage 3 and the stage is {zero['stage']}"
-
-
-def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
-    """The dtypes that a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
-    dtypes: tuple[Precision, ...] = ("no", "bf16", "fp16")
-    for key, value in _enabled(config).items():
-        dtypes = tuple(one for one in dtypes if (one == key) is value)
-    return dtypes
-
-
-def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
-    enabled = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
-    return {key: value for key, value in enabled.items() if isinstance(value, bool)}
