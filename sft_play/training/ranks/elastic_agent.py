@@ -32,7 +32,7 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
 from sft_play.process.endings import STOPPING, StopSignals, leave_with_starter
-from sft_play.process.failures import Failure, numbered
+from sft_play.process.failures import Failure
 from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import noted
@@ -126,8 +126,6 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool) -> tuple
     if own is not None:
         stack = own.traceback if own.kind == "fault" else ""
     parts = [stack.rstrip(), f"[{COMMAND}] error: {sentence(root, world)}"]
-    others = _others(ended, root)
-    parts += [f"[{COMMAND}] then {'; '.join(others)}"] if others else []
     return "\n".join(part for part in parts if part), 1
 
 
@@ -138,18 +136,6 @@ def death(ended: Sequence[Ended], world: int | None, *, asked: bool) -> str | No
     own = root.own
     helps = own is None or own.kind in ("peer", "hung") or (own.kind == "fault" and own.name in _OF_A_GPU)
     return sentence(root, world) if helps and not (asked or root.was_told) else None
-
-
-def _others(ended: Sequence[Ended], root: Ended) -> list[str]:
-    """The other ranks: those that ended with it or after it, and what else one of them says."""
-    after, rest = list[int](), list[str]()
-    for one in (one for one in ended if one is not root):
-        is_same = one.own and root.own and (one.own.name, one.own.message) == (root.own.name, root.own.message)
-        if is_same or (one.own.kind in ("peer", "hung", "stopped") if one.own else one.signal):
-            after.append(one.rank)
-        else:
-            rest.append(sentence(one, None))
-    return [*([f"{numbered(after)} ended too"] if after else []), *rest]
 
 
 class _Stopping:
