@@ -325,7 +325,7 @@ def test_a_deepspeed_file_names_dtypes_too():
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 def test_who_comes_last_waits_least():
-    from sft_play.training.ranks.communication import waiting
+    from sft_play.training.measure.profile import waiting
 
     ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
     assert waiting(ranks) == pytest.approx([0.4, 0.1])
@@ -346,13 +346,13 @@ def test_who_comes_last_waits_least():
     ],
 )  # fmt: skip
 def test_the_backends_work_is_told_by_its_name(name, kind):
-    from sft_play.training.ranks.communication import kind_of
+    from sft_play.training.measure.profile import kind_of
 
     assert kind_of(name) == kind
 
 
 def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
-    from sft_play.training.ranks.communication import timed_of
+    from sft_play.training.measure.profile import timed_of
 
     collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
     work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
@@ -361,7 +361,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.ranks.communication import TOLERANCE, Counted, communication_report
+    from sft_play.training.measure.profile import TOLERANCE, Counted, communication_report
 
     def counted(rank: int, seconds: float) -> Counted:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
