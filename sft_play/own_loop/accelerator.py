@@ -31,16 +31,11 @@ logger = logging.getLogger(__name__)
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
     """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists the keys).
 
-    A relative path is looked up in the working folder, then in the project. If DeepSpeed is asked for but its file or
-    package is missing, accelerate runs instead, with a warning; if accelerate is not installed, a single process gets a
-    `NoOpAccelerator`, with a warning. A second call replaces the accelerator of the first: accelerate keeps one state
-    per process. The settings are its attribute `dist_config`.
-
-    Raises:
-        ConfigError: the settings are unreadable, wrong or contradictory, all problems at once; a launcher started fewer
-            processes than it was asked for; or ranks were given different settings.
-        BackendError: accelerate is not installed, and there are several ranks or fp16 is asked for.
-    """
+    A relative path is looked up in the working folder, then in the project. Without DeepSpeed's file or package
+    accelerate runs instead, without accelerate a `NoOpAccelerator` in a single process, each with a warning. A second
+    call replaces the accelerator of the first. The settings are its attribute `dist_config`. Raises ConfigError: the
+    settings are wrong or contradictory, or differ over ranks, or a launcher started too few of these; BackendError:
+    without accelerate there are several ranks, or fp16 is asked for."""
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
     starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
@@ -198,12 +193,6 @@ def _checkpoint_activations(model: Any) -> None:
         enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:
         raise ConfigError(f"gradient_checkpointing: {name} cannot: {one_line(str(error))}; set it to false") from None
-    if getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False  # transformers would warn at every step and turn it off itself
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    is_frozen = embeddings is not None and not any(weight.requires_grad for weight in embeddings.parameters())
-    if is_frozen and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # else the first layers' outputs need no gradient, and adapters get none
 
 
 def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...], micro_batch_size: int | None) -> None:

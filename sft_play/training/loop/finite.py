@@ -97,20 +97,16 @@ class FiniteSteps(TrainerCallback):
 
     def _decide(self, what: str, *, was_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
-        kept = checkpoints.kept(Path(self._trainer.args.output_dir))
-        new_run = "start a new run with a lower train.learning_rate"
+        end = f"{checkpoints.kept(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a new "
+        end += "run with a lower train.learning_rate"
         if was_taken:  # bf16.check_grad_overflow: false
-            raise TrainingError(
-                f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}: {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {end}")
         if self._on_nan == "stop":
-            raise TrainingError(
-                f"step {step}: {what}, so the step was not taken: nothing was changed; {kept}. A resumed run meets "
-                f"the same rows again: resume with SET='train.on_nan=skip', which leaves such steps out, or {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, so the step was not taken: nothing was changed. A resumed run "
+                                f"leaves such steps out with SET='train.on_nan=skip'; {end}")  # fmt: skip
         if self._in_a_row >= SKIPS_IN_A_ROW:
             raise TrainingError(f"step {step}: {what}, and the {self._in_a_row - 1} steps before it were skipped for "
-                                f"the same; {kept}. Look at the data of these steps, or {new_run}")  # fmt: skip
+                                f"the same; {end}")  # fmt: skip
         if distributed.is_first():
             logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, what)
 

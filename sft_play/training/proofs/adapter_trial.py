@@ -59,11 +59,8 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlaces, frozenset[str]]:
-    """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none.
-
-    Raises:
-        ModelError: tokens of its class see those after them.
-    """
+    """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none. Raises
+    ModelError: tokens of its class see those after them."""
     kind, layers = str(model.config.model_type), list(linear_layers(model))
     failed, untried = dict[str, str](), ""
     if kind not in FAMILIES:
