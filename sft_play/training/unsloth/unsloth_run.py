@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import TrainingArguments
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Split, Splits
-from sft_play.errors import BackendError, ConfigError
+from sft_play.errors import BackendError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
@@ -53,10 +52,7 @@ def train(path: Path) -> None:
     quiet_libraries()
     job = _job(document)
     check_device(job.plan, job.loaded.config)
-    try:  # `prepare` has looked in the other environment, whose packages are not these
-        check_trackers(job.loaded.config)
-    except ConfigError as error:
-        raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
+    check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(job.plan, job.loaded.config)
     memory = MemoryMeter(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
