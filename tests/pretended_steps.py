@@ -31,7 +31,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck
+from sft_play.training.loop.callbacks import GradientCheck
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.measure.updates import UpdateCheck
@@ -110,7 +110,7 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
         peft_config=spec.peft_config, train=split, evaluation=split, arguments=arguments, masks=has_masks,
         questions=[Question([5, 6, 7], "x", "y"), Question([8, 9], "x", "y")], max_new_tokens=3,
     )  # fmt: skip
-    for callback in (GradientCheck(), LossScaleCheck(), UpdateCheck(made, plan.precision.updates)):
+    for callback in (GradientCheck(), UpdateCheck(made, plan.precision.updates)):
         made.add_callback(callback)
     return made
 

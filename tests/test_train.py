@@ -475,7 +475,7 @@ def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
     in_fp16(monkeypatch, 2.0**24)
     code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=12")
     assert code == 0, printed
-    assert "Step 1 skipped: gradients not finite, which is how fp16 finds its loss scale (" in printed
+    assert "Step 1 skipped: gradients not finite, which is how fp16 finds its loss scale" in printed
     assert "Step 12 skipped" not in printed
     assert losses(folder)[-1] < losses(folder)[0]
 
@@ -484,7 +484,7 @@ def test_an_fp16_run_that_skips_every_step_stops(train, monkeypatch):
     in_fp16(monkeypatch, 2.0**60)
     code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=3")
     assert code == 2
-    assert "all 3 steps were skipped, and nothing was learned: activations or gradients left fp16's range" in printed
+    assert "all 3 steps had values that are not finite: nothing was learned: activations or gradients left" in printed
     assert "llama is not among the families known for it" in printed
     assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 

@@ -17,7 +17,7 @@ from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.loop.curriculum import Stages
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
@@ -136,7 +136,7 @@ def _train(
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
-        *(GradientCheck(), LossScaleCheck(), updates, lines, progress, stop),
+        *(GradientCheck(), updates, lines, progress, stop),
         *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=step, metrics=metrics),
     ):
         trainer.add_callback(callback)
