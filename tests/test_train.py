@@ -775,13 +775,14 @@ class TestProgress:
         global_step, max_steps, is_world_process_zero = 0, 10, True
 
     def test_speed_and_time_left_count_training_steps_only(self):
-        clock = iter([0.0, 4.0, 104.0, 108.0, 108.0, 108.0, 108.0])
+        clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
         progress = Progress(tokens=lambda: 800, now=lambda: next(clock))
         state = self.State()
-        progress.on_train_begin(None, state, None)  # at 0 s
-        progress.on_step_end(None, state, None)  # at 4 s: then 100 s of evaluation
-        progress.on_step_begin(None, state, None)  # at 104 s
-        line = progress.line(2, 10)  # at 108 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
+        progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
+        progress.on_step_begin(None, state, None)  # at 10 s
+        progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
+        progress.on_step_begin(None, state, None)  # at 114 s
+        line = progress.line(2, 10)  # at 118 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
         assert line == "100 tokens/s  32 seconds left"
 
 

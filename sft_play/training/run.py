@@ -127,7 +127,6 @@ def _train(
     stop = StopAfter(train.stop_after_steps, hours=train.max_hours)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
-    trainer.step_memory.waiting.append(progress.wait)
     trainer.checkpoint_took.append(stop.note_checkpoint)
     compiler = trainer.compiler
     if compiler is not None:

@@ -240,8 +240,8 @@ class Progress(TrainerCallback):
         self._paused += seconds
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Start the clock."""
-        self._started = self._last_line = self._now()
+        """Start the clock, which stands until the first step."""
+        self._started = self._last_line = self._pause_began = self._now()
         self.first_step, self._paused = state.global_step, 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -49,8 +48,6 @@ class StepMemory(TrainerCallback):
         self._trainer, self.cut, self.batch = trainer, cut, BatchPlan(cut.rows, passes, ranks)
         self.told: list[Callable[[RanOut], None]] = []
         """Called when memory has run out, before anything is repeated."""
-        self.waiting: list[Callable[[float], None]] = []
-        """Told the seconds that trying the longest rows took."""
         self.has_halved = False
         self._start: dict[str, Any] = {}
 
@@ -160,13 +157,10 @@ class StepMemory(TrainerCallback):
         rotations = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
         if trainer.is_deepspeed_enabled or trainer.compiler is not None or "dynamic" in str(rotations):
             return
-        began = time.perf_counter()
         trainer.beat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
         self.repeated(lambda _: self._try_longest())
         self._set_back()
-        for wait in self.waiting:
-            wait(time.perf_counter() - began)
 
     def _try_longest(self) -> None:
         """Beside as many bytes as the optimizer's states and the gradients of other passes will hold."""

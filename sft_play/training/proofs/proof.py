@@ -135,13 +135,8 @@ def _largest(figures: Iterable[float]) -> float:
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
-@dataclass(frozen=True, order=True)
-class Heads:
-    """Heads of queries and of keys, and their width."""
-
-    queries: int
-    keys: int
-    width: int
+Heads = tuple[int, int, int]
+"""Heads of queries and of keys, and their width."""
 
 
 def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
@@ -157,7 +152,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
             error = _relative_error(heads, window=window, dtype=dtype, device=device)
             largest = max(largest, error)
             if not error <= KERNEL_TOLERANCE:
-                return error, f"it is wrong on {device} for {heads}, window {window}: {error:.2g}"
+                return error, f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}"
         return largest, None
 
     error, problem = agreed(tried)
@@ -174,11 +169,12 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
 def _relative_error(heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device) -> float:
     """How far the kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU."""
     draw = torch.Generator().manual_seed(1)
-    shapes = [(sum(LENGTHS), count, heads.width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
+    queries, keys, width = heads
+    shapes = [(sum(LENGTHS), count, width) for count in (queries, keys, keys, queries)]
     *exact, weight = (torch.randn(shape, generator=draw).to(dtype).float() for shape in shapes)
     given = [one.to(device, dtype).requires_grad_() for one in exact]
     exact = [one.requires_grad_() for one in exact]
-    scale = heads.width**-0.5
+    scale = width**-0.5
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
     found = varlen.flash(*given, ends, max(LENGTHS), scale=scale, window=window)
     query, key, value = exact
@@ -200,5 +196,5 @@ def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
     groups = {grouped, getattr(hf_config, "num_global_key_value_heads", None) or grouped}
     window = getattr(hf_config, "sliding_window", None)
     windows = [None, *([min(window, WINDOW)] if isinstance(window, int) and window > 0 else [])]
-    heads = {Heads(max(1, queries // parts), max(1, keys // parts), width) for keys in groups for width in widths}
+    heads = {(max(1, queries // parts), max(1, keys // parts), width) for keys in groups for width in widths}
     return list(itertools.product(sorted(heads), windows))
