@@ -78,7 +78,6 @@ def _without_accelerate(config: Any) -> Any:
 
 
 def _best_precision() -> Precision:
-    """bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
         return "no"
     is_old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
@@ -86,7 +85,6 @@ def _best_precision() -> Precision:
 
 
 def _drop_launcher_settings(wanted: CheckedSettings) -> None:
-    """Remove the variables of `accelerate launch` that contradict the settings; FSDP's stay."""
     wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
     if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
@@ -151,7 +149,6 @@ def _plugin(config: dict[str, Any]) -> Any:
 
 
 def _warn(text: str) -> None:
-    """A warning, once per node."""
     logger.log(logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG, "%s", text)
 
 
@@ -212,7 +209,6 @@ def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...],
 
 
 def _drop_blocks(config: dict[str, Any], others: tuple[Any, ...]) -> None:
-    """Drop the file's optimizer and scheduler where the script brings its own, or nothing resolves their autos."""
     kinds = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
     for name, classes in kinds.items():
         block = config.get(name)

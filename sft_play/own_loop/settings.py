@@ -97,7 +97,6 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _read(config: Any) -> tuple[YamlDocument, Path | None]:
-    """What a file or a mapping says, and the folder that its paths may be relative to."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
@@ -114,7 +113,6 @@ def _read(config: Any) -> tuple[YamlDocument, Path | None]:
 
 
 def _places(path: Path, *folders: Path) -> list[Path]:
-    """Where a file may be: as given, then below the folders, then in the project."""
     path = path.expanduser()
     if path.is_absolute():
         return [path]

@@ -284,7 +284,6 @@ def plan_callbacks(
 def _packs_of(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
-    """Which chats share a row, and packs (or rows) of each source; no pack holds rows of two sources."""
     if not wants_packing(config):
         return None, tuple(sizes)
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])

@@ -98,19 +98,11 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
         )
 
 
-def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str, instead: str) -> None:
-    """Warns that a run needs more than was planned (None: it does not). `found`: what was found since, and how the run
-    goes on: "... without it"; `instead`: what to set. Raises DoesNotFit: the plan chose its batch for less."""
-    if need is None:
-        return
-    train, room = config.train, plan.budget_bytes
-    text = (
-        f"{one_line(config.model.name)} {found} this run needs {need / GIB:.2f} GiB, where "
-        f"{plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
-    )
-    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
-        raise DoesNotFit(f"{text}; {instead}", plan=plan.as_json())
-    logger.warning("%s", text)
+def warn_of_need(plan: Plan, need: int | None, found: str) -> None:
+    """Warn that a run needs more than was planned (None: it does not), by what was found since."""
+    if need is not None:
+        logger.warning("%s this run needs %.2f GiB, where %.2f were planned and %.2f are there", found, need / GIB,
+                       plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
 
 
 _LACKING = re.compile(
@@ -156,7 +148,6 @@ def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | N
 
 
 def _smaller(plan: Plan, batch: BatchPlan) -> str:
-    """What needs less memory, by settings that the run can be resumed with where there are any: rows of a step stay."""
     half = batch.halved
     if half is not None:
         return f"SET='train.batch_size={half.micro_batch} train.grad_accum={half.grad_accum}', which resume takes too"

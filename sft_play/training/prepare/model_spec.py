@@ -148,7 +148,6 @@ def build_model_spec(
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
-    """A note on a base whose weights are stored quantised, which its config then says no more."""
     fields = whole.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
@@ -173,7 +172,6 @@ def _trained(
 def _measured(
     config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
 ) -> tuple[Attention, bool, list[str]]:
-    """What a small model of the class shows: is varlen enough, and do padded rows need a mask?"""
     notes, trusted = [], config.model.trust_remote_code
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
@@ -264,7 +262,6 @@ def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> 
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
-    """None where the tokenizer is no larger than the model: embeddings never shrink."""
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}

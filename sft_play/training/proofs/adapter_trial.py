@@ -200,7 +200,6 @@ def _small_random(small: Any, trust_remote_code: bool) -> Any:
 
 
 def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Which of these groups of layers fail with an adapter on each layer, and why."""
     names = [name for group in groups.values() for name in group]
     if not names:
         return {}
@@ -226,7 +225,6 @@ def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str,
 
 
 def _step(model: Any, draw: int) -> None:
-    """A step forwards and backwards on random tokens, as in training; gradients add up."""
     ids = torch.randint(3, VOCABULARY, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(draw))
     model.train()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss

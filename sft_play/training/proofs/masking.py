@@ -90,7 +90,6 @@ def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False
 
 
 def _pack(chats: list[Any]) -> dict[str, Any]:
-    """A row of chats, in which no chat's first token is predicted from the chat before."""
     ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
     labels = ids.copy()
     labels[np.cumsum(lengths) - lengths] = IGNORED

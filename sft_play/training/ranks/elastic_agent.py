@@ -225,12 +225,10 @@ def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
 
 
 def _newest(folder: Path, name: str) -> Path | None:
-    """The newest file of a name: the launcher names a folder for each of its attempts."""
     return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _world(given: Any) -> int | None:
-    """How many ranks there are on all nodes; None where it was left to the launcher to count."""
     try:
         return int(given.nproc_per_node) * int(str(given.nnodes).rpartition(":")[2])
     except ValueError:

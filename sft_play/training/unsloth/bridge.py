@@ -219,7 +219,6 @@ def _run(python: Path, document: Path, plan: Plan) -> None:
 
 
 def _places(plan: Plan) -> Iterator[dict[str, str]]:
-    """The variables of each process: those of torch's launcher where there are several, else none."""
     ranks = plan.choice.layout.ranks
     if ranks == 1:
         yield {}
