@@ -11,6 +11,8 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -162,25 +164,30 @@ def read(tmp_path: Path, text: str) -> AccelerateConfig:
     return read_accelerate_file(path)
 
 
+def of(compute: str, grad_accum: int = 1) -> Any:
+    """A plan, as far as its lines beside a file of accelerate read it."""
+    return SimpleNamespace(precision=SimpleNamespace(compute=compute), batch=SimpleNamespace(grad_accum=grad_accum))
+
+
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
-    lines = overridden_lines(config, mixed_precision="bf16")
+    lines = overridden_lines(config, of("bfloat16"), max_grad_norm=1)
     assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert len(overridden_lines(config, mixed_precision="no")) == 1
+    assert len(overridden_lines(config, of("float32"), max_grad_norm=1)) == 1
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
-    lines = overridden_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
+    lines = overridden_lines(config, of("float32", 4), max_grad_norm=1)
     assert [line for line in lines if "wins" in line] == [
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(overridden_lines(config, mixed_precision="no")) == 3
+    assert len(overridden_lines(config, of("float32"), max_grad_norm=1)) == 3
 
 
 @pytest.mark.parametrize(

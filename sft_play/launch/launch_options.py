@@ -142,22 +142,6 @@ def take_choices() -> AccelerateConfig | None:
     return choices
 
 
-def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
-    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
-
-    `max_grad_norm`: the run's, which such a file may contradict. `with_count`: whether the choices hold a number of
-    processes.
-    """
-    for line in overridden_lines(
-        choices,
-        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
-        grad_accum=plan.batch.grad_accum,
-        max_grad_norm=max_grad_norm,
-        with_count=with_count,
-    ):
-        logger.info("%s", line)
-
-
 def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
     file, accelerate, notes = find_accelerate_file(os.environ), None, options.notes
@@ -200,18 +184,11 @@ def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions
 
 
 def overridden_lines(
-    accelerate: AccelerateConfig,
-    *,
-    mixed_precision: str,
-    grad_accum: int | None = None,
-    max_grad_norm: float | None = None,
-    with_count: bool = True,
+    accelerate: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = True
 ) -> list[str]:
     """Lines for the log: how the file's process count is read, and where the run YAML or the plan overrides the file.
-
-    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
-    launch` sets for a rank, which do not include the count.
-    """
+    `max_grad_norm`: the run's; `with_count`: not of the variables that `accelerate launch` sets for a rank."""
+    mixed_precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
     total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
     where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
     precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
@@ -223,8 +200,8 @@ def overridden_lines(
         (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
         (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),
     ]
-    for key, ours in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
+    for key, ours in {"gradient_accumulation_steps": plan.batch.grad_accum, "gradient_clipping": max_grad_norm}.items():
         theirs = accelerate.deepspeed_config.get(key) if kind == "DEEPSPEED" else None
-        if theirs not in (None, "auto") and ours is not None and not same_numbers(theirs, ours):
+        if theirs not in (None, "auto") and not same_numbers(theirs, ours):
             said.append((True, f"says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins"))
     return [f"{accelerate.path.name} {text}" for is_so, text in said if is_so]

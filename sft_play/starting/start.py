@@ -24,7 +24,7 @@ from sft_play.launch.launch_options import (
     LaunchOptions,
     as_accelerate_says,
     as_the_mesh_says,
-    log_choices,
+    overridden_lines,
     take_choices,
     with_accelerate,
 )
@@ -117,8 +117,9 @@ def _start(asked: Asked) -> Started:
             return Started(0, folder)
         plan = planned[0][0]
         if asked.accelerate is not None and asked.tells:
-            log_choices(asked.accelerate, plan, max_grad_norm=asked.loaded.config.train.max_grad_norm,
-                        with_count=asked.over_ranks)  # fmt: skip
+            norm = asked.loaded.config.train.max_grad_norm
+            for line in overridden_lines(asked.accelerate, plan, max_grad_norm=norm, with_count=asked.over_ranks):
+                logger.info("%s", line)
         if folder is None or not decided.trains_here:
             run = folder.path.name if asked.resume and folder is not None else None
             code, launch = launch_ranks(
