@@ -62,7 +62,6 @@ class CheckedSettings:
     """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
 
     settings: DistConfig
-    name: str
     mixed_precision: Precision
     deepspeed: dict[str, Any] | None = None
     fallback: str | None = None
@@ -87,7 +86,7 @@ def asked(
     if precision == "fp16" and best == "no":
         problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
     _refuse(problems)
-    return CheckedSettings(settings, document.name, precision, deepspeed, fallback)
+    return CheckedSettings(settings, precision, deepspeed, fallback)
 
 
 def _refuse(problems: Sequence[str]) -> None:

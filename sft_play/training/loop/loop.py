@@ -48,7 +48,7 @@ from sft_play.training.loop.upstream import require_known
 from sft_play.training.measure.exact_match import Answer, Question, answers
 from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.model import context_parallel, sdpa, varlen
-from sft_play.training.proofs.compiling import Compiler, plain_code
+from sft_play.training.proofs.compiling import Compiler
 from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.distributed import own_devices
@@ -357,7 +357,7 @@ class PlannedLoop(CheckpointedLoop):
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
         # compiled blocks would be compiled once more for passes without gradients
-        plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
+        plain = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation"), plain, kernel:

@@ -178,26 +178,19 @@ def window_of(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) 
 # --- what ranks send --------------------------------------------------------------------------------------------------
 OPERATORS: Mapping[str, tuple[str, int, bool]] = {
     "c10d::allreduce_": ("all_reduce", 0, True),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0, True),
     "c10d::reduce_": ("reduce", 0, True),
     "c10d::broadcast_": ("broadcast", 0, True),
     "c10d::_allgather_base_": ("all_gather", 0, True),
     "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0, True),
     "c10d::allgather_": ("all_gather", 1, False),
-    "c10d::allgather_coalesced_": ("all_gather", 1, False),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, True),
     "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, True),
-    "c10d::reduce_scatter_": ("reduce_scatter", 0, False),
     "c10d::alltoall_base_": ("all_to_all", 1, True),
-    "c10d::alltoall_": ("all_to_all", 1, True),
-    "c10d::gather_": ("gather", 1, False),
-    "c10d::scatter_": ("scatter", 0, False),
-    "c10d::send": ("send", 0, True),
-    "c10d::recv_": ("recv", 0, True),
     "c10d::barrier": ("barrier", -1, True),
 }
-"""Operator: kind, the index of the argument with the tensors that have the size (-1: none), and whether they are the
-whole message, else one rank's part of it. The whole message is what all ranks have together, before or after."""
+"""What DDP, FSDP2, DeepSpeed and this toolkit call. Operator: kind, the index of the argument with the tensors that
+have the size (-1: none), and whether they are the whole message, else one rank's part of it. The whole message is what
+all ranks have together, before or after."""
 TOLERANCE = 0.05
 """How far counted and predicted bytes may be apart: FSDP2 pads tensors, ZeRO-3 keeps small ones whole, and logged
 numbers are reduced too. Measured with a model of 94,000 weights on two CPU ranks: 2% at most (docs/launch.md)."""

@@ -179,7 +179,7 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
         if not chosen([pattern], sizes):
             parts = {part for name in sizes for part in name.split(".") if not part.isdigit()}
             raise ModelError(f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode="
-                             f"{config.tuning.mode} trains{_nearest(pattern, parts)}; one of them is "
+                             f"{config.tuning.mode} trains{_nearest(pattern.rpartition('.')[2], parts)}; one of them is "
                              f"{next(iter(sizes))}")  # fmt: skip
     kept = chosen(patterns, sizes)
     share = sum(sizes[name] for name in kept) / sum(sizes.values())

@@ -131,8 +131,10 @@ def build_model_spec(
     notes.append(f"Attention: {attention.reason}")
     attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
     notes += measured
+    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
     model_spec = ModelSpec(
-        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to, _layer_class(skeleton),
+        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to,
+        max(layers, key=lambda name: layers[name], default=""),  # some models have others beside it
         tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
@@ -190,12 +192,6 @@ def _measured(
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in their order: what transformers checkpoints one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _layer_class(skeleton: Any) -> str:
-    """The most frequent class of blocks, since some models have others beside it; empty where there is none."""
-    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
-    return max(layers, key=lambda name: layers[name], default="")
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:

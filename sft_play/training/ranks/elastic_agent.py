@@ -64,12 +64,9 @@ class Ended:
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended it, or None."""
-        if self.exit_code >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exit_code).name
-        except ValueError:
-            return f"signal {-self.exit_code}"
+        number = -self.exit_code
+        known = {one.value: one.name for one in signal.Signals}
+        return None if number <= 0 else known.get(number, f"signal {number}")
 
     @property
     def was_told(self) -> bool:
