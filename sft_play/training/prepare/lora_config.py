@@ -178,9 +178,9 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
     for pattern in patterns:
         if not chosen([pattern], sizes):
             parts = {part for name in sizes for part in name.split(".") if not part.isdigit()}
+            near = _nearest(pattern.rpartition(".")[2], parts)
             raise ModelError(f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode="
-                             f"{config.tuning.mode} trains{_nearest(pattern.rpartition('.')[2], parts)}; one of them is "
-                             f"{next(iter(sizes))}")  # fmt: skip
+                             f"{config.tuning.mode} trains{near}; one of them is {next(iter(sizes))}")  # fmt: skip
     kept = chosen(patterns, sizes)
     share = sum(sizes[name] for name in kept) / sum(sizes.values())
     return (
