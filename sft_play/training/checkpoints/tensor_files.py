@@ -59,11 +59,6 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
     return opened
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
-    return {name: (one.file, one.shape, one.dtype) for name, one in tensors_in(folder).items()}
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers would read: those of the index where there is one, else all of them. A hub repository
     may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""

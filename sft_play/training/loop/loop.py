@@ -114,15 +114,18 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        super().__init__(**options)
         self._passes, self._pass = 1, 0
         self._slots: list[Any] = []
         self._eval_rows: int | None = None
-        attention = str(self.model.config.get_text_config()._attn_implementation)
+        super().__init__(**options)
+        self._set_rows(options["train_dataset"], packs, grouped=grouped, mix=mix, by_source=by_source, masks=masks)
+
+    def _set_rows(self, rows: Any, packs: Packs | None, *, grouped: bool, mix: Mix | None, **options: Any) -> None:
+        plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         cut = plan.micro_batches
         if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
             cut = MicroBatches(cut.rows)
-        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        lengths = lengths_of(rows) if packs is None else packs.tokens
         window = plan.batch.effective_batch
         self.order = EpochOrder(
             len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=window, mix=mix
@@ -131,13 +134,13 @@ class PlannedLoop(CheckpointedLoop):
         ranks = self._layout.data_parallel
         self._batches = StepBatches(self.order, lengths, cut, window=window, rank=place, ranks=ranks)
         self.step_memory = StepMemory(self, cut)
-        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
+        self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not cut.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
             flat=not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION)),
-            by_source=by_source, masks=masks, tells_lengths=varlen.needs_lengths(attention),
+            tells_lengths=varlen.needs_lengths(attention),
             row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
-            part=part, parts=self._layout.context_parallel,
+            part=part, parts=self._layout.context_parallel, **options,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------

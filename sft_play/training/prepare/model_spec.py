@@ -31,7 +31,7 @@ from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
-from sft_play.training.checkpoints.tensor_files import tensor_shapes
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.language_model import Tower, fit_ties, language_config, tower_of
 from sft_play.training.model.tensor_parallel import Style
@@ -232,7 +232,7 @@ def _names_of(config: RunConfig) -> set[str]:
     folder = local_folder(config.model.name)
     try:
         if folder is not None:
-            return set(tensor_shapes(folder))
+            return set(tensors_in(folder))
         return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
     except ModelError:
         raise
