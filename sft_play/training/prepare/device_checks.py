@@ -37,11 +37,8 @@ def check_device(plan: Plan, config: RunConfig) -> None:
             reason = str(error)
         raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
     if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
-        raise HardwareError(
-            f"torch {torch.__version__} sees an accelerator ({torch.accelerator.current_accelerator()}), but the run "
-            "was planned for the CPU, since no driver's tool shows a GPU that runs are planned for (make gpu-info): "
-            f"{ON_CPU}"
-        )
+        found = torch.accelerator.current_accelerator()
+        raise HardwareError(f"torch sees an accelerator ({found}) that no run is planned for (make gpu-info): {ON_CPU}")
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
@@ -92,9 +89,8 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
 
     if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):  # every call of it would raise
         raise HardwareError(
-            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}, and this run needs it "
-            f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "
-            "needed (make doctor), or tuning.mode=lora with train.optim=adamw_torch_fused"
+            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}: install another version "
+            "of it (make doctor), or use tuning.mode=lora with train.optim=adamw_torch_fused"
         )
 
 

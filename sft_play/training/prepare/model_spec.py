@@ -265,9 +265,8 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
     # wte: GPT-2's embedding, which is its head too
     if untrained and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
         raise ModelError(
-            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "
-            "the new ones untrained and unsaved: set tuning.lora.modules_to_save=[embed_tokens, lm_head], use "
-            "tuning.mode=full, or take the tokenizer that belongs to the model"
+            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings: take the model's own, "
+            "or train the new ones by tuning.lora.modules_to_save=[embed_tokens, lm_head] or tuning.mode=full"
         )
     return tokenizer_size
 

@@ -136,9 +136,8 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
         vocabulary = tokenizer.get_vocab()
         fitting = [name for name in usable if all(token in vocabulary for token in TEMPLATE_TOKENS[name])]
         raise TokenizerError(
-            f"the tokenizer of {config.model.name} has no chat template, and task_mode {config.task_mode} trains "
-            f"chats; give data.chat_template a Jinja file or a built-in name that fits this vocabulary "
-            f"({', '.join(fitting)}), take an instruction-tuned model, or train plain text with task_mode=cpt"
+            f"the tokenizer of {config.model.name} has no chat template; give data.chat_template a Jinja file or a "
+            f"built-in name that fits this vocabulary ({', '.join(fitting)}), or train plain text with task_mode=cpt"
         )
     return []
 

@@ -54,10 +54,8 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
     elif not math.isfinite(leak):
         problem = "a small model of its class computes numbers that are not finite"
     if problem:
-        raise ConfigError(
-            f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured ({problem}), and "
-            f"a chat that sees another would be trained wrong; {_INSTEAD}"
-        )
+        raise ConfigError(f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured "
+                          f"({problem}); {_INSTEAD}")  # fmt: skip
     measured = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
     if leak >= APART_TOLERANCE:
         raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}; "

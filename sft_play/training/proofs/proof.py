@@ -149,7 +149,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
     def tried() -> tuple[float, str | None]:
         largest = 0.0
         for heads, window in _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
-            error = _relative_error(heads, window=window, dtype=dtype, device=device)
+            error = relative_error(varlen.flash, heads, window=window, dtype=dtype, device=device)
             largest = max(largest, error)
             if not error <= KERNEL_TOLERANCE:
                 return error, f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}"
@@ -166,8 +166,10 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
     logger.debug("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
 
 
-def _relative_error(heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device) -> float:
-    """How far the kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU."""
+def relative_error(
+    kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
+) -> float:
+    """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU (`gap`)."""
     draw = torch.Generator().manual_seed(1)
     queries, keys, width = heads
     shapes = [(sum(LENGTHS), count, width) for count in (queries, keys, keys, queries)]
@@ -176,7 +178,7 @@ def _relative_error(heads: Heads, *, window: int | None, dtype: torch.dtype, dev
     exact = [one.requires_grad_() for one in exact]
     scale = width**-0.5
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
-    found = varlen.flash(*given, ends, max(LENGTHS), scale=scale, window=window)
+    found = kernel(*given, ends, max(LENGTHS), scale=scale, window=window)
     query, key, value = exact
     wanted = varlen.one_by_one(query, key, value, LENGTHS, scale=scale, window=window)
     gradients = torch.autograd.grad(found, given, weight.to(device, dtype)), torch.autograd.grad(wanted, exact, weight)

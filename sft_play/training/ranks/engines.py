@@ -240,10 +240,8 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     names = {kind.__name__ for kind in type(wrapped).__mro__}
     wanted = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
     if wanted not in names:
-        raise TrainingError(
-            f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a {wanted}: the "
-            "engine was left out; nothing was trained"
-        )
+        raise TrainingError(f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a "
+                            f"{wanted}; nothing was trained")  # fmt: skip
     if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)

@@ -50,10 +50,8 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
     if given:
         python = Path(given) / "bin" / "python"
         if not os.access(python, os.X_OK):
-            raise BackendError(
-                f"{VARIABLE}={one_line(given)} was asked for, but there is no program {python.absolute()}; name the "
-                "folder of an environment that has bin/python and Unsloth"
-            )
+            raise BackendError(f"{VARIABLE}={one_line(given)} names no environment: there is no program "
+                               f"{python.absolute()}")  # fmt: skip
         return python.absolute()
     for folder in (Path.cwd() / FOLDER, ROOT / FOLDER):
         python = folder / "bin" / "python"

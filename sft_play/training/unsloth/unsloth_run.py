@@ -154,10 +154,8 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
         if isinstance(value, (bool, int, float, str)) and value != actual:
             changes.append(f"{name}={one_line(str(value))} to {one_line(str(actual))}")
     if changes:
-        raise BackendError(
-            f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set these keys of the "
-            "run to Unsloth's values (train.optim, train.bf16, train.fp16), or use tuning.backend=bnb"
-        )
+        raise BackendError(f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set "
+                           "these to Unsloth's values, or use tuning.backend=bnb")  # fmt: skip
     return arguments
 
 
@@ -204,7 +202,5 @@ def check_loaded(model: Any, wanted_shapes: dict[str, list[int]], *, is_4bit: bo
     differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
     if differing:
         name = differing[0]
-        raise BackendError(
-            f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead of "
-            f"{wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained; use tuning.backend=bnb"
-        )
+        raise BackendError(f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead "
+                           f"of {wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained")  # fmt: skip
