@@ -627,7 +627,7 @@ def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tin
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     code, printed, _ = train("one", f"model.name={folder}")
     assert code == 2
-    assert "do not match the model: model.layers.1.mlp.up_proj.weight" in printed
+    assert "do not match its config.json: model.layers.1.mlp.up_proj.weight" in printed
 
 
 def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
