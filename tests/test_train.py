@@ -637,7 +637,7 @@ def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, printed, _ = train("one", f"model.name={folder}")
     assert code == 2
-    assert "do not match the model: lm_head.weight" in printed
+    assert "do not match its config.json: lm_head.weight" in printed
 
 
 @pytest.mark.parametrize(
