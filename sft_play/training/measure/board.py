@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -101,8 +100,9 @@ class Board(TrainerCallback):
         self._steps: dict[str, int] = {}
         self._tags: set[str] = set()
         self._purged_from = None if resume_step is None else resume_step + 1
-        if resume_step is None:
-            shutil.rmtree(folder.tensorboard, ignore_errors=True)  # of a start that trained nothing
+        for name in ("", *SPLITS.values()) if resume_step is None else ():  # of a start that trained nothing
+            for path in (folder.tensorboard / name).glob("events.out.tfevents.*"):
+                path.unlink()
         self._layout: dict[str, Any] = {}
         for tag in ("train/", *self._metrics):  # TensorBoard gives out its colours in this order
             self._writer_of(tag)
