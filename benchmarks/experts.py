@@ -128,7 +128,7 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     return {
         "status": "measured",
         "said": [line for line in ended.stdout.splitlines() if "Peak memory" in line],
-        "measured": {key: found[key] for key in ("peak_bytes_by_moment", "loading", "tokens_per_s")},
+        "measured": {key: found[key] for key in ("peak_bytes_by_moment", "tokens_per_s")},
         "predicted": plan["peak_bytes"],
         "tokens_per_s": plan["tokens_per_s"],
     }

@@ -45,24 +45,43 @@ class Setting:
 
 AFTER_LOADING = '''
 """Ends a rank once all have loaded: a step and its checkpoint would take twice as long."""
-import json, os, time
+import json, os, threading, time
 from pathlib import Path
 
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
 if "RANK" in os.environ:
-    from sft_play.training.measure.peaks import LoadMeter
+    from sft_play.training.measure.evaluate import BeforeTraining
+    from sft_play.training.measure.peaks import Peaks
+    from sft_play.training.ranks.distributed import of_all
 
-    stop, folder = LoadMeter.stop, Path(__file__).parent
+    folder, seen, done, start_moment = Path(__file__).parent, [], threading.Event(), Peaks.start
 
-    def stop_and_leave(meter):
-        found = json.dumps(stop(meter))
+    def watch():
+        while not done.wait(0.005):
+            seen.append(own_bytes())
+
+    def start(peaks, moment):
+        if moment == "loading":
+            seen.append(own_bytes())
+            threading.Thread(target=watch, daemon=True).start()
+        start_moment(peaks, moment)
+
+    def leave(before):
+        done.set()
+        memory = before._job.plan.memory
+        taken = of_all(max(*seen, own_bytes()) - seen[0])
+        found = {"predicted_device": memory.load_bytes, "device_by_rank": taken}
         aside = folder / f"{os.environ['RANK']}.part"
-        aside.write_text(found)
+        aside.write_text(json.dumps(found))
         aside.rename(folder / f"{os.environ['RANK']}.json")
         while len(list(folder.glob("*.json"))) < int(os.environ["WORLD_SIZE"]):  # others may still wait for this one
             time.sleep(0.05)
         os._exit(0)
 
-    LoadMeter.stop = stop_and_leave
+    Peaks.start, BeforeTraining.measure = start, leave
 '''
 """sitecustomize.py of the ranks."""
 
@@ -95,7 +114,7 @@ def make_run(folder: Path, setting: Setting) -> Path:
 
 
 def measure(folder: Path, setting: Setting) -> dict[str, Any]:
-    """`loading` of the summary of one run, which ends then, and the bytes of the stored weights.
+    """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
 
     Raises:
         RuntimeError: the run failed; the message is the end of what it printed.

@@ -31,7 +31,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck
+from sft_play.training.loop.callbacks import GradientCheck
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.measure.updates import UpdateCheck
@@ -93,7 +93,7 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     )  # fmt: skip
     plan = make_plan(PlanRequest(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34)))
     cut = MicroBatches(2, tokens=96, padded=False) if rows == "joined" else MicroBatches(2)
-    plan = dataclasses.replace(plan, micro_batches=cut)
+    plan = dataclasses.replace(plan, micro_batches=cut, answer_tokens=64)
     tokenizer, has_masks = AutoTokenizer.from_pretrained(model), rows not in ("unmasked", "of sources")
     spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer), masks=has_masks,
@@ -108,9 +108,9 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     made = build_trainer(
         config, plan, run, model=loaded if device is None else moved(loaded, device), tokenizer=tokenizer,
         peft_config=spec.peft_config, train=split, evaluation=split, arguments=arguments, masks=has_masks,
-        questions=[Question([5, 6, 7], "x", "y"), Question([8, 9], "x", "y")], max_new_tokens=3, answer_tokens=64,
+        questions=[Question([5, 6, 7], "x", "y"), Question([8, 9], "x", "y")], max_new_tokens=3,
     )  # fmt: skip
-    for callback in (GradientCheck(), LossScaleCheck(), UpdateCheck(made, plan.precision.updates)):
+    for callback in (GradientCheck(), UpdateCheck(made, plan.precision.updates)):
         made.add_callback(callback)
     return made
 

@@ -149,7 +149,6 @@ def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypat
     monkeypatch.chdir(tmp_path)
     found = asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True)
     assert found.settings == DistConfig()
-    assert found.name == str(ROOT / DEFAULT_CONFIG)
     monkeypatch.setattr("sft_play.own_loop.settings.PROJECT", tmp_path / "installed")
     caplog.set_level("INFO")
     assert asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True).settings == DistConfig()
@@ -174,7 +173,7 @@ def write(path: Path, content: Any) -> Path:
         ),
         ("mixed_precision: yes\n", ["expected auto, no, fp16 or bf16"]),
         ("gradient_checkpointing: on\n", ["expected true or false, found", "write true"]),
-        ("model: {name: x}\ntrain: {}\n", ["is a run YAML, for make train CONFIG="]),
+        ("model: {name: x}\ntrain: {}\n", ["the keys are backend, mixed_precision"]),
         ("- backend\n", ["the root is a list"]),
         ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
     ],
@@ -200,9 +199,6 @@ def test_what_is_no_config_is_one_message(config):
             {"gradient_accumulation_steps": 2},
             "contradicts gradient_accumulation_st",
         ),
-        ({"bf16": {"enabled": True}}, {"mixed_precision": "no"}, "bf16.enabled: true contradicts mixed_precision: no"),
-        ({"bf16": {"enabled": False}}, {"mixed_precision": "bf16"}, "bf16.enabled: false contradicts"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
         ({"fp16": {"enabled": True}}, {}, "fp16 needs a GPU"),
         ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "stage: 2 contradicts zero3_offload: true"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
@@ -217,6 +213,28 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
         asked(config, best=CPU, has_deepspeed=True)
     assert said in str(caught.value)
     assert "DEEPSPEED_CONFIG" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "wish", "device", "precision"),
+    [
+        ({"bf16": {"enabled": True}}, "no", GPU, "no"),
+        ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
+        ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
+        ({}, "auto", OLD_GPU, "fp16"),
+    ],
+)
+def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
+    path = write(tmp_path / "ds.json", file)
+    config = {"backend": "deepspeed", "deepspeed_config": path, "mixed_precision": wish}
+    found = asked(config, best=device, has_deepspeed=True)
+    assert found.mixed_precision == precision
+    assert found.deepspeed is not None
+    for key in ("bf16", "fp16"):
+        assert found.deepspeed.get(key, {}).get("enabled", False) is (key == precision)
+        assert {**file.get(key, {}), "enabled": key == precision}.items() >= found.deepspeed.get(key, {}).items()
 
 
 def test_a_yaml_deepspeed_file_beside_the_settings_is_found(tmp_path):
@@ -431,17 +449,12 @@ def test_deepspeed_is_told_what_model_and_data_say(caplog):
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
     model = tiny()
     wrap_model_optimizer(_Plugin(config), model, torch.optim.SGD(model.parameters()), DataLoader(token_rows(), 5))
-    assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (5, 30)
+    assert config["train_micro_batch_size_per_gpu"] == 5
+    assert "train_batch_size" not in config  # DeepSpeed multiplies
     assert config["zero_optimization"]["reduce_bucket_size"] == 16 * 16
     assert not {"optimizer", "scheduler"} & set(config)
     assert "overlap_comm" not in config["zero_optimization"]
     assert "optimizer block (AdamW) is left out: the script's is used" in caplog.text
-    for key, value, said in (
-        ("train_batch_size", 16, "16 is not"),
-        ("train_micro_batch_size_per_gpu", 2, "batch of 5"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            wrap_model_optimizer(_Plugin({**config, key: value}), model, None, DataLoader(token_rows(), 5))
 
 
 # saving

@@ -178,7 +178,7 @@ def test_a_run_records_the_peak_of_each_moment_and_says_the_trainings(tmp_path, 
     assert code == 0, said
     summary: dict[str, Any] = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
     found = summary["peak_bytes_by_moment"]
-    assert set(found) == {"training", "evaluation", "generation", "saving"}
+    assert set(found) == {"loading", "training", "evaluation", "generation", "saving"}
     assert found["training"]["measured_rss"] == summary["peak_bytes"]["measured_rss"] > 0
     moments = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["peak_bytes"]["moments"]
     steps = [size for name, size in moments.items() if name not in ("evaluation", "saving")]

@@ -323,7 +323,7 @@ def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, command, tmp_pa
         (["curriculum.1.trainable=[mlpp]"], 2,
          "stage long: tuning.trainable: mlpp names no weight that tuning.mode=full trains (did you mean mlp?)"),
         (["curriculum.1.trainable=[lora]"], 2, "stage long: tuning.trainable: lora names no weight"),
-        (["curriculum.1.trainable=[layers.7]"], 2, "beside the layers' numbers, are"),
+        (["curriculum.1.trainable=[layers.7]"], 2, "names no weight that tuning.mode=full trains"),
         (["curriculum.1.data.train_path=none.jsonl"], 2, "stage long: data.train_path: none.jsonl does not exist"),
         (["curriculum.1.data.max_lost_fraction=0", "curriculum.1.max_seq_len=40"], 2, "stage long: data.train_path: "),
         (["curriculum.1.train.effective_batch_size=7"], 2, "stage long: "),

@@ -19,7 +19,7 @@ from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
-from sft_play.training.checkpoints.tensor_files import tensor_shapes, tensors_in
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.finished_runs import finished_run
@@ -184,7 +184,7 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
     found = tensors_in(tmp_path)
     assert set(found) == {name, "norm.weight"}
     assert found[name].shape == tuple(expected.shape)
-    assert tensor_shapes(tmp_path)[name][2] == "BF16"
+    assert tensors_in(tmp_path)[name].dtype == "BF16"
     assert torch.equal(found[name].read(), expected)
 
 
@@ -204,7 +204,7 @@ def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, store
     merged = merge_run(run, dtype="fp32")
     config = json.loads((merged.path / "config.json").read_text())
     assert "quantization_config" not in config
-    assert {dtype for _, _, dtype in tensor_shapes(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
+    assert {one.dtype for one in tensors_in(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         ours, theirs = load_folder(merged.path)(input_ids=ids).logits, load_as_trained(run)(input_ids=ids).logits

@@ -103,11 +103,3 @@ def test_a_template_that_trl_does_not_know_has_no_training_variant(tiny_llama, t
     )
     with pytest.raises(TokenizerError, match="TRL has no training variant"):
         load_tokenizer(_with_template(tiny_llama, tmp_path, template))
-
-
-def test_a_template_file_without_end_is_refused_in_time(tmp_path):
-    """The first rendering has limits too: it was transformers' own, which has none."""
-    path = tmp_path / "endless.jinja"
-    path.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages }}")
-    with pytest.raises(TokenizerError, match="cannot render a question and an answer: the chat template does not end"):
-        load(tokenizer_folder("bundled/chatml"), f"data: {{chat_template: {path}}}")

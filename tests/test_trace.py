@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
+from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.planner.micro_batches import MicroBatches
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
@@ -171,10 +174,16 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     args = SFTConfig(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing),
+        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing, offload=False),
     )  # fmt: skip
     with log, patches.installed(replacements.Situation(settings, log)):
         trainer = PlannedTrainer(
+            plan=SimpleNamespace(
+                choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)),
+                micro_batches=MicroBatches(4),
+                batch=SimpleNamespace(effective_batch=4),
+                memory=SimpleNamespace(terms={}),
+            ),
             model=AutoModelForCausalLM.from_config(
                 build.config_of(settings), dtype=torch.bfloat16, attn_implementation="eager"
             ),

@@ -260,7 +260,7 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
 
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
     assert problem(config()) is None
-    python, answer = backend.answer_here()
+    python, answer = backend.require_unsloth(config(), layout="single", nodes=1, launched=False)
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__

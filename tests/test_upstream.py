@@ -24,7 +24,7 @@ from sft_play.training.unsloth.unsloth_run import UnslothLoop
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
 OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
-KNOWN = [*upstream.OVERRIDDEN, *upstream.USED]
+KNOWN = {**upstream.OVERRIDDEN, **upstream.USED, **upstream.OF_TRL}
 
 
 def test_every_private_override_is_listed_and_nothing_else_is():
@@ -35,10 +35,9 @@ def test_every_private_override_is_listed_and_nothing_else_is():
         for name in vars(loop)
         if name.startswith("_") and not name.startswith("__") and hasattr(SFTTrainer, name)
     } - {"_abc_impl"}
-    assert overridden == {one.name for one in upstream.OVERRIDDEN}
-    assert len({one.name for one in KNOWN}) == len(KNOWN) > 10
-    for one in KNOWN:
-        assert one.used_by, one.name
+    assert overridden == set(upstream.OVERRIDDEN)
+    assert len(KNOWN) > 10
+    assert all(KNOWN.values())
 
 
 def private_names(sources: Iterable[str]) -> set[str]:
@@ -53,13 +52,13 @@ def private_names(sources: Iterable[str]) -> set[str]:
 def test_every_private_name_of_a_trainer_that_training_uses_is_listed():
     """Methods and attributes of transformers' and TRL's trainers, by the libraries' own sources."""
     theirs = private_names(inspect.getsource(base) for base in (Trainer, SFTTrainer))
-    own = {name for loop in LOOPS for name in vars(loop)} - {one.name for one in upstream.OVERRIDDEN}
+    own = {name for loop in LOOPS for name in vars(loop)} - set(upstream.OVERRIDDEN)
     folder = Path(upstream.__file__).parent
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         is_loop = path.stem in {loop.__module__.rpartition(".")[2] for loop in LOOPS}
         used = private_names([text if is_loop else text.replace("self._", "other._")]) & theirs
-        assert used - own <= {one.name for one in KNOWN}, path.name
+        assert used - own <= set(KNOWN), path.name
     loops = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in ("loop", "loop_checkpoints")]
     assert {"_tr_loss", "_globalstep_last_logged", "_save", "_save_rng_state"} <= private_names(loops) & theirs
 
@@ -105,40 +104,26 @@ def test_the_installed_libraries_are_known():
         upstream.require_known(base)
 
 
-@pytest.mark.parametrize("known", [one for one in KNOWN if one.parameters is not None], ids=lambda one: one.name)
-@pytest.mark.parametrize("base", [Trainer, SFTTrainer])
-def test_a_method_whose_parameters_change_is_named(monkeypatch, base, known):
-    def moved(self, state, *, folder=None): ...
-
-    moved.__module__ = "transformers.trainer"
-    monkeypatch.setattr(base, known.name, moved)
-    with pytest.raises(BackendError, match=rf"this training loop does not support transformers [\d.]+: "
-                       rf"{base.__name__}\.{known.name} takes \(self, state, folder\) instead of \(self"):  # fmt: skip
-        upstream.require_known(base, names=[known])
-
-
-@pytest.mark.parametrize("known", KNOWN, ids=lambda one: one.name)
+@pytest.mark.parametrize("known", KNOWN)
 def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
     """It would be overridden or read in vain."""
 
     def moved(self, *args, **options): ...
 
-    owner = SFTTrainer if known.owner == "SFTTrainer" else Trainer
-    moved.__module__ = owner.__module__
-    for user in known.used_by:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, user, moved)
-            with pytest.raises(BackendError, match=rf"{owner.__name__}\.{user} no longer uses {known.name}"):
-                upstream.require_known(SFTTrainer, names=[known])
-            moved.__module__ = "unsloth.models"
-            upstream.require_known(SFTTrainer, names=[known])  # another library's replacement is its own affair
-            moved.__module__ = owner.__module__
-
-
-def test_a_method_that_is_gone_is_named(monkeypatch):
-    monkeypatch.delattr(Trainer, "_save_rng_state")
-    with pytest.raises(BackendError, match=r"Trainer\._save_rng_state is gone; install the version of"):
-        upstream.require_known(Trainer)
+    owner = SFTTrainer if known in upstream.OF_TRL else Trainer
+    for user in KNOWN[known]:
+        for module, is_theirs in ((owner.__module__, True), ("unsloth.models", False)):
+            moved.__module__ = module
+            with monkeypatch.context() as patch:
+                for names in ("OVERRIDDEN", "USED", "OF_TRL"):
+                    kept = {name: users for name, users in vars(upstream)[names].items() if name == known}
+                    patch.setattr(upstream, names, kept)
+                patch.setattr(owner, user, moved)
+                if not is_theirs:  # another library's replacement is its own affair
+                    upstream.require_known(SFTTrainer)
+                    continue
+                with pytest.raises(BackendError, match=rf"{owner.__name__}\.{user} no longer uses {known}"):
+                    upstream.require_known(SFTTrainer)
 
 
 def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
@@ -147,6 +132,6 @@ def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
 
 
 def test_the_guard_is_looked_at_before_a_trainer_is_made(monkeypatch):
-    monkeypatch.delattr(Trainer, "_load_best_model")
-    with pytest.raises(BackendError, match="_load_best_model is gone"):
-        PlannedTrainer(model=None)
+    monkeypatch.setattr(Trainer, "_finalize_training", Trainer.evaluate)
+    with pytest.raises(BackendError, match="no longer uses _load_best_model; install the version of"):
+        PlannedTrainer(model=None, plan=None)

@@ -133,23 +133,11 @@ def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(mo
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("works", [True, False])
-def test_memory_is_page_locked_where_the_driver_gives_some(monkeypatch, caplog, works):
-    from sft_play.training.loop import trainer
+def test_memory_is_page_locked_but_under_wsl(tmp_path):
+    from sft_play.runs.folder import RunFolder
+    from sft_play.training.loop.trainer import training_arguments
 
-    asked = []
-
-    def empty(size: int, **options: Any) -> None:
-        asked.append((size, options["pin_memory"]))
-        if not works:
-            raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(trainer.torch, "empty", empty)
-    _, plain = plan_on(named("RTX4090"))
-    assert trainer._pins(plain)
-    assert asked == []
-    _, shared = plan_on(paging("RTX4090"))
-    with caplog.at_level(logging.DEBUG):
-        assert trainer._pins(shared) == works
-    assert asked == [(trainer.PIN_TRIED, True)]
-    assert ("WSL: memory cannot be page-locked (CUDA error: out of memory)" in caplog.text) != works
+    for machine, pinned in ((named("RTX4090"), True), (paging("RTX4090"), False)):
+        config, plan = plan_on(machine)
+        made = training_arguments(config, plan, RunFolder(tmp_path), has_eval=False, make=dict)
+        assert made["dataloader_pin_memory"] is pinned

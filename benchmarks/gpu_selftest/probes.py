@@ -106,13 +106,13 @@ def attention() -> dict[str, Any]:
 def varlen() -> dict[str, Any]:
     """Attention by boundaries as a run of packs calls it, in bf16, against one chat at a time in fp32 by sdpa.
 
-    `errors` has the relative error (2-norm) of each case, the largest of a chat in output and gradients; `lacking` why
+    `errors` has the relative error (2-norm) of each case, the largest of output and gradients; `lacking` why
     there is none.
     """
     from sft_play.planner.attention import FLASH_SINCE
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
-    from sft_play.training.proofs.proof import Heads, relative_error
+    from sft_play.training.proofs.proof import relative_error
 
     sdpa.switch(cudnn=False)
     on_gpu = device() == "cuda"
@@ -125,7 +125,7 @@ def varlen() -> dict[str, Any]:
             for width in (HEAD_DIM, 60):
                 case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
                 errors[case] = relative_error(
-                    ours.flash if on_gpu else ours.kernel, Heads(QUERY_HEADS, count, width), window=window,
+                    ours.flash if on_gpu else ours.kernel, (QUERY_HEADS, count, width), window=window,
                     dtype=torch.bfloat16, device=torch.device(device()),
                 )  # fmt: skip
     return {"errors": errors, "lacking": lacking}

@@ -244,7 +244,7 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "allocated": peak["measured_allocated"],
         "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
-        "load": None if "measured_rss" in peak else max(summary["loading"]["device_by_rank"]),
+        "load": by_moment.get("loading", {}).get("measured_allocated"),
         **{name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MOMENTS.items()},
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),

@@ -19,7 +19,7 @@ from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.manifest import first_day
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
-from sft_play.training.checkpoints.tensor_files import tensor_shapes
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import fit_ties, language_config, tower_of
 from sft_play.training.model.model_loading import DTYPES, load_model, no_load_report, require_whole
@@ -123,7 +123,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
         whole, options = AutoConfig.from_pretrained(str(folder)), {}
         if whole.get_text_config() is not whole:  # of an image-text model its language model
             config = language_config(whole)
-            fit_ties(whole, config, lambda: set(tensor_shapes(folder)))
+            fit_ties(whole, config, lambda: set(tensors_in(folder)))
             with torch.device("meta"):
                 tower = tower_of(whole, AutoModelForCausalLM.from_config(config))
             options = {"config": config, "key_mapping": tower.key_mapping if tower is not None else None}

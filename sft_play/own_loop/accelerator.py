@@ -23,7 +23,7 @@ from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
 from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.training.ranks.distributed import init_deepspeed, of_all
+from sft_play.training.ranks.distributed import init_deepspeed, require_alike
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +31,11 @@ logger = logging.getLogger(__name__)
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
     """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists the keys).
 
-    A relative path is looked up in the working folder, then in the project. If DeepSpeed is asked for but its file or
-    package is missing, accelerate runs instead, with a warning; if accelerate is not installed, a single process gets a
-    `NoOpAccelerator`, with a warning. A second call replaces the accelerator of the first: accelerate keeps one state
-    per process. The settings are its attribute `dist_config`.
-
-    Raises:
-        ConfigError: the settings are unreadable, wrong or contradictory, all problems at once; a launcher started fewer
-            processes than it was asked for; or ranks were given different settings.
-        BackendError: accelerate is not installed, and there are several ranks or fp16 is asked for.
-    """
+    A relative path is looked up in the working folder, then in the project. Without DeepSpeed's file or package
+    accelerate runs instead, without accelerate a `NoOpAccelerator` in a single process, each with a warning. A second
+    call replaces the accelerator of the first. The settings are its attribute `dist_config`. Raises ConfigError: the
+    settings are wrong or contradictory, or differ over ranks, or a launcher started too few of these; BackendError:
+    without accelerate there are several ranks, or fp16 is asked for."""
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
     starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
@@ -61,7 +56,8 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = wanted.settings
-    _require_same_settings(wanted)
+    own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
+    require_alike({key: str(value) for key, value in own.items()})
     return accelerator
 
 
@@ -82,7 +78,6 @@ def _without_accelerate(config: Any) -> Any:
 
 
 def _best_precision() -> Precision:
-    """bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
         return "no"
     is_old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
@@ -90,7 +85,6 @@ def _best_precision() -> Precision:
 
 
 def _drop_launcher_settings(wanted: CheckedSettings) -> None:
-    """Remove the variables of `accelerate launch` that contradict the settings; FSDP's stay."""
     wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
     if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
@@ -154,20 +148,7 @@ def _plugin(config: dict[str, Any]) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _require_same_settings(wanted: CheckedSettings) -> None:
-    own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
-    first, *others = of_all(own)
-    for rank, other in enumerate(others, start=1):
-        differing = [f"{key} ({first[key]} and {value})" for key, value in other.items() if first[key] != value]
-        if differing:
-            raise ConfigError(
-                f"rank {rank} was given different settings from rank 0: {one_line('; '.join(differing), limit=400)}; "
-                "give all ranks the same files"
-            )
-
-
 def _warn(text: str) -> None:
-    """A warning, once per node."""
     logger.log(logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG, "%s", text)
 
 
@@ -182,15 +163,14 @@ def wrap_model_optimizer(
 ) -> tuple[Any, ...]:
     """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order given; `None` stays `None`.
     `gradient_checkpointing`: None follows the settings of `get_accelerator`; `micro_batch_size`: rows per rank and
-    pass, for DeepSpeed where no data loader gives it. Raises ConfigError: the model cannot recompute its activations;
-    or the DeepSpeed file fixes another batch."""
+    pass, for DeepSpeed where no data loader gives it. Raises ConfigError: the model cannot recompute its
+    activations."""
     settings = getattr(accelerator, "dist_config", None)
     if getattr(settings, "gradient_checkpointing", False) if gradient_checkpointing is None else gradient_checkpointing:
         _checkpoint_activations(model)
     plugin = getattr(accelerator, "deepspeed_plugin", None)
     if plugin is not None:
-        _fill_batch(plugin.deepspeed_config, accelerator, (optimizer, *others), micro_batch_size)
-        _fill_deepspeed(plugin.deepspeed_config, model, (optimizer, *others))
+        _fill_deepspeed(plugin.deepspeed_config, model, (optimizer, *others), micro_batch_size)
     items = (model, optimizer, *others)
     given = [item for item in items if item is not None]
     prepared = accelerator.prepare(*given)
@@ -210,53 +190,25 @@ def _checkpoint_activations(model: Any) -> None:
         enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:
         raise ConfigError(f"gradient_checkpointing: {name} cannot: {one_line(str(error))}; set it to false") from None
-    if getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False  # transformers would warn at every step and turn it off itself
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    is_frozen = embeddings is not None and not any(weight.requires_grad for weight in embeddings.parameters())
-    if is_frozen and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # else the first layers' outputs need no gradient, and adapters get none
 
 
-def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...]) -> None:
+def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...], micro_batch_size: int | None) -> None:
+    """What accelerate does not: it raises where there is no loader with a batch size, or no width in the config."""
     model_config: Any = getattr(model, "config", None)
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    sizes = getattr(text, "hidden_sizes", None) or [getattr(text, "hidden_size", None)]
-    hidden = max((size for size in sizes if isinstance(size, int)), default=None)  # the widest where layers differ
-    zero = config["zero_optimization"]
+    zero, hidden = config["zero_optimization"], getattr(text, "hidden_size", None)
     for key, (formula, _) in BY_HIDDEN_SIZE.items():
-        if zero.get(key) == "auto" and hidden is not None:
+        if zero.get(key) == "auto" and isinstance(hidden, int):
             zero[key] = formula(hidden)
+    if config.get("train_micro_batch_size_per_gpu", "auto") in ("auto", None):
+        sizes = (getattr(one, "batch_size", None) for one in others)  # the first data loader's, which trains
+        config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, sizes), 1)
     _drop_blocks(config, others)
     for line in drop_autos(config):
         logger.info("DeepSpeed: %s", line)
 
 
-def _fill_batch(
-    config: dict[str, Any], accelerator: Any, others: tuple[Any, ...], micro_batch_size: int | None
-) -> None:
-    loaders = [item for item in others if hasattr(item, "dataset") and hasattr(item, "batch_sampler")]
-    # a loader with a batch sampler of its own has no batch_size; the sampler may have one
-    rows = [item.batch_size or getattr(item.batch_sampler, "batch_size", None) for item in loaders]
-    sizes = [size for size in rows if isinstance(size, int)]
-    micro = config.get("train_micro_batch_size_per_gpu", "auto")
-    if micro in ("auto", None):
-        # of the first data loader, which trains
-        micro = micro_batch_size or next(iter(sizes), 1)
-    elif sizes and sizes[0] != micro:
-        raise ConfigError(f"the DeepSpeed file's train_micro_batch_size_per_gpu: {micro} is not the loader's batch of "
-                          f'{sizes[0]}; set it to "auto"')  # fmt: skip
-    steps = accelerator.gradient_accumulation_steps
-    product = micro * steps * accelerator.num_processes
-    total = config.get("train_batch_size", "auto")
-    if total not in ("auto", None, product):
-        raise ConfigError(f"the DeepSpeed file's train_batch_size: {total} is not {micro} (rows per rank) × {steps} "
-                          f'(accumulation) × {accelerator.num_processes} (ranks); set it to "auto"')  # fmt: skip
-    config |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": product}
-
-
 def _drop_blocks(config: dict[str, Any], others: tuple[Any, ...]) -> None:
-    """Drop the file's optimizer and scheduler where the script brings its own, or nothing resolves their autos."""
     kinds = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
     for name, classes in kinds.items():
         block = config.get(name)

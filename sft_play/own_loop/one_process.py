@@ -70,7 +70,6 @@ class NoOpAccelerator:
         return item
 
     def _at_the_end(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that does something only where an accumulation ends."""
         return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs) if self.sync_gradients else None)
 
     def accumulate(self, *models: Any) -> nullcontext[None]:

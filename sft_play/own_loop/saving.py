@@ -40,13 +40,8 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
     An adapter can be opened with `PeftModel.from_pretrained`, a transformers model with its `from_pretrained`, any
     other module is one `model.safetensors`; tensors keep their dtype. It is written beside the folder and renamed once
     it has been read back and no rank has failed: until then an existing folder is unchanged. Files in it that are not
-    weights (notes, a README) are kept.
-
-    Raises:
-        RunFolderError: the folder exists and holds no saved model, or cannot be written.
-        TrainingError: a rank failed or ended meanwhile. Nothing is left, and every rank raises.
-        ModelError: what was written is not finite, or not what the model holds.
-    """
+    weights (notes, a README) are kept. Raises RunFolderError: the folder holds no saved model, or cannot be written;
+    TrainingError, on every rank: one has failed; ModelError: what was written is not what the model holds."""
     path = Path(folder).expanduser().resolve()
     aside = path.with_name(f".{path.name}.building")
     is_first = bool(accelerator.is_main_process)

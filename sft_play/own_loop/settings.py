@@ -54,7 +54,6 @@ class DistConfig(Section):
     """DDP's search for parameters that got no gradient."""
 
 
-_OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 _KEYS = ", ".join(DistConfig.model_fields)
 
 
@@ -63,7 +62,6 @@ class CheckedSettings:
     """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
 
     settings: DistConfig
-    name: str
     mixed_precision: Precision
     deepspeed: dict[str, Any] | None = None
     fallback: str | None = None
@@ -81,14 +79,14 @@ def asked(
         name, deepspeed, fallback = _deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
         if deepspeed is not None:
             problems = [f"{name}: {text}" for text in _contradictions(deepspeed, settings, document.name)]
-            _fill(deepspeed, settings, name)
+            _fill(deepspeed, settings, name, _precision(settings, deepspeed, best))
     elif settings.zero3_offload:
         problems = ["zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed"]
-    precision = _precision(settings, _allowed(deepspeed or {}), best)
+    precision = _precision(settings, deepspeed or {}, best)
     if precision == "fp16" and best == "no":
         problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
     _refuse(problems)
-    return CheckedSettings(settings, document.name, precision, deepspeed, fallback)
+    return CheckedSettings(settings, precision, deepspeed, fallback)
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -98,7 +96,6 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _read(config: Any) -> tuple[YamlDocument, Path | None]:
-    """What a file or a mapping says, and the folder that its paths may be relative to."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
@@ -111,14 +108,10 @@ def _read(config: Any) -> tuple[YamlDocument, Path | None]:
         logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT)
         return YamlDocument(name="the defaults"), None
     path = path or Path(config).expanduser()
-    document = parse(read_text(path), name=one_line(str(path)))
-    if len(_OF_A_RUN & set(document.data)) > 1:  # one alone may be a misspelt key
-        raise ConfigError(f"{document.name} is a run YAML, for make train CONFIG=; get_accelerator takes {_KEYS}")
-    return document, path.absolute().parent
+    return parse(read_text(path), name=one_line(str(path))), path.absolute().parent
 
 
 def _places(path: Path, *folders: Path) -> list[Path]:
-    """Where a file may be: as given, then below the folders, then in the project."""
     path = path.expanduser()
     if path.is_absolute():
         return [path]
@@ -154,12 +147,14 @@ def _shown(value: Any, raw: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _precision(settings: DistConfig, allowed: Sequence[Precision], best: Precision) -> Precision:
-    """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
+def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best: Precision) -> Precision:
+    """What was asked for; auto follows the DeepSpeed file where that says it, else the device."""
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
-    # a file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported
-    return best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
+    said = {key: (deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    if True in said.values():
+        return "bf16" if said["bf16"] is True else "fp16"
+    return "no" if said.get(best) is False else best
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
@@ -187,7 +182,10 @@ def _deepspeed_file(
     return name, config, None
 
 
-def _fill(config: dict[str, Any], settings: DistConfig, name: str) -> None:
+def _fill(config: dict[str, Any], settings: DistConfig, name: str, precision: Precision) -> None:
+    for key in ("bf16", "fp16"):  # as in a run, whose file may have been written for another machine
+        if key in config or key == precision:
+            config[key] = {**(config.get(key) or {}), "enabled": key == precision}
     zero = config["zero_optimization"] = config.get("zero_optimization") or {}
     if zero.get("stage", "auto") in ("auto", None):
         zero["stage"] = 3 if settings.zero3_offload else 2
@@ -206,28 +204,9 @@ def _contradictions(config: Mapping[str, Any], settings: DistConfig, here: str) 
     steps, theirs = settings.gradient_accumulation_steps, config.get("gradient_accumulation_steps", "auto")
     if theirs not in ("auto", None, steps):
         yield f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of {here}"
-    wish, allowed = settings.mixed_precision, _allowed(config)
-    if not allowed:
-        yield "bf16.enabled and fp16.enabled are both true; keep one of them"
-    elif wish not in ("auto", *allowed):
-        listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
-        yield f"{listed} contradicts mixed_precision: {wish} of {here}; set mixed_precision: {' or '.join(allowed)}"
     zero = config.get("zero_optimization") or {}
     if settings.zero3_offload and zero.get("stage", "auto") not in ("auto", None, 3):
         yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {here}"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
         yield f"offload_param needs stage 3 and the stage is {zero['stage']}"
-
-
-def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
-    """The dtypes that a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
-    dtypes: tuple[Precision, ...] = ("no", "bf16", "fp16")
-    for key, value in _enabled(config).items():
-        dtypes = tuple(one for one in dtypes if (one == key) is value)
-    return dtypes
-
-
-def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
-    enabled = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
-    return {key: value for key, value in enabled.items() if isinstance(value, bool)}

@@ -14,7 +14,7 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
   guarded), `rows` and `collate` (from rows to micro-batches), `optimizers`, `callbacks`, `finite` (steps that are not),
   `memory` (steps that run out of it), `curriculum` (stages).
 - `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the proof that
-  they run), `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+  they run), `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `universal` (ZeRO's over other ranks),
   `model_saving`, `tensor_files`, `consolidate`, `card`.

@@ -17,14 +17,14 @@ from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.loop.curriculum import Stages
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
 from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
-from sft_play.training.measure.peaks import LoadMeter, MemoryMeter, Watch
+from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Trained, finish, summary_of
 from sft_play.training.measure.updates import UpdateCheck
@@ -93,12 +93,12 @@ def train(
         )
         _announce(job, prepared, checkpoint)
         eval_set = eval_set_of(job, prepared)
-        with LoadMeter(job.plan) as loading:
-            trainer = load_trainer(
-                job, prepared, eval_set, watch, begins_from=begins_from,
-                in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
-            )  # fmt: skip
-        before = BeforeTraining(job, trainer, eval_set, loading, is_resumed=checkpoint is not None)
+        watch.memory.peaks.start("loading")
+        trainer = load_trainer(
+            job, prepared, eval_set, watch, begins_from=begins_from,
+            in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
+        )  # fmt: skip
+        before = BeforeTraining(job, trainer, eval_set, watch.memory.peaks, is_resumed=checkpoint is not None)
         metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.told.append(functools.partial(_remember, job))
         with trainer.step_memory.noted():
@@ -127,7 +127,6 @@ def _train(
     stop = StopAfter(train.stop_after_steps, hours=train.max_hours)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
-    trainer.step_memory.waiting.append(progress.wait)
     trainer.checkpoint_took.append(stop.note_checkpoint)
     compiler = trainer.compiler
     if compiler is not None:
@@ -136,7 +135,7 @@ def _train(
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
-        *(GradientCheck(), LossScaleCheck(), updates, lines, progress, stop),
+        *(GradientCheck(), updates, lines, progress, stop),
         *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=step, metrics=metrics),
     ):
         trainer.add_callback(callback)

@@ -23,7 +23,7 @@ from sft_play.training.checkpoints.model_saving import (
     write_one_by_one,
     write_weights,
 )
-from sft_play.training.checkpoints.tensor_files import tensor_shapes, tensors_in
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model.model_loading import DTYPES, no_load_report, read_model
 from sft_play.units import gib
 
@@ -77,7 +77,7 @@ class MergedWeights:
             write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
-        misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())
+        misfit = self._misfit((name, one.shape) for name, one in tensors_in(folder).items())
         if misfit is not None:
             raise ModelError(f"the merged weights are not those of a {type(self._adapted.plain).__name__}: {misfit}")
 

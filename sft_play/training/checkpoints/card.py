@@ -145,7 +145,6 @@ def base_of(config: RunConfig) -> Base:
 
 
 def _license_of(place: str) -> dict[str, str]:
-    """The licence that the front matter of a card (a file, or a hub id) names; empty where it cannot be read."""
     try:
         return _named(ModelCard.load(place, ignore_metadata_errors=True).data.to_dict())
     except Exception:  # no network, no card, not allowed, or other people's YAML: the licence is left out

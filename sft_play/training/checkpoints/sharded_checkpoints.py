@@ -59,9 +59,6 @@ Moved = Callable[[int], None]
 """Called with the bytes that were written or read."""
 
 
-def _untold(count: int) -> None: ...
-
-
 def is_sharded(checkpoint: Path) -> bool:
     """Whether a checkpoint is sharded."""
     return (checkpoint / CONTENTS).is_file()
@@ -161,7 +158,9 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved = _untold) -> None:
+def _fill(
+    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved = lambda _: None
+) -> None:
     reader = _Reader(checkpoint / FOLDER, moved)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _worded(f"the checkpoint {checkpoint} cannot be read"):
@@ -234,7 +233,7 @@ class _Writer(dcp.FileSystemWriter):
 class _Reader(dcp.FileSystemReader):
     """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
 
-    def __init__(self, path: Path, moved: Moved = _untold) -> None:
+    def __init__(self, path: Path, moved: Moved = lambda _: None) -> None:
         super().__init__(path)
         self.fs = _Disk(moved)
 

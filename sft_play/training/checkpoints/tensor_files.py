@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
@@ -56,11 +57,6 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
     if method == "fp8":
         return dict(_in_blocks(opened, fields.get("weight_block_size")))
     return opened
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
-    return {name: (one.file, one.shape, one.dtype) for name, one in tensors_in(folder).items()}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -131,17 +127,12 @@ def _mxfp4(opened: Mapping[str, FileTensor]) -> Iterator[tuple[str, FileTensor]]
             raise ModelError(f"{blocks.file} holds {key}, and no {name}_scales")
         experts, rows, groups, half = blocks.shape
         shape = (experts, 2 * half * groups, rows)
-        yield name, FileTensor(blocks.file, shape, "BF16", partial(_from_mxfp4, blocks, scales, shape))
+        yield name, FileTensor(blocks.file, shape, "BF16", partial(_from_mxfp4, blocks, scales))
 
 
-def _from_mxfp4(blocks: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Experts x columns x rows, as the class multiplies them, one expert after the other."""
-    out = torch.empty(shape, dtype=torch.bfloat16)
-    packed, exponents = blocks.read(), scales.read()
-    for expert, (bytes_, exponent) in enumerate(zip(packed, exponents, strict=True)):
-        values = _unpacked(bytes_) * _powers(exponent)[..., None]
-        out[expert] = values.reshape(values.shape[0], -1).T
-    return out
+def _from_mxfp4(blocks: FileTensor, scales: FileTensor) -> torch.Tensor:
+    whole: torch.Tensor = convert_moe_packed_tensors(blocks.read(), scales.read())
+    return whole
 
 
 def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[str, FileTensor]]:

@@ -11,7 +11,7 @@ import io
 import logging
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,12 @@ def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
         return
     made = checkpoints.path_of(checkpoints.staging_path(folder), checkpoints.step_of(checkpoint))
     trainer.beat.note(checkpoints.step_of(checkpoint), "converting the checkpoint")
+    # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
+    states = [part.stat().st_size for part in parts]
+    most = 2 * sum(states) + states[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_WEIGHTS}"))
     try:
         free, what = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
-        with room(folder, _most_bytes(parts), what, free=free), trainer.writing(folder):
+        with room(folder, most, what, free=free), trainer.writing(folder):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(parts), distributed.world_size(), checkpoint)  # fmt: skip
@@ -60,9 +63,12 @@ def loaded(trainer: Any, checkpoint: Path) -> None:
     if not (checkpoint / "latest_universal").is_file():
         return
     optimizer = engines.innermost(trainer.optimizer)
-    groups = distributed.of_first(_saved_groups(checkpoint) if distributed.is_first() else None)
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(saved)
+    groups = None
+    if distributed.is_first():
+        path = next(checkpoint.glob(f"*/{_GROUPS}"))
+        groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
+    for group, saved in zip(optimizer.param_groups, distributed.of_first(groups), strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
     for state in optimizer.state.values():
         state["step"] = deepcopy(state["step"])
     _switch(trainer, on=False)
@@ -76,18 +82,6 @@ def _switch(trainer: Any, *, on: bool) -> None:
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": on}
     if engines.is_deepspeed(trainer.model_wrapped):
         trainer.model_wrapped._config.load_universal_checkpoint = on
-
-
-def _saved_groups(made: Path) -> list[dict[str, Any]]:
-    path = next(made.glob(f"*/{_GROUPS}"))
-    groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _most_bytes(parts: Sequence[Path]) -> int:
-    """Every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part."""
-    states = [part.stat().st_size for part in parts]
-    return 2 * sum(states) + states[0] + sum(file.stat().st_size for file in parts[0].parent.glob(_WEIGHTS))
 
 
 def _convert(checkpoint: Path, made: Path, parts: Path) -> None:

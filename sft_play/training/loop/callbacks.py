@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: gradients, loss scale, metrics, progress, and requests to stop."""
+"""Callbacks that watch a run: gradients, metrics, progress, and requests to stop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
-from sft_play.planner.precision import fault, overflow_of
 from sft_play.process import failures
 from sft_play.process.endings import StopSignals, elapsed_s
 from sft_play.process.waiting import waiting
+from sft_play.training.loop.finite import fp16_fault as _fp16_fault
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
 from sft_play.units import duration_of
@@ -91,62 +91,6 @@ class GradientCheck(TrainerCallback):
 def _has_gradient(parameter: nn.Parameter) -> bool:
     grad = parameter.grad
     return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
-
-
-class LossScaleCheck(TrainerCallback):
-    """Logs the steps that loss scaling skips, which is how fp16 finds its scale, and stops where it skips one after the
-    other. A skipped step is recognised by the scale: a fused optimizer skips by itself, unnoticed by accelerate."""
-
-    MOST = 17
-    """Skipped steps in a row: 65,536 / 2^17 is one half."""
-
-    def __init__(self) -> None:
-        self._skipped = 0
-        self._scale: float | None = None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Note the scale of this step."""
-        self._scale = _scale_of(optimizer)
-
-    def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
-        """Count skipped steps; raises TrainingError when the scale has collapsed."""
-        if not args.fp16:  # DeepSpeed leaves out steps in bf16 too, for which there is FiniteSteps
-            return
-        scale = _scale_of(optimizer)
-        fell = scale is not None and self._scale is not None and scale < self._scale
-        if not fell and not getattr(optimizer, "step_was_skipped", False):  # the latter is DeepSpeed's own scaling
-            self._skipped = 0
-            return
-        self._skipped += 1
-        step = state.global_step + 1
-        if self._skipped >= self.MOST:
-            raise TrainingError(
-                f"step {step}: this step and the {self._skipped - 1} before it were skipped, because gradients are "
-                f"not finite at any loss scale: {_fp16_fault(model)}"
-            )
-        then = "" if scale is None else f" ({scale:g} from here)"
-        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale%s", step, then)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Raises TrainingError for a run, shorter than that, in which every step was skipped."""
-        if self._skipped and self._skipped == state.global_step == state.max_steps:
-            raise TrainingError(
-                f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}"
-            )
-
-
-def _scale_of(optimizer: Any) -> float | None:
-    scaler = getattr(optimizer, "scaler", None)
-    return None if scaler is None else float(scaler.get_scale())
-
-
-def _fp16_fault(model: Any) -> str:
-    text = model.config.get_text_config()
-    eager = getattr(text, "_attn_implementation", None) == "eager"
-    dropout = getattr(text, "attention_dropout", None) or 0.0
-    return fault(text.model_type, overflow_of(text.model_type, eager=eager, attention_dropout=dropout))
 
 
 class MetricsFile(TrainerCallback):
@@ -296,8 +240,8 @@ class Progress(TrainerCallback):
         self._paused += seconds
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Start the clock."""
-        self._started = self._last_line = self._now()
+        """Start the clock, which stands until the first step."""
+        self._started = self._last_line = self._pause_began = self._now()
         self.first_step, self._paused = state.global_step, 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:

@@ -139,7 +139,8 @@ def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> di
     last = stages[-1] if stages else {}
     same = _evaluated_on(configs[0]) == _evaluated_on(configs[-1])
     wall = sum(stage["wall_s"] for stage in stages)
-    highest = max(stages, key=lambda stage: _measured(stage["peak_bytes"]), default=None)
+    figures = ("measured_reserved", "measured_rss")
+    highest = max(stages, key=lambda stage: max(stage["peak_bytes"].get(key) or 0 for key in figures), default=None)
     return {
         "split": last.get("split"),
         "before": stages[0]["before"] if stages and same else None,
@@ -156,10 +157,6 @@ def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> di
             {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
         ],
     }
-
-
-def _measured(peak: dict[str, Any]) -> int:
-    return int(peak.get("measured_reserved") or peak.get("measured_rss") or 0)
 
 
 def _evaluated_on(config: RunConfig) -> tuple[Any, ...]:

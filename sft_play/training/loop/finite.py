@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from sft_play.errors import BackendError, TrainingError
+from sft_play.planner.precision import fault, overflow_of
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 
+SCALINGS_IN_A_ROW = 17
+"""Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half."""
 SKIPS_IN_A_ROW = 5
 """Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
 bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost."""
@@ -26,7 +29,7 @@ bad, the weights or the settings are at fault, and the rows that are left out me
 class FiniteSteps(TrainerCallback):
     """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
     nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
-    loss scaling in fp16 (`callbacks.LossScaleCheck`)."""
+    loss scaling, which is how fp16 finds its scale; where it leaves out one after the other, there is none."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
@@ -48,9 +51,10 @@ class FiniteSteps(TrainerCallback):
         """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
         ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
         trainer = self._trainer
-        if trainer.args.fp16:
-            return
         norm, loss = _read(norm, trainer._tr_loss)
+        if trainer.args.fp16:
+            self._count_scaling(norm)
+            return
         fault = distributed.highest(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
         was_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
@@ -66,6 +70,20 @@ class FiniteSteps(TrainerCallback):
         what = f"the loss is {_value(loss)}" if fault == 2 else f"the gradient norm is {_value(norm)}"
         self._decide(what, was_taken=was_taken)
 
+    def _count_scaling(self, norm: float | None) -> None:
+        trainer, is_left_out = self._trainer, norm is not None and not math.isfinite(norm)
+        if trainer.is_deepspeed_enabled:
+            is_left_out = trainer.optimizer.step_was_skipped
+        if not distributed.any_rank(is_left_out):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        step = trainer.state.global_step + 1
+        if self._in_a_row >= SCALINGS_IN_A_ROW:
+            raise TrainingError(f"step {step}: this step and the {self._in_a_row - 1} before it were skipped, because "
+                                f"gradients are not finite at any loss scale: {fp16_fault(trainer.model)}")  # fmt: skip
+        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale", step)
+
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """The optimizer can step again."""
         if self._real_step is not None:
@@ -74,7 +92,8 @@ class FiniteSteps(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raises TrainingError for a run, shorter than the limit, in which every step was left out."""
         if self._in_a_row and self._in_a_row == state.global_step == state.max_steps:
-            raise TrainingError(f"all {self._in_a_row} steps had values that are not finite, and nothing was learned")
+            why = f": {fp16_fault(self._trainer.model)}" if self._trainer.args.fp16 else ""
+            raise TrainingError(f"all {self._in_a_row} steps had values that are not finite: nothing was learned{why}")
 
     def with_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
         """Logs whose loss is the mean of the steps that were not left out; without a loss where all were."""
@@ -97,22 +116,26 @@ class FiniteSteps(TrainerCallback):
 
     def _decide(self, what: str, *, was_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
-        kept = checkpoints.kept(Path(self._trainer.args.output_dir))
-        new_run = "start a new run with a lower train.learning_rate"
+        end = f"{checkpoints.kept(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a new "
+        end += "run with a lower train.learning_rate"
         if was_taken:  # bf16.check_grad_overflow: false
-            raise TrainingError(
-                f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}: {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {end}")
         if self._on_nan == "stop":
-            raise TrainingError(
-                f"step {step}: {what}, so the step was not taken: nothing was changed; {kept}. A resumed run meets "
-                f"the same rows again: resume with SET='train.on_nan=skip', which leaves such steps out, or {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, so the step was not taken: nothing was changed. A resumed run "
+                                f"leaves such steps out with SET='train.on_nan=skip'; {end}")  # fmt: skip
         if self._in_a_row >= SKIPS_IN_A_ROW:
             raise TrainingError(f"step {step}: {what}, and the {self._in_a_row - 1} steps before it were skipped for "
-                                f"the same; {kept}. Look at the data of these steps, or {new_run}")  # fmt: skip
+                                f"the same; {end}")  # fmt: skip
         if distributed.is_first():
             logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, what)
+
+
+def fp16_fault(model: Any) -> str:
+    """What a model that leaves fp16's range is, and the ways out."""
+    text = model.config.get_text_config()
+    eager = getattr(text, "_attn_implementation", None) == "eager"
+    dropout = getattr(text, "attention_dropout", None) or 0.0
+    return fault(text.model_type, overflow_of(text.model_type, eager=eager, attention_dropout=dropout))
 
 
 def _read(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:

@@ -91,7 +91,6 @@ def load_trainer(
 def _base_weights(
     config: RunConfig, precision: Precision, model_spec: ModelSpec, source: fsdp_loading.Source | None
 ) -> Mapping[str, torch.Tensor] | None:
-    """The base's own weights by name, where the model holds none, or what NF4 makes of them; None: the model's."""
     if source is not None or config.tuning.lora.init != "loftq":
         return source
     return dict(read_model(config, precision, model_spec).named_parameters(remove_duplicate=False))
@@ -123,7 +122,6 @@ def trainer_of(
         questions=eval_set.asked_while_training,
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
-        answer_tokens=plan.answer_tokens,
         masks=prepared.model_spec.masks,
         beat=watch.beat,
         monitor=Monitor(
@@ -137,7 +135,6 @@ def trainer_of(
 
 
 def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
-    """With its weights (the base's, or those of the stage before); or without, and their source."""
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

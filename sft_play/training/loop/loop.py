@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -24,8 +23,9 @@ from transformers.trainer_utils import seed_worker
 from sft_play.data.build.mixing import Mix
 from sft_play.data.build.packing import Packs
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.plan import Plan
 from sft_play.process.endings import leave_with
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
@@ -48,7 +48,7 @@ from sft_play.training.loop.upstream import require_known
 from sft_play.training.measure.exact_match import Answer, Question, answers
 from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.model import context_parallel, sdpa, varlen
-from sft_play.training.proofs.compiling import Compiler, plain_code
+from sft_play.training.proofs.compiling import Compiler
 from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.distributed import own_devices
@@ -84,73 +84,64 @@ class PlannedLoop(CheckpointedLoop):
     def __init__(
         self,
         *,
+        plan: Plan,
         questions: Sequence[Question] = (),
         stop_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
-        answer_tokens: int = 1,
         patience: int | None = None,
         packs: Packs | None = None,
-        micro_batches: MicroBatches | None = None,
-        step_rows: int | None = None,
         grouped: bool = True,
         by_source: bool = False,
         masks: bool = True,
         mix: Mix | None = None,
-        layout: Layout = SINGLE,
-        row_tokens: int = 0,
         evaluates_blocks: bool = False,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
-        sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
-        of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
-        which ranks share rows; `row_tokens`: tokens that packs are padded to at least; `evaluates_blocks`: held-out
-        rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those
-        of `CheckpointedLoop` and the Trainer."""
-        self._questions, self._stop_ids = list(questions), list(stop_ids)
-        self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
+        """`packs`: chats that share a training row; `grouped`: the rows of a step are sorted by length; `by_source`:
+        report the loss of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of
+        each; `evaluates_blocks`: held-out rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the
+        others'. The other options are those of `CheckpointedLoop` and the Trainer."""
+        require_known(self.upstream)
+        self.plan, self._layout = plan, plan.choice.layout
+        self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
         self._early = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
+        self._evaluates_blocks = evaluates_blocks
+        self._loraplus_lr_ratio = loraplus_lr_ratio
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
-        self._layout, self._evaluates_blocks = layout, evaluates_blocks
-        self._loraplus_lr_ratio = loraplus_lr_ratio
         self._eval_head: torch.Tensor | None = None
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        require_known(self.upstream)
-        super().__init__(**options)
-        attention = str(self.model.config.get_text_config()._attn_implementation)
-        cut = micro_batches or MicroBatches(self.args.per_device_train_batch_size)
-        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
-            cut = MicroBatches(cut.rows)
-        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
-        batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel
-        self._step_rows = step_rows or batch * self.args.gradient_accumulation_steps * ranks
-        self.order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=self._step_rows, mix=mix
-        )
-        self._batches = StepBatches(
-            self.order, lengths, cut,
-            window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
-        )  # fmt: skip
         self._passes, self._pass = 1, 0
         self._slots: list[Any] = []
         self._eval_rows: int | None = None
-        self.step_memory = StepMemory(self, cut)
-        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
-        is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
-        self.data_collator: Any = self._collator(flat=is_flat, by_source=by_source, masks=masks, row_tokens=row_tokens)
+        super().__init__(**options)
+        self._set_rows(options["train_dataset"], packs, grouped=grouped, mix=mix, by_source=by_source, masks=masks)
 
-    def _collator(self, **options: Any) -> Collator:
-        parts = self._layout.context_parallel
-        return Collator(
+    def _set_rows(self, rows: Any, packs: Packs | None, *, grouped: bool, mix: Mix | None, **options: Any) -> None:
+        plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
+        cut = plan.micro_batches
+        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
+            cut = MicroBatches(cut.rows)
+        lengths = lengths_of(rows) if packs is None else packs.tokens
+        window = plan.batch.effective_batch
+        self.order = EpochOrder(
+            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=window, mix=mix
+        )
+        place, part = divmod(distributed.batch_rank(self._layout), self._layout.context_parallel)
+        ranks = self._layout.data_parallel
+        self._batches = StepBatches(self.order, lengths, cut, window=window, rank=place, ranks=ranks)
+        self.step_memory = StepMemory(self, cut)
+        self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not cut.padded)
+        self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            part=distributed.batch_rank(self._layout) % parts, parts=parts,
-            tells_lengths=varlen.needs_lengths(str(self.model.config.get_text_config()._attn_implementation)),
-            **options,
+            flat=not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION)),
+            tells_lengths=varlen.needs_lengths(attention),
+            row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
+            part=part, parts=self._layout.context_parallel, **options,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -381,7 +372,7 @@ class PlannedLoop(CheckpointedLoop):
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
         # compiled blocks would be compiled once more for passes without gradients
-        plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
+        plain = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation"), plain, kernel:
@@ -396,29 +387,16 @@ class PlannedLoop(CheckpointedLoop):
                 metrics |= self._exact_match(asked, prefix=str(options.get("metric_key_prefix", "eval")))
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
-            logger.info("%s", self._validation_line(metrics))
+            match = metrics.get("eval_exact_match")
+            shown = "" if match is None else f", exact match {match:.1%}"
+            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], shown)
         return metrics
-
-    def _validation_line(self, metrics: dict[str, float]) -> str:
-        step, match = self.state.global_step, metrics.get("eval_exact_match")
-        line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
-        line += "" if match is None else f", exact match {match:.1%}"
-        name = str(self.args.metric_for_best_model or "eval_loss")
-        history = [(entry[name], entry["step"]) for entry in self.state.log_history if name in entry]
-        figures = [(value, at) for value, at in history if at and math.isfinite(value)]
-        if not figures:
-            return line
-        sign = -1 if self.args.greater_is_better else 1
-        best, at = min(figures, key=lambda figure: sign * figure[0])  # of equal ones the first
-        shown = f"{best:.1%}" if name.endswith("exact_match") else f"{best:.4f}"
-        what = name.removeprefix("eval_").replace("_", " ")
-        return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
                 self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
-                most_tokens=self._answer_tokens, tried=self.step_memory.tried,
+                most_tokens=self.plan.answer_tokens, tried=self.step_memory.tried,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)

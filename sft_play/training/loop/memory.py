@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -45,13 +44,10 @@ class StepMemory(TrainerCallback):
     def __init__(self, trainer: Any, cut: MicroBatches) -> None:
         """`cut`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
-        passes = max(1, -(-trainer._step_rows // (cut.rows * ranks)))
+        passes = max(1, -(-trainer.plan.batch.effective_batch // (cut.rows * ranks)))
         self._trainer, self.cut, self.batch = trainer, cut, BatchPlan(cut.rows, passes, ranks)
-        self.plan: Any = None
         self.told: list[Callable[[RanOut], None]] = []
         """Called when memory has run out, before anything is repeated."""
-        self.waiting: list[Callable[[float], None]] = []
-        """Told the seconds that trying the longest rows took."""
         self.has_halved = False
         self._start: dict[str, Any] = {}
 
@@ -150,7 +146,7 @@ class StepMemory(TrainerCallback):
             half, is_repeated = self.batch.halved, self._trainer.beat.last[1] in _REPEATED
             is_again = half is not None and is_repeated and not self.is_alone
             self._tell(str(error), again="run" if is_again else None, now=half.micro_batch if half and is_again else 0)
-            message = out_of_memory_message(self.plan, error, self.batch)
+            message = out_of_memory_message(self._trainer.plan, error, self.batch)
             raise OutOfMemory(message, batch=None if is_again else self.batch) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -161,20 +157,17 @@ class StepMemory(TrainerCallback):
         rotations = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
         if trainer.is_deepspeed_enabled or trainer.compiler is not None or "dynamic" in str(rotations):
             return
-        began = time.perf_counter()
         trainer.beat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
         self.repeated(lambda _: self._try_longest())
         self._set_back()
-        for wait in self.waiting:
-            wait(time.perf_counter() - began)
 
     def _try_longest(self) -> None:
         """Beside as many bytes as the optimizer's states and the gradients of other passes will hold."""
         trainer = self._trainer
         each, rank = trainer._batches.longest_pass(self.cut), trainer._batches.rank
         device, is_new = trainer.args.device, not getattr(trainer.optimizer, "state", None)
-        optimizer = self.plan.memory.terms.get("optimizer", 0) if self.plan and is_new else 0
+        optimizer = trainer.plan.memory.terms.get("optimizer", 0) if is_new else 0
         sizes = (min(_PIECE, optimizer - first) for first in range(0, optimizer, _PIECE))
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         if self.is_alone and self.batch.grad_accum > 1:

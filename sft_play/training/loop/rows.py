@@ -134,7 +134,6 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         return [_masked(row) if number == FILLER else row for row, number in zip(rows, numbers, strict=True)]
 
     def _indices(self, number: int) -> npt.NDArray[np.int64]:
-        """Rows of the data set that make up a row; masked rows are made from the first."""
         if number == FILLER:
             return np.zeros(1, dtype=np.int64)
         if not 0 <= number < self._count:

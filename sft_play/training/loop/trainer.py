@@ -24,7 +24,6 @@ from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
 from sft_play.data.build.splits import Split
 from sft_play.errors import ConfigError
-from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -39,7 +38,6 @@ from sft_play.training.model.adapter_inputs import cast_outside_autocast
 from sft_play.training.model.fused_head import name_backbone, whole_head
 from sft_play.training.prepare.model_spec import blocks_of
 from sft_play.training.ranks import distributed, engines
-from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,10 @@ def training_arguments(
         greater_is_better=train.metric_for_best_model == "exact_match",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
         dataloader_num_workers=train.dataloader_num_workers,
-        dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),
+        # WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078)
+        dataloader_pin_memory=train.dataloader_pin_memory
+        and plan.hardware.device == "cuda"
+        and not plan.hardware.pages,
         dataloader_persistent_workers=False,  # they draw no seed at an epoch's start; a resumed run's do
         disable_tqdm=True,
         label_names=["labels"],
@@ -118,25 +119,6 @@ def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
         "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
         "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
     }  # fmt: skip
-
-
-PIN_TRIED = 64 * MIB
-"""Bytes that are page-locked as a test: more than the batches in the loaders' queues."""
-
-
-def _pins(plan: Plan) -> bool:
-    """WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078): it is tried."""
-    if plan.hardware.device != "cuda" or not plan.hardware.pages:
-        return plan.hardware.device == "cuda"
-    try:
-        torch.empty(PIN_TRIED, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:  # torch raises CUDA's errors as this
-        logger.info(
-            "WSL: memory cannot be page-locked (%s): falling back to train.dataloader_pin_memory=false",
-            one_line(str(error), limit=120),
-        )
-        return False
-    return True
 
 
 def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
@@ -238,8 +220,7 @@ def build_trainer(
         **({"peft_config": peft_config} if peft_config is not None else {}),
         train_dataset=rows,
         packs=packs,
-        micro_batches=plan.micro_batches,
-        step_rows=plan.batch.effective_batch,
+        plan=plan,
         grouped=config.train.group_by_length,
         by_source=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
@@ -248,8 +229,6 @@ def build_trainer(
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
         monitor=monitor,
-        layout=plan.choice.layout,
-        row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
         loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
@@ -264,7 +243,6 @@ def build_trainer(
         name_backbone(base)
     if kind is None and plan.choice.step.loss == "logits":
         whole_head(base)
-    trainer.step_memory.plan = plan
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
@@ -291,8 +269,8 @@ def plan_callbacks(
     resume_step: int | None = None,
     metrics: Sequence[str] = (),
 ) -> list[TrainerCallback]:
-    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves after
-    `resume_step` are dropped; `metrics` are the tags of held-out figures), a profile."""
+    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves end at
+    `resume_step`; `metrics` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
@@ -310,7 +288,6 @@ def plan_callbacks(
 def _packs_of(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
-    """Which chats share a row, and packs (or rows) of each source; no pack holds rows of two sources."""
     if not wants_packing(config):
         return None, tuple(sizes)
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])

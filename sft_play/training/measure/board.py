@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -14,7 +13,6 @@ from transformers.integrations import rewrite_logs
 
 from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
-from sft_play.files import atomic
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -96,12 +94,15 @@ class Board(TrainerCallback):
         resume_step: int | None = None,
     ) -> None:
         """`metrics`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
-        step that the run continues after (None: its first step); what was written after it is dropped."""
+        step that the run continues after (None: its first step); what was written after it is not shown."""
         self._folder, self._hparams, self._metrics, self._answers = folder, dict(hparams), tuple(metrics), answers
         self._writers: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
-        root = folder.tensorboard
-        self._tags = keep_events_until((root, *(root / name for name in SPLITS.values())), resume_step)
+        self._tags: set[str] = set()
+        self._purged_from = None if resume_step is None else resume_step + 1
+        for name in ("", *SPLITS.values()) if resume_step is None else ():  # of a start that trained nothing
+            for path in (folder.tensorboard / name).glob("events.out.tfevents.*"):
+                path.unlink()
         self._layout: dict[str, Any] = {}
         for tag in ("train/", *self._metrics):  # TensorBoard gives out its colours in this order
             self._writer_of(tag)
@@ -158,7 +159,8 @@ class Board(TrainerCallback):
 
         name = SPLITS.get(tag.partition("/")[0], "")
         if name not in self._writers:
-            self._writers[name] = SummaryWriter(log_dir=str(self._folder.tensorboard / name))
+            place = str(self._folder.tensorboard / name)
+            self._writers[name] = SummaryWriter(log_dir=place, purge_step=self._purged_from)
         return self._writers[name]
 
 
@@ -173,29 +175,6 @@ def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[
         info.name.group = SPLITS.get(info.name.tag.partition("/")[0], "")
     metadata.content = content.SerializeToString()
     return experiment, start, end
-
-
-def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
-    """Drop events after `step` (None: all) from these folders' event files; returns the tags that stay. TensorBoard's
-    own marker (`purge_step`) leaves points of a tag until it has one at an earlier step (2.21)."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    tags: set[str] = set()
-    for path in [path for folder in folders for path in sorted(folder.glob("events.out.tfevents.*"))]:
-        if step is None:
-            path.unlink()
-            continue
-        events = list(LegacyEventFileLoader(str(path)).Load())
-        kept = [event for event in events if event.step <= step]
-        tags |= {value.tag for event in kept for value in event.summary.value}
-        if len(kept) < len(events):
-            kept_path = path.with_name(".kept")  # TensorBoard reads every file with tfevents in its name
-            with atomic.replacing(path, aside=kept_path) as aside, aside.open("wb") as file:
-                writer = RecordWriter(file)
-                for event in kept:
-                    writer.write(event.SerializeToString())
-    return tags
 
 
 def answers_text(answers: Sequence[Answer]) -> str:

@@ -13,7 +13,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import Answer, Question, questions
-from sft_play.training.measure.peaks import LoadMeter
+from sft_play.training.measure.peaks import Peaks
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.engines import EngineCheck, check_engine, engine_check_of_one
@@ -91,17 +91,14 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
 
 
 class BeforeTraining(TrainerCallback):
-    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows; as a
-    callback where an engine wraps the model when training begins."""
+    """Measures before the first step: what the engine holds, and the figures of the held-out rows; as a callback where
+    an engine wraps the model when training begins."""
 
-    def __init__(
-        self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
-    ) -> None:
-        self._job, self._trainer, self.eval_set, self._loading = job, trainer, eval_set, loading
+    def __init__(self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, peaks: Peaks, *, is_resumed: bool) -> None:
+        self._job, self._trainer, self.eval_set, self._peaks = job, trainer, eval_set, peaks
         self._is_resumed = is_resumed
         self._engine_check: EngineCheck | None = None
         self.figures: Figures | None = None
-        self.loading: dict[str, Any] | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
@@ -110,8 +107,8 @@ class BeforeTraining(TrainerCallback):
         self.measure()
 
     def measure(self) -> None:
-        """Measure loading and the held-out rows; a resumed run keeps the figures of its first start."""
-        self.loading = self._loading.stop()
+        """Loading is over: measure the held-out rows; a resumed run keeps the figures of its first start."""
+        self._peaks.end()
         folder, is_first = self._job.folder, distributed.is_first()
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
             return

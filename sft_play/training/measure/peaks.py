@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
 
 from sft_play.planner.plan import Plan
 from sft_play.process.heap import give_back_free_memory
-from sft_play.training.ranks import distributed
 from sft_play.training.ranks.heartbeat import Heartbeat
 
-RunMoment = Literal["training", "evaluation", "generation", "saving"]
+RunMoment = Literal["loading", "training", "evaluation", "generation", "saving"]
 
-_EVERY_S = 0.005
-"""How often a process's memory is sampled while it loads."""
 _CLEAR = Path("/proc/self/clear_refs")
 """Writing 5 resets the peak of resident memory to the present value (proc_pid_clear_refs(5), since Linux 4.0)."""
 
@@ -100,16 +96,16 @@ class Peaks:
     def _now(self) -> Highest | None:
         if self.on_gpu:
             return Highest(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        resident = status_bytes("VmHWM") if self._is_counted else None
+        resident = _highest_resident() if self._is_counted else None
         own = None if resident is None else max(0, resident - self.level_bytes)
         return None if own is None else Highest(own, own)
 
 
-def status_bytes(field: str) -> int | None:
-    """A field of this process's status in bytes (proc_pid_status(5), which has it in KiB); None outside Linux."""
+def _highest_resident() -> int | None:
+    """In bytes, since the last reset (proc_pid_status(5), which has it in KiB); None outside Linux."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(f"{field}:"):
+            if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return None
 
@@ -152,7 +148,7 @@ class MemoryMeter:
         """`peak_bytes_by_moment` of the summary: predicted bytes of tensors and measured bytes of each moment."""
         moments = self._plan.memory.moments
         steps = [size for name, size in moments.items() if name not in ("evaluation", "saving")]
-        predicted = {**moments, "training": max(steps, default=None)}
+        predicted = {**moments, "training": max(steps, default=None), "loading": self._plan.memory.load_bytes}
         return {
             moment: {"predicted_allocated": predicted.get(moment), **self._measured(highest)}
             for moment, highest in self.peaks.by_moment().items()
@@ -173,53 +169,3 @@ class Watch:
     memory: MemoryMeter
     beat: Heartbeat
     started: float
-
-
-class LoadMeter:
-    """Watches this process until `stop`: the GPU's allocator, and `ram`, its own memory without mapped files."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"
-        self._done = threading.Event()
-        self._level = self._highest = 0
-        self._thread = threading.Thread(target=self._watch, name="load-memory", daemon=True)
-
-    def __enter__(self) -> LoadMeter:
-        """Start measuring."""
-        self._level = self._highest = own_bytes()
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._done.set()  # loading failed, so nobody calls `stop`
-
-    def _watch(self) -> None:
-        while not self._done.wait(_EVERY_S):
-            self._highest = max(self._highest, own_bytes())
-
-    def stop(self) -> dict[str, Any]:
-        """`loading` of the summary: what was predicted for one rank, and measured on all, gathered once. On a GPU it
-        also frees what loading left in the allocator and resets the peak: a run's figures are those of its steps."""
-        self._done.set()
-        self._thread.join()
-        ram = max(self._highest, own_bytes()) - self._level  # the peak may be newer than the last sample
-        device = torch.cuda.max_memory_allocated() if self._on_gpu else ram
-        figures = distributed.of_all((device, ram))
-        memory = self._plan.memory
-        devices, rams = zip(*figures, strict=True)
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        return {
-            "predicted_device": memory.load_bytes, "device_by_rank": devices,
-            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
-        }  # fmt: skip
-
-
-def own_bytes() -> int:
-    """Bytes of RAM that are this process's own: on Linux its anonymous pages, elsewhere its resident set."""
-    anonymous = status_bytes("RssAnon")
-    return int(psutil.Process().memory_info().rss) if anonymous is None else anonymous

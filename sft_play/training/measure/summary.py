@@ -70,7 +70,6 @@ def summary_of(
         "engine_proof": before.engine_check.as_json(),
         "updates": trained.updates.facts.as_json() if trained.updates.facts else None,
         "compile": compiler.facts() if compiler else None,
-        "loading": before.loading,
         "evaluations": evaluations(metrics, stage=job.folder.stage) if distributed.is_first() else [],
         "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),

@@ -113,7 +113,6 @@ class UpdateCheck(TrainerCallback):
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """At most SAMPLE elements [n], evenly spaced over a tensor of any shape."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // SAMPLE))]
 

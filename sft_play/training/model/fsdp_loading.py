@@ -168,7 +168,6 @@ def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> N
 
 
 def _units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module], dict[str, Any]]]:
-    """The modules of each unit, inner ones first, and options in which it differs from the others."""
     layers = [module for module in model.modules() if type(module).__name__ == layer_class]
     for layer in layers:  # a list: `fully_shard` changes the class of what has been yielded
         yield [layer], {}

@@ -149,7 +149,6 @@ def fit_ties(whole: Any, text: Any, names: Callable[[], set[str]]) -> None:
 
 
 def _class_with_head(text: Any) -> type | None:
-    """A causal language model of this config; None where transformers has no decoder for it."""
     kind = type(text)
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None)
     if whole is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
@@ -160,7 +159,6 @@ def _class_with_head(text: Any) -> type | None:
 
 
 def _decoder_of(kind: type) -> Any:
-    """The class that runs the blocks of a text config, by transformers' mapping, or in the file beside the config's."""
     found: Any = MODEL_MAPPING.get(kind, None) or _beside(kind, "TextModel")
     classes = found if isinstance(found, list | tuple) else [found]
     return next((one for one in classes if "input_ids" in list(inspect.signature(one.forward).parameters)[1:2]), None)

@@ -166,10 +166,8 @@ def require_whole(model: Any, info: dict[str, Any], name: str) -> None:
     missing = sorted(set(info.get("missing_keys", ())) - tied_names(model))
     if missing or info.get("mismatched_keys"):
         names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
-        raise ModelError(
-            f"the weights of {name} do not match the model: {one_line(names, limit=300)} "
-            f"({len(missing)} missing); the folder is incomplete, or of another architecture than its config.json says"
-        )
+        raise ModelError(f"the weights of {name} do not match its config.json: {one_line(names, limit=300)} "
+                         f"({len(missing)} missing)")  # fmt: skip
 
 
 def keep_4bit_trainable(model: nn.Module) -> None:

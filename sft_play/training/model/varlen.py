@@ -61,21 +61,10 @@ def attend(
     chat_lengths: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each chat.
-
-    Args:
-        query: [B, H, S, D]; `key` and `value` [B, G, S, D] with H a multiple of G.
-        sliding_window: tokens that a query sees, itself included.
-        cu_seq_lens_q: where chats begin among the T tokens of the only row, and the end; None: each row is one chat.
-        max_length_q: tokens of the longest chat.
-        chat_lengths: tokens of each chat, on the host; None: read from `cu_seq_lens_q` where they are needed.
-
-    Returns:
-        [B, S, H, D].
-
-    Raises:
-        ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional attention.
-    """
+    """Causal attention inside each chat, as [B, S, H, D]: query [B, H, S, D]; key and value [B, G, S, D] with H a
+    multiple of G. `sliding_window`: tokens that a query sees, itself included; `cu_seq_lens_q`: where chats begin among
+    the T tokens of the only row, and the end (None: each row is one chat); `chat_lengths`: on the host, else read from
+    it. Raises ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional."""
     _refuse(module, dropout, options)
     rows, _, length, _ = query.shape
     slides = sliding_window is not None and sliding_window < length and length == key.shape[2]
@@ -111,11 +100,8 @@ def kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int,
     *, lengths: Sequence[int] | None = None, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D].
-
-    Args:
-        lengths: what lies between the boundaries, on the host; None: read from `ends` where it is needed.
-    """
+    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D]; `lengths`:
+    what lies between these, on the host, else read from them."""
     if _flash_in_use and query.is_cuda:  # small models of the class are measured on the CPU
         return flash(query, key, value, ends, longest, scale=scale, window=window)
     if lengths is None:  # a class of code of its own may not pass them on

@@ -55,6 +55,9 @@ class Backend:
     name: str
     reason: str
     fallback_from: str | None = None
+    python: Path | None = None
+    """Of Unsloth's environment, and what Unsloth says of itself there."""
+    answer: UnslothAnswer | None = None
 
 
 def choose_backend(
@@ -70,7 +73,7 @@ def choose_backend(
         python, answer = require_unsloth(config, layout=layout, nodes=nodes, launched=launched)
     except BackendError as error:
         return fall_back(config, str(error))
-    return Backend("unsloth", f"unsloth: {answer.words}, in {python}")
+    return Backend("unsloth", f"unsloth: {answer.words}, in {python}", python=python, answer=answer)
 
 
 def fall_back(config: RunConfig, problem: str) -> Backend:
@@ -85,8 +88,8 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
 
 
 def require_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> tuple[Path, UnslothAnswer]:
-    """What `answer_here` gives; raises BackendError where Unsloth cannot run this. It is asked last, which takes
-    seconds. `launched`: a launcher started this process as a rank."""
+    """Unsloth's environment, and what Unsloth says about it; raises BackendError where it cannot run this. It is asked
+    last, which takes seconds. `launched`: a launcher started this process as a rank."""
     python = find_python(os.environ)
     if python is None:
         needs = "an environment of its own (and a CUDA GPU for its kernels)"
@@ -144,11 +147,3 @@ def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     if precision.load != precision.compute:
         return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
     return None
-
-
-def answer_here() -> tuple[Path, UnslothAnswer]:
-    """Unsloth's environment, and what Unsloth says about it; raises BackendError where there is none."""
-    python = find_python(os.environ)
-    if python is None:
-        raise BackendError(f"Unsloth needs an environment of its own, and there is none: {SETUP}")
-    return python, ask(python)

@@ -37,11 +37,8 @@ def check_device(plan: Plan, config: RunConfig) -> None:
             reason = str(error)
         raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
     if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
-        raise HardwareError(
-            f"torch {torch.__version__} sees an accelerator ({torch.accelerator.current_accelerator()}), but the run "
-            "was planned for the CPU, since no driver's tool shows a GPU that runs are planned for (make gpu-info): "
-            f"{ON_CPU}"
-        )
+        found = torch.accelerator.current_accelerator()
+        raise HardwareError(f"torch sees an accelerator ({found}) that no run is planned for (make gpu-info): {ON_CPU}")
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
@@ -92,25 +89,16 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
 
     if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):  # every call of it would raise
         raise HardwareError(
-            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}, and this run needs it "
-            f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "
-            "needed (make doctor), or tuning.mode=lora with train.optim=adamw_torch_fused"
+            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}: install another version "
+            "of it (make doctor), or use tuning.mode=lora with train.optim=adamw_torch_fused"
         )
 
 
-def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str, instead: str) -> None:
-    """Warns that a run needs more than was planned (None: it does not). `found`: what was found since, and how the run
-    goes on: "... without it"; `instead`: what to set. Raises DoesNotFit: the plan chose its batch for less."""
-    if need is None:
-        return
-    train, room = config.train, plan.budget_bytes
-    text = (
-        f"{one_line(config.model.name)} {found} this run needs {need / GIB:.2f} GiB, where "
-        f"{plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
-    )
-    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
-        raise DoesNotFit(f"{text}; {instead}", plan=plan.as_json())
-    logger.warning("%s", text)
+def warn_of_need(plan: Plan, need: int | None, found: str) -> None:
+    """Warn that a run needs more than was planned (None: it does not), by what was found since."""
+    if need is not None:
+        logger.warning("%s this run needs %.2f GiB, where %.2f were planned and %.2f are there", found, need / GIB,
+                       plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
 
 
 _LACKING = re.compile(
@@ -156,7 +144,6 @@ def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | N
 
 
 def _smaller(plan: Plan, batch: BatchPlan) -> str:
-    """What needs less memory, by settings that the run can be resumed with where there are any: rows of a step stay."""
     half = batch.halved
     if half is not None:
         return f"SET='train.batch_size={half.micro_batch} train.grad_accum={half.grad_accum}', which resume takes too"

@@ -177,23 +177,15 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:
         if not chosen([pattern], sizes):
-            raise ModelError(_no_match(config, pattern, sizes))
+            parts = {part for name in sizes for part in name.split(".") if not part.isdigit()}
+            near = _nearest(pattern.rpartition(".")[2], parts)
+            raise ModelError(f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode="
+                             f"{config.tuning.mode} trains{near}; one of them is {next(iter(sizes))}")  # fmt: skip
     kept = chosen(patterns, sizes)
     share = sum(sizes[name] for name in kept) / sum(sizes.values())
     return (
         f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
         f"{config.tuning.mode} trains ({share:.2%} of their parameters); the plan counts memory for all of them"
-    )
-
-
-def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
-    # without torch's and PEFT's own words, which every name has
-    pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
-    words = sorted(piece for piece in pieces if not piece.isdigit())
-    return (
-        f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains"
-        f"{_nearest(pattern.rpartition('.')[2], words)}. The parts of their names, beside the layers' numbers, are: "
-        f"{one_line(', '.join(words), limit=500)}"
     )
 
 

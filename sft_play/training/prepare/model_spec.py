@@ -31,7 +31,7 @@ from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
-from sft_play.training.checkpoints.tensor_files import tensor_shapes
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.language_model import Tower, fit_ties, language_config, tower_of
 from sft_play.training.model.tensor_parallel import Style
@@ -131,8 +131,10 @@ def build_model_spec(
     notes.append(f"Attention: {attention.reason}")
     attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
     notes += measured
+    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
     model_spec = ModelSpec(
-        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to, _layer_class(skeleton),
+        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to,
+        max(layers, key=lambda name: layers[name], default=""),  # some models have others beside it
         tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
@@ -148,7 +150,6 @@ def build_model_spec(
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
-    """A note on a base whose weights are stored quantised, which its config then says no more."""
     fields = whole.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
@@ -173,7 +174,6 @@ def _trained(
 def _measured(
     config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
 ) -> tuple[Attention, bool, list[str]]:
-    """What a small model of the class shows: is varlen enough, and do padded rows need a mask?"""
     notes, trusted = [], config.model.trust_remote_code
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
@@ -192,12 +192,6 @@ def _measured(
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in their order: what transformers checkpoints one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _layer_class(skeleton: Any) -> str:
-    """The most frequent class of blocks, since some models have others beside it; empty where there is none."""
-    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
-    return max(layers, key=lambda name: layers[name], default="")
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
@@ -238,7 +232,7 @@ def _names_of(config: RunConfig) -> set[str]:
     folder = local_folder(config.model.name)
     try:
         if folder is not None:
-            return set(tensor_shapes(folder))
+            return set(tensors_in(folder))
         return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
     except ModelError:
         raise
@@ -264,7 +258,6 @@ def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> 
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
-    """None where the tokenizer is no larger than the model: embeddings never shrink."""
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
@@ -272,9 +265,8 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
     # wte: GPT-2's embedding, which is its head too
     if untrained and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
         raise ModelError(
-            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "
-            "the new ones untrained and unsaved: set tuning.lora.modules_to_save=[embed_tokens, lm_head], use "
-            "tuning.mode=full, or take the tokenizer that belongs to the model"
+            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings: take the model's own, "
+            "or train the new ones by tuning.lora.modules_to_save=[embed_tokens, lm_head] or tuning.mode=full"
         )
     return tokenizer_size
 

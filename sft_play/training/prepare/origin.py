@@ -91,15 +91,11 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and was is not None and len(str(was)) == len(str(now)):
         if was != now:
-            raise ModelError(
-                f"{KEY}: {folder} was trained on other weights ({one_line(theirs)}, digest {str(was)[:12]}) than "
-                f"model.name={one_line(name)} has now (digest {str(now)[:12]})"
-            )
+            raise ModelError(f"{KEY}: {folder} was trained on other weights ({one_line(theirs)}) than those of "
+                             f"model.name={one_line(name)}")  # fmt: skip
     elif theirs and _plain_name(theirs) != _plain_name(name):
-        raise ModelError(
-            f"{KEY}: {folder} was trained on {one_line(theirs)}, and model.name is {one_line(name)}: give the "
-            f"adapter's own base (if it is the same under another name: base_model_name_or_path in {CONFIG_FILE})"
-        )
+        raise ModelError(f"{KEY}: {folder} was trained on {one_line(theirs)}, and model.name is {one_line(name)}: give "
+                         f"the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
 
 
 def _plain_name(name: str) -> str:

@@ -26,7 +26,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
-from sft_play.training.prepare.device_checks import require_room
+from sft_play.training.prepare.device_checks import warn_of_need
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec
 from sft_play.training.prepare.origin import Origin, origin_of
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
@@ -114,11 +114,8 @@ def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     )  # fmt: skip
     keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
     if keeps_mask or (model_spec.masks and not step.masks):
-        require_room(
-            config, plan, plan.masked_bytes,
-            found="needs masks that the plan left out, as a small model of its class showed, and with them",
-            instead="set train.batch_size=1 and eval.batch_size=1, whose rows are never padded, and data.packing=none",
-        )  # fmt: skip
+        found = "Attention: the plan left out masks that a small model of the class needs; with them"
+        warn_of_need(plan, plan.masked_bytes, found)
     planned = step.attention
     if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned:
         logger.warning(

@@ -60,11 +60,8 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlaces, frozenset[str]]:
-    """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none.
-
-    Raises:
-        ModelError: tokens of its class see those after them.
-    """
+    """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none. Raises
+    ModelError: tokens of its class see those after them."""
     kind, layers = str(model.config.model_type), list(linear_layers(model))
     failed, untried = dict[str, str](), ""
     if kind not in FAMILIES:
@@ -229,7 +226,6 @@ def _small_random(small: Any, trust_remote_code: bool) -> Any:
 
 
 def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Which of these groups of layers fail with an adapter on each layer, and why."""
     names = [name for group in groups.values() for name in group]
     if not names:
         return {}
@@ -255,7 +251,6 @@ def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str,
 
 
 def _step(model: Any, draw: int) -> None:
-    """A step forwards and backwards on random tokens, as in training; gradients add up."""
     ids = torch.randint(3, VOCABULARY, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(draw))
     model.train()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,13 +132,6 @@ def compile_in_place(model: torch.nn.Module) -> int:
     for block in blocks:
         block.compile(backend=BACKEND, dynamic=True)
     return len(blocks)
-
-
-@contextlib.contextmanager
-def plain_code() -> Iterator[None]:
-    """While open, compiled blocks run the plain code, and nothing is compiled."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _counted() -> tuple[int, int]:

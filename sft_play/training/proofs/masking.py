@@ -43,49 +43,30 @@ _PACKS = ((19, 23), (30,), (11, 9, 5))
 _INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Largest differences of the second chat's logits, over their spread, in a row that it shares with another."""
-
-    leak: float
-    """When the first chat is changed."""
-    alone: float
-    """From the same chat in a row of its own."""
-    padded: float
-    """The same in a batch of two padded rows."""
-    seen: float
-    """When the first is changed and both are one chat: what a leak looks like in this model."""
-
-    @property
-    def worst(self) -> float:
-        """The largest difference that should be none."""
-        return max(self.leak, self.alone, self.padded)
-
-
 def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
     """A line that a model of this config keeps the chats of one row apart, with the measured difference; flash
     attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be measured."""
     kind = kind_of(hf_config)
-    apart, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
-    if apart is not None and not apart.seen >= TELLING:
-        problem = f"a token hardly depends on those before it there, by {apart.seen:.1g} of the spread"
-    elif apart is not None and not math.isfinite(apart.worst):
+    found, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
+    leak, seen = found or (0.0, 0.0)
+    if found is not None and not seen >= TELLING:
+        problem = f"a token hardly depends on those before it there, by {seen:.1g} of the spread"
+    elif not math.isfinite(leak):
         problem = "a small model of its class computes numbers that are not finite"
-    if apart is None or problem:
-        raise ConfigError(
-            f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured ({problem}), and "
-            f"a chat that sees another would be trained wrong; {_INSTEAD}"
-        )
-    measured = f"on a small model of its class the logits of a chat differ by {apart.worst:.0e} of their spread"
-    if apart.worst >= APART_TOLERANCE:
-        how = "where the one before is changed" if apart.leak >= APART_TOLERANCE else "packed and alone"
-        raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}, {how}; "
+    if problem:
+        raise ConfigError(f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured "
+                          f"({problem}); {_INSTEAD}")  # fmt: skip
+    measured = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
+    if leak >= APART_TOLERANCE:
+        raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}; "
                           f"{_INSTEAD}")  # fmt: skip
     return f"Packing: {kind} keeps the chats of a row apart ({measured}, alone, packed, or after another chat)"
 
 
-def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False) -> Apart:
-    """How two chats in one row affect each other, in fp32 on the CPU; no random state is changed."""
+def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
+    """How far the second chat's logits in a row of two are, over their spread, from those of the same chat alone or
+    after another one, in one row or a padded batch; and what a leak looks like: the same where both are one chat. In
+    fp32 on the CPU; no random state is changed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small, attention, trust_remote_code)
         draw = torch.Generator().manual_seed(1)
@@ -102,12 +83,11 @@ def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False
         one, another = (logits([np.concatenate([chat, second])])[begin:] for chat in (first, other))
         batch = logits([first, second], [second])[begin:]  # the second chat, behind the first and alone
     spread = float(alone.std()) or 1.0
-    gaps = (packed - changed, packed - alone, batch - torch.cat([alone, alone]), one - another)
-    return Apart(*(float(gap.abs().max()) / spread for gap in gaps))
+    gaps = torch.cat([packed - changed, packed - alone, batch - torch.cat([alone, alone])])
+    return float(gaps.abs().max()) / spread, float((one - another).abs().max()) / spread
 
 
 def _pack(chats: list[Any]) -> dict[str, Any]:
-    """A row of chats, in which no chat's first token is predicted from the chat before."""
     ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
     labels = ids.copy()
     labels[np.cumsum(lengths) - lengths] = IGNORED

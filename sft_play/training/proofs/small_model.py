@@ -198,7 +198,6 @@ def _cut_layers(small: Any, layers: int) -> None:
 
 
 def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
-    """The sizes of layers that differ from the config's, by layer (transformers' `per_layer_config`)."""
     if not getattr(small, "is_heterogeneous", False):
         return {}
     return {int(layer): dict(sizes) for layer, sizes in small.to_dict()["per_layer_config"].items()}

@@ -95,7 +95,6 @@ def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
 
 
 def _device(kind: str) -> torch.device:
-    """This rank's device, tested with a matrix product; raises RuntimeError where torch cannot use it."""
     if kind == "cpu":
         return torch.device("cpu")
     if torch.version.cuda is None:

@@ -32,7 +32,7 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
 from sft_play.process.endings import STOPPING, StopSignals, leave_with_starter
-from sft_play.process.failures import Failure, numbered
+from sft_play.process.failures import Failure
 from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import noted
@@ -64,12 +64,9 @@ class Ended:
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended it, or None."""
-        if self.exit_code >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exit_code).name
-        except ValueError:
-            return f"signal {-self.exit_code}"
+        number = -self.exit_code
+        known = {one.value: one.name for one in signal.Signals}
+        return None if number <= 0 else known.get(number, f"signal {number}")
 
     @property
     def was_told(self) -> bool:
@@ -126,8 +123,6 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool) -> tuple
     if own is not None:
         stack = own.traceback if own.kind == "fault" else ""
     parts = [stack.rstrip(), f"[{COMMAND}] error: {sentence(root, world)}"]
-    others = _others(ended, root)
-    parts += [f"[{COMMAND}] then {'; '.join(others)}"] if others else []
     return "\n".join(part for part in parts if part), 1
 
 
@@ -138,18 +133,6 @@ def death(ended: Sequence[Ended], world: int | None, *, asked: bool) -> str | No
     own = root.own
     helps = own is None or own.kind in ("peer", "hung") or (own.kind == "fault" and own.name in _OF_A_GPU)
     return sentence(root, world) if helps and not (asked or root.was_told) else None
-
-
-def _others(ended: Sequence[Ended], root: Ended) -> list[str]:
-    """The other ranks: those that ended with it or after it, and what else one of them says."""
-    after, rest = list[int](), list[str]()
-    for one in (one for one in ended if one is not root):
-        is_same = one.own and root.own and (one.own.name, one.own.message) == (root.own.name, root.own.message)
-        if is_same or (one.own.kind in ("peer", "hung", "stopped") if one.own else one.signal):
-            after.append(one.rank)
-        else:
-            rest.append(sentence(one, None))
-    return [*([f"{numbered(after)} ended too"] if after else []), *rest]
 
 
 class _Stopping:
@@ -239,12 +222,10 @@ def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
 
 
 def _newest(folder: Path, name: str) -> Path | None:
-    """The newest file of a name: the launcher names a folder for each of its attempts."""
     return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _world(given: Any) -> int | None:
-    """How many ranks there are on all nodes; None where it was left to the launcher to count."""
     try:
         return int(given.nproc_per_node) * int(str(given.nnodes).rpartition(":")[2])
     except ValueError:

@@ -213,7 +213,7 @@ SHARD_SLACK = 0.10
 @dataclass(frozen=True)
 class EngineCheck:
     """What an engine did with the model; bytes are what each rank holds. `frozen_*` are the weights that do not train,
-    as they are stored (NF4's packed bytes, without its constants); `frozen_device_*` without what is offloaded."""
+    as they are stored (NF4's packed bytes, without its constants)."""
 
     layout: str
     wrapped_class: str
@@ -222,7 +222,6 @@ class EngineCheck:
     bytes_by_rank: tuple[int, ...]
     frozen_whole_bytes: int = 0
     frozen_bytes_by_rank: tuple[int, ...] = ()
-    frozen_device_bytes_by_rank: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """`engine_proof` of the JSON."""
@@ -241,23 +240,20 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     names = {kind.__name__ for kind in type(wrapped).__mro__}
     wanted = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
     if wanted not in names:
-        raise TrainingError(
-            f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a {wanted}: the "
-            "engine was left out; nothing was trained"
-        )
+        raise TrainingError(f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a "
+                            f"{wanted}; nothing was trained")  # fmt: skip
     if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
-    frozen, here, on_device, kept_whole = frozen_bytes(wrapped)
-    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all((here, on_device))
+    frozen, here, kept_whole = frozen_bytes(wrapped)
+    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all(here)
     engine_check = EngineCheck(
-        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen,
-        tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
-    )  # fmt: skip
+        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen, tuple(frozen_sizes)
+    )
     trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
     expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
     _refuse_undivided(layout, "trained", whole, sizes, share=expected)
-    cut = [size - kept_whole for size in engine_check.frozen_bytes_by_rank]
+    cut = [size - kept_whole for size in frozen_sizes]
     expected = _share(frozen - kept_whole, frozen_alike, layout) if layout.shards_params else frozen
     _refuse_undivided(layout, "frozen", frozen - kept_whole, cut, share=expected)
     return engine_check
@@ -305,22 +301,15 @@ def held_bytes(trainer: Any) -> tuple[int, int]:
     return sum(parameter.nbytes for parameter in trained), sum(local(parameter).nbytes for parameter in trained)
 
 
-def frozen_bytes(wrapped: Any) -> tuple[int, int, int, int]:
-    """Bytes of the weights that do not train: whole, on this rank, of those on the device that computes, and what
-    DeepSpeed keeps whole on every rank on purpose (up to `stage3_param_persistence_threshold`)."""
-    whole = here = device = persistent = 0
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            continue
-        width = parameter.element_size()
-        if hasattr(parameter, "ds_tensor"):  # ZeRO-3 has divided it: the parameter itself is empty between its uses
-            size = width * parameter.ds_numel
-            part = width * parameter.ds_tensor.numel()
-            if parameter.ds_persist:
-                part = size
-                persistent += size
-            on_device = parameter.ds_persist or parameter.ds_tensor.device.type == wrapped.device.type
-        else:
-            size, part, on_device = width * parameter.numel(), width * local(parameter).numel(), True
-        whole, here, device = whole + size, here + part, device + (part if on_device else 0)
-    return whole, here, device, persistent
+def frozen_bytes(wrapped: Any) -> tuple[int, int, int]:
+    """Bytes of the weights that do not train: whole, on this rank, and what DeepSpeed keeps whole on every rank on
+    purpose (up to `stage3_param_persistence_threshold`)."""
+    whole = here = persistent = 0
+    for parameter in (one for one in wrapped.parameters() if not one.requires_grad):
+        width, is_kept = parameter.element_size(), getattr(parameter, "ds_persist", False)
+        # where ZeRO-3 has divided it the parameter itself is empty between its uses
+        size = width * getattr(parameter, "ds_numel", parameter.numel())
+        part = width * getattr(parameter, "ds_tensor", local(parameter)).numel()
+        whole, here = whole + size, here + (size if is_kept else part)
+        persistent += size if is_kept else 0
+    return whole, here, persistent

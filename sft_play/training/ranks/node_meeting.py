@@ -200,8 +200,7 @@ def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: 
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
                 f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
-                f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= means another "
-                "machine there (NNODES= is the number of machines, not of GPUs)"
+                f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs there"
             )
         time.sleep(_POLL_S * (not came))
     return tuple(cards[rank] for rank in range(nodes.count))

@@ -35,7 +35,6 @@ from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
 from sft_play.training.measure.summary import describe
-from sft_play.training.prepare.backend import answer_here
 from sft_play.training.prepare.model_spec import empty_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
@@ -95,7 +94,9 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
-    python, answer = answer_here()
+    python, answer = prepared.backend.python, prepared.backend.answer
+    assert python is not None
+    assert answer is not None
     job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
     logger.info("Unsloth: %s; its process is %s on %s", answer.words, python, answer.device)
     if answer.device == "cpu":
@@ -218,7 +219,6 @@ def _run(python: Path, document: Path, plan: Plan) -> None:
 
 
 def _places(plan: Plan) -> Iterator[dict[str, str]]:
-    """The variables of each process: those of torch's launcher where there are several, else none."""
     ranks = plan.choice.layout.ranks
     if ranks == 1:
         yield {}

@@ -50,10 +50,8 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
     if given:
         python = Path(given) / "bin" / "python"
         if not os.access(python, os.X_OK):
-            raise BackendError(
-                f"{VARIABLE}={one_line(given)} was asked for, but there is no program {python.absolute()}; name the "
-                "folder of an environment that has bin/python and Unsloth"
-            )
+            raise BackendError(f"{VARIABLE}={one_line(given)} names no environment: there is no program "
+                               f"{python.absolute()}")  # fmt: skip
         return python.absolute()
     for folder in (Path.cwd() / FOLDER, ROOT / FOLDER):
         python = folder / "bin" / "python"
@@ -75,26 +73,15 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
+@functools.cache
 def ask(python: Path) -> UnslothAnswer:
     """What the environment reports after importing Unsloth, asked once; raises BackendError with its reason."""
-    # part of the cache's key, since it decides which GPUs Unsloth sees
-    return _ask(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-@functools.cache
-def _ask(python: Path, _: str | None) -> UnslothAnswer:
     with tempfile.TemporaryDirectory() as aside:
         try:
             process = subprocess.run(
-                [str(python), str(WORKER), "--probe"],
-                cwd=aside,
-                env=worker_environment(os.environ),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=PROBE_S,
-                check=False,
-            )
+                [str(python), str(WORKER), "--probe"], cwd=aside, env=worker_environment(os.environ),
+                capture_output=True, text=True, errors="replace", timeout=PROBE_S, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise BackendError(f"{python} did not import Unsloth within {PROBE_S:.0f} s") from None
         except OSError as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import TrainingArguments
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Split, Splits
-from sft_play.errors import BackendError, ConfigError
+from sft_play.errors import BackendError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
@@ -53,10 +52,7 @@ def train(path: Path) -> None:
     quiet_libraries()
     job = _job(document)
     check_device(job.plan, job.loaded.config)
-    try:  # `prepare` has looked in the other environment, whose packages are not these
-        check_trackers(job.loaded.config)
-    except ConfigError as error:
-        raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
+    check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(job.plan, job.loaded.config)
     memory = MemoryMeter(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
@@ -158,10 +154,8 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
         if isinstance(value, (bool, int, float, str)) and value != actual:
             changes.append(f"{name}={one_line(str(value))} to {one_line(str(actual))}")
     if changes:
-        raise BackendError(
-            f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set these keys of the "
-            "run to Unsloth's values (train.optim, train.bf16, train.fp16), or use tuning.backend=bnb"
-        )
+        raise BackendError(f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set "
+                           "these to Unsloth's values, or use tuning.backend=bnb")  # fmt: skip
     return arguments
 
 
@@ -208,7 +202,5 @@ def check_loaded(model: Any, wanted_shapes: dict[str, list[int]], *, is_4bit: bo
     differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
     if differing:
         name = differing[0]
-        raise BackendError(
-            f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead of "
-            f"{wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained; use tuning.backend=bnb"
-        )
+        raise BackendError(f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead "
+                           f"of {wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained")  # fmt: skip
