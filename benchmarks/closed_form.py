@@ -266,6 +266,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
 
 def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     """The trace's answer."""
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.confirm import cached_trace
 
     return cached_trace(trace_settings(setting, model))

@@ -132,6 +132,7 @@ def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_tok
 
 def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
     """Allocated bytes by the estimate and by the trace."""
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import trace_step
 
     model = {"model_type": kind, **SIZES, **MODELS[kind]}
@@ -195,11 +196,27 @@ def test_every_family_mode_and_checkpointing_is_traced_as_the_closed_form_says(
 
 @pytest.mark.build
 def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.settings import TraceUnavailable
     from sft_play.trace.step import trace_step
 
     with pytest.raises(TraceUnavailable, match=r"nothing is known of liger-kernel 0\.8\.5 on gpt2"):
         trace_step(StepSettings(model={"model_type": "gpt2", "n_layer": 1}, mode="full", kernels="liger"))
+
+
+@pytest.mark.build
+def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
+    from sft_play.planner.batching import BatchPlan
+    from sft_play.planner.candidates import candidate_of
+    from sft_play.planner.plan import job_of
+    from sft_play.trace import build
+    from sft_play.trace.confirm import trace_candidate
+
+    monkeypatch.delitem(build.KERNELS, "liger", raising=False)
+    model, run = {"model_type": "llama", **SIZES}, config("liger")
+    shape = parse_config(dict(model), name="m")
+    candidate = candidate_of(job_of(PlanRequest(run, shape, named("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
+    assert trace_candidate(run, model, shape, BF16, candidate).unavailable == "Liger's kernels run on a GPU alone"
 
 
 @pytest.mark.build

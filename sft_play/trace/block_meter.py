@@ -123,6 +123,7 @@ class BlockMeter:
             settings,
             code=self.code,
             loss="chunked",
+            kernels="plain",
             weights=wide[numbers.weights],
             eval_mask=row_mask(padded=evaluated, masks=step.masks) if way == "evaluated" else None,
         )

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -368,6 +369,8 @@ def _fused_head(base: Any) -> None:
 
 LOSSES: dict[str, Callable[[Any], object]] = {"chunked": _fused_head, "logits": lambda base: None}
 """What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
+KERNELS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
+"""What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do."""
 OLDER: list[Callable[[Any, StepSettings], None]] = []
 """What changes a model on the meta device into that of an older version of transformers; benchmarks fill it."""
 

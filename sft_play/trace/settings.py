@@ -99,7 +99,7 @@ class StepSettings:
     """stacked: transformers' grouped products; cast: the same in autocast's dtype (training/prepare/experts.py); eager:
     one expert after another; loop: that with separate linear layers, as before transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
-    """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
+    """Of norms, gated activations and rotations: the model's own, or liger-kernel's, which no plan's trace runs."""
     delta_rule: Literal["plain", "fla"] = "plain"
     """Of gated delta rules: the class's own code, or flash-linear-attention's kernels (`trace.delta_rule`)."""
     holds_outputs: bool = False

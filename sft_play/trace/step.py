@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, liger, patches, replacements
+from sft_play.trace import build, fakes, kernels, patches, replacements
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog, replay
 
@@ -59,6 +59,8 @@ def situated(
     the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
+    if settings.kernels not in build.KERNELS:
+        raise TraceUnavailable("Liger's kernels run on a GPU alone")
     from sft_play.training.model import sdpa
 
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
@@ -72,8 +74,7 @@ def situated(
         stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
         model = build.skeleton(settings, depth=depth)
         stack.enter_context(build.without_packages(build.base_of(model), settings))
-        if settings.kernels == "liger":
-            stack.enter_context(liger.replaced(model))
+        stack.enter_context(build.KERNELS[settings.kernels](model))
         if _is_sharded(settings) and mesh is None:
             from sft_play.trace import ranks
 
