@@ -244,8 +244,9 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     """PEFT would move those on shared experts and dense blocks to the routed experts."""
     from peft import get_peft_model
 
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.models.architecture import config_json
     from sft_play.planner.memory.model_states import adapter_params
+    from sft_play.trace.block_meter import planned_shape
 
     folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
     run = config(name=folder, mode="lora")
@@ -254,7 +255,9 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert trained
     assert not any(".experts." in name for name in trained)
-    assert sum(one.numel() for one in trained.values()) == adapter_params(shape_of(str(folder)), run.tuning.lora)
+    assert sum(one.numel() for one in trained.values()) == adapter_params(
+        planned_shape(config_json(str(folder)), name="m"), run.tuning.lora
+    )
     says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
 

@@ -52,7 +52,6 @@ _TYPES = {
     "qwen3": Replaced(head_norms=True),
     "gpt_oss mixtral": Replaced(gate=False),
     "qwen3_moe": Replaced(head_norms=True, gate=False),
-    "deepseek_v2 deepseek_v3": Replaced(gate=False, rotation=False),
     "gemma2": Replaced(in_place=False),
     "gemma3_text": Replaced(head_norms=True, in_place=False),
     "glm4": Replaced(rotation=False, in_place=False),

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 18
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 9
+SHAPE_VERSION = 10
 """The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}

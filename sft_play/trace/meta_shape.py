@@ -117,7 +117,7 @@ def measure(
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_number(hf_config, "head_dim") or max(1, hidden // heads),
+        head_dim=_number(hf_config, "qk_head_dim") or _number(hf_config, "head_dim") or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_number(hf_config, "max_position_embeddings"),

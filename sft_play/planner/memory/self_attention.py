@@ -13,7 +13,7 @@ from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, one_gradient, 
 
 def attention(run: Pass, x: Ref) -> Ref:
     """Self-attention with its projections."""
-    q, k, v = _latent(run, x) if "kv_b" in run.linears else _query_key_value(run, x)
+    q, k, v = _query_key_value(run, x)
     q, k = _turned(run, q, k)
     out = _attend(run, q, k, v)
     by_cat = run.spec.rotary_by_cat and not _turns_in_place(run)
@@ -58,17 +58,6 @@ def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
 def _masked_cudnn(spec: BlockSpec) -> bool:
     """cuDNN's kernel behind a mask, for which transformers repeats keys and values."""
     return spec.kernel == "cudnn" and spec.masked
-
-
-def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
-    spec, heads = run.spec, run.tokens * run.spec.heads
-    is_compressed = "q_a" in run.linears
-    q = linear(run, norm(run, linear(run, x, "q_a")), "q_b") if is_compressed else linear(run, x, "q")
-    compressed = linear(run, x, "kv_a")
-    wide = linear(run, norm(run, compressed), "kv_b")
-    k = run.tape.op((wide, compressed), heads * spec.head_dim, wide.width)
-    v = run.parts(wide, heads * spec.value_dim)[0]
-    return q, k, v
 
 
 def _rotated(run: Pass, x: Ref) -> Ref:
@@ -199,7 +188,7 @@ def _fused(run: Pass, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = No
         return out
 
     held = [q, k, v, statistics] + ([bias] if bias is not None else [])
-    elements = run.tokens * spec.heads * spec.value_dim
+    elements = run.tokens * spec.heads * spec.head_dim
     return run.tape.op((q, k, v), elements, q.width, saved=held, backward=backward, holds_output=True)
 
 
@@ -267,7 +256,7 @@ def _with_sinks(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
 
 
 def _weighted(run: Pass, scores: Ref, v: Ref) -> Ref:
-    elements = run.tokens * run.spec.heads * run.spec.value_dim
+    elements = run.tokens * run.spec.heads * run.spec.head_dim
     return run.tape.op((scores, v), elements, v.width, saved=(scores, v))
 
 
