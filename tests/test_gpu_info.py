@@ -15,7 +15,6 @@ import pytest
 from sft_play.diagnose import gpu_info, gpu_page
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Pcie
-from sft_play.facts.gpus.unseen import Devices
 from sft_play.facts.hardware import named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from tests.conftest import ROOT
@@ -177,7 +176,7 @@ def bare(monkeypatch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(gpu_info, "read_devices", lambda environment: Devices())
+    monkeypatch.setattr(gpu_info, "unseen", lambda environment: None)
     return folder
 
 
