@@ -32,8 +32,8 @@ HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 ON_CPU = "train.device=cpu trains on the CPU"
 _DRIVER = (
     "start a container with its GPUs (docker run --gpus all; Kubernetes: limits: nvidia.com/gpu); else install or "
-    "update NVIDIA's driver (580 or newer for CUDA 13; below WSL that of Windows) and restart the machine; nvidia-smi and "
-    "dmesg | grep NVRM say more"
+    "update NVIDIA's driver (580 or newer for CUDA 13; below WSL that of Windows) and restart the machine; nvidia-smi "
+    "and dmesg | grep NVRM say more"
 )
 
 
