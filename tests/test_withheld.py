@@ -129,12 +129,6 @@ class Machine:
     def _nvmlSystemGetProcessName(self, pid: int) -> str:
         return "python3"
 
-    def _nvmlDeviceGetAccountingMode(self, handle: Any) -> int:
-        return 1
-
-    def _nvmlDeviceGetAccountingStats(self, handle: Any, pid: int) -> Any:
-        return SimpleNamespace(maxMemoryUsage=400 * MIB)
-
     def _nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
         return 30
 
@@ -182,7 +176,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
     for split in (False, True):
         machine(split=split)
         assert pages()
-    assert len(CALLS) == 26
+    assert len(CALLS) == 24
     assert set(CALLS) <= asked
 
 

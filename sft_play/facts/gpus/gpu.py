@@ -48,12 +48,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory of a GPU; `peak_bytes` where the driver keeps accounts."""
+    """A process that holds memory of a GPU."""
 
     pid: int
     name: str | None
     used_bytes: int | None
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)

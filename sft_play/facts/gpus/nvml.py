@@ -208,18 +208,11 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
         before, now = used.get(int(item.pid)), item.usedGpuMemory
         # one process can be in both lists, with the same memory
         used[int(item.pid)] = max(before or 0, int(now)) if now is not None else before
-    keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
-    processes = []
-    for pid, held in sorted(used.items()):
-        name = _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid))
-        stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
-        processes.append(
-            GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
-        )
-    return tuple(processes)
+    names = {pid: _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid)) for pid in used}
+    return tuple(GpuProcess(pid, names[pid], held) for pid, held in sorted(used.items()))
 
 
-def _process_name(pid: int, by_driver: str | None = None) -> str | None:
+def _process_name(pid: int, by_driver: str | None) -> str | None:
     """The name of a process: from this machine's process table, else the driver's; None if unknown."""
     # in a container the driver lists pids of the host, which this process table does not have
     try:
