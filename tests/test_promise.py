@@ -13,10 +13,11 @@ from benchmarks.closed_form import predicted, setting_of
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, Scored, score
+from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.settings import Device, StepSettings
+from sft_play.trace.settings import Device
 from sft_play.trace.storages import BIRTH, DEATH, Event, replay
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
@@ -148,7 +149,7 @@ def test_the_closed_form_meets_measured_allocated_bytes(rows: list[Scored]) -> N
     assert errors[len(errors) // 2] < 0.02
 
 
-def plain(**changes: object) -> StepSettings:
+def plain(**changes: object) -> ScriptSettings:
     return dataclasses.replace(settings_of(), **changes)  # type: ignore[arg-type]
 
 

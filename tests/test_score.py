@@ -17,8 +17,9 @@ from benchmarks.memory_model.published import read_runs
 from benchmarks.memory_model.published_columns import NotExpressible
 from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
+from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
-from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
 LLAMA: dict[str, Any] = {
@@ -69,7 +70,7 @@ def config_of(name: str) -> Mapping[str, Any]:
     return LLAMA
 
 
-def settings_of(**changed: str) -> StepSettings:
+def settings_of(**changed: str) -> ScriptSettings:
     return step_settings({**ROW, **changed}, config_of=config_of)
 
 
@@ -91,7 +92,7 @@ def peak(allocated: int, reserved: int) -> TracedPeak:
     return TracedPeak(allocated, reserved, {}, 0, 0, 0)
 
 
-def fixed(settings: StepSettings) -> TracedPeak:
+def fixed(settings: ScriptSettings) -> TracedPeak:
     return peak(2**30, 2**31)
 
 
@@ -256,9 +257,9 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
         {**ROW, "id": "e", "mode": "qlora", "quant": "gptq-int4"},
     ]
     out = tmp_path / "score.json"
-    asked: list[StepSettings] = []
+    asked: list[ScriptSettings] = []
 
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         asked.append(settings)
         return fixed(settings)
 
@@ -295,7 +296,7 @@ def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Pat
         tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "seq_len": "32"}, {**ROW, "id": "y", "seq_len": "16"}]
     )
 
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.seq_len == 32:
             raise TraceUnavailable("no such kernel")
         if settings.seq_len == 16:
@@ -313,7 +314,7 @@ def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Pat
 def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path: Path) -> None:
     row = {**ROW, "source": "Anassbzdd/fitcheck x", "notes": "cuda_context_mib=141.0", "gpu_total_gib": "1"}
 
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.device.capacity is not None:
             raise MemoryError
         return fixed(settings)
@@ -369,7 +370,7 @@ def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_zero_is_scored_by_the_closed_form_alone(tmp_path: Path) -> None:
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         raise TraceUnavailable("no trace runs it")
 
     zero = {**ROW, "strategy": "zero3", "n_gpus": "4", "mode": "full", "peak_allocated_gib": "1.5", "lora_r": ""}
@@ -420,7 +421,7 @@ def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatc
 
 # --- settings that older scripts need, in the tracer ------------------------------------------------------------------
 
-TINY = StepSettings(
+TINY = ScriptSettings(
     model=LLAMA, mode="full", micro_batch=2, seq_len=64, autocast=None, loss="logits", optimizer="adamw_foreach"
 )
 LOGITS = 2 * 2 * 64 * 512
@@ -459,7 +460,7 @@ def test_the_cache_is_emptied_after_each_step() -> None:
     from sft_play.trace.step import record
     from sft_play.trace.storages import EMPTY_CACHE
 
-    def times(settings: StepSettings) -> int:
+    def times(settings: ScriptSettings) -> int:
         return sum(event[0] == EMPTY_CACHE for event in record(settings)[0].events)
 
     assert times(replace(TINY, empty_cache_every_step=True)) == times(TINY) + TINY.optimizer_steps

@@ -207,7 +207,7 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
 
     dtype = torch.bfloat16 if call.half else torch.float32
     on = prefers_cudnn(capability, wheel)
-    attention = kernels.CudaAttention(StepSettings(model={}, device=Device(capability)), lambda: on)
+    attention = kernels.CudaAttention(capability, lambda: on)
     with FakeTensorMode(), Names():
         query, key, value = (
             torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.trains)

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
+from benchmarks.memory_model.script_settings import as_script
 from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
 from sft_play.planner.memory.model_states import nf4_bytes
@@ -49,6 +50,13 @@ GEMMA3 = LLAMA | {
 }
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SMALL = StepSettings(model=LLAMA, mode="full", micro_batch=2, seq_len=48, attention="eager")
+OF_SCRIPTS = {"sgd", "fsdp1", "holds_outputs", "checkpoints_wrappers"}
+
+
+def changed(changes: dict) -> StepSettings:
+    """SMALL with these changes, as a script's where this toolkit's steps have no such thing."""
+    is_script = OF_SCRIPTS & {*changes, changes.get("optimizer"), changes.get("strategy")}
+    return as_script(SMALL, **changes) if is_script else dataclasses.replace(SMALL, **changes)
 
 
 def phase_peaks(log: StorageLog) -> dict[str, int]:
@@ -124,7 +132,7 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
 )
 def test_fake_tensors_live_and_die_like_real_ones(name):
-    settings = dataclasses.replace(SMALL, **CASES[name])
+    settings = changed(CASES[name])
     torch.manual_seed(0)
     fake, real = phase_peaks(step.record(settings)[0]), phase_peaks(step.record(settings, real=True)[0])
     assert fake == real
@@ -364,7 +372,7 @@ def test_attention_runs_the_kernel_that_cuda_would(capability, dtype, kv_heads, 
             ran.append(func.overloadpacket.__name__)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    attention = kernels.CudaAttention(dataclasses.replace(SMALL, device=Device(capability)), lambda: False)
+    attention = kernels.CudaAttention(capability, lambda: False)
     with FakeTensorMode(), Names():
         query, key = torch.zeros(2, 4, 24, 16, dtype=dtype), torch.zeros(2, kv_heads, 24, 16, dtype=dtype)
         mask = torch.zeros(2, 1, 24, 24, dtype=torch.bool) if masked else None
@@ -456,7 +464,7 @@ def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks
 
     The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
     """
-    fake = phase_peaks(step.record(dataclasses.replace(SMALL, world=2, **SHARDED[name]))[0])
+    fake = phase_peaks(step.record(changed({"world": 2, **SHARDED[name]}))[0])
     real = real_ranks[name]
     assert fake["build"] == real["build"]
     assert fake.keys() == real.keys()
@@ -493,7 +501,7 @@ def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
 
 
 def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits():
-    settings = dataclasses.replace(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
+    settings = as_script(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
     log, _ = step.record(settings)
     assert {one[3] for one in log.events if one[0] == USED} >= {0}
     gathers_ahead = [one[2] for one in log.events if one[0] == WAIT]
@@ -514,7 +522,7 @@ def test_one_gpu_has_one_stream():
 def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
     settings = dataclasses.replace(SMALL, world=2 if strategy == "fsdp2" else 1, strategy=strategy)
     fixed = step.trace_step(settings)
-    growing = step.trace_step(dataclasses.replace(settings, device=Device(expandable_segments=True)))
+    growing = step.trace_step(as_script(settings, device=Device(expandable_segments=True)))
     assert fixed.reserved_either == growing.reserved_either == max(fixed.reserved, growing.reserved)
     assert fixed.reserved != growing.reserved  # pages of 20 MiB, where small segments are of 2
 
@@ -523,8 +531,6 @@ def test_ddp_adds_one_copy_of_the_trained_gradients():
     single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
     gradients = 2 * single.trained_params
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
-    view = dataclasses.replace(SMALL, strategy="ddp", world=2, gradient_as_bucket_view=True)
-    assert step.trace_step(view).allocated == single.allocated
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -549,9 +555,8 @@ def test_settings_move_the_peak_the_way_they_must():
     plain = peak(checkpointing=False)
     assert peak() < peak(checkpointed_layers=1) < plain
     assert peak(micro_batch=4, checkpointing=False) > plain
-    assert peak(loss="logits", micro_batch=8) > peak(micro_batch=8, label_fraction=0.1)
     assert peak(eval_batch=64) > peak()
-    assert peak(optimizer="adamw_8bit") < peak(optimizer="adamw_32bit_bnb")
+    assert peak(optimizer="adamw_8bit") < peak()
     assert peak(mask="padded", checkpointing=False) > plain
 
 

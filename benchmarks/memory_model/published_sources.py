@@ -21,7 +21,8 @@ from benchmarks.memory_model.published_columns import (
     version_in,
 )
 from benchmarks.memory_model.published_models import Config, ConfigOf, known_config
-from sft_play.trace.settings import Device, StepSettings
+from benchmarks.memory_model.script_settings import ScriptSettings
+from sft_play.trace.settings import Device
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def source_of(row: Row) -> Source:
     return next((source for source in SOURCES if source.repository == repository), _PLAIN)
 
 
-def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> StepSettings:
+def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> ScriptSettings:
     """The settings of the step that a row measured; raises NotExpressible with the reason where there are none."""
     if row["class"].upper() == "D":
         raise NotExpressible("class D: an estimate of the source, nothing was measured")
@@ -265,4 +266,4 @@ def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Con
     said = {**columns_settings(row, config_of, run_info), **source.fixed}
     if source.also is not None:
         said |= source.also(row, said, run_info)
-    return StepSettings(**{**said, **source.lengths(row)})
+    return ScriptSettings(**{**said, **source.lengths(row)})

@@ -86,7 +86,7 @@ class _Look:
             self._loop.evaluates(self._model, rows, length)
             self._tail = self._log.peak
             return False
-        loss, _ = self._loop.loss(self._model, self._loop.batch(rows, length))
+        loss = self._loop.loss(self._model, self._loop.batch(rows, length))
         self._tail, self._is_forward = self._log.peak, False
         is_kept = self._log.lives(self._first_key)
         self._log.peak = self._log.current

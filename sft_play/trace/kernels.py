@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from sft_play.planner.attention import SdpaCall, SdpaKernel, sdpa_kernel
 from sft_play.planner.memory.operations import round_up
-from sft_play.trace.settings import StepSettings
 
 aten = torch.ops.aten
 
@@ -99,9 +98,9 @@ _WORKSPACES = {
 class CudaAttention:
     """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`): [batch, heads, tokens, size]."""
 
-    def __init__(self, settings: StepSettings, cudnn: Callable[[], bool]) -> None:
+    def __init__(self, capability: tuple[int, int], cudnn: Callable[[], bool]) -> None:
         """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
-        self._capability, self._expands, self._cudnn = settings.device.capability, settings.expand_kv, cudnn
+        self._capability, self._cudnn = capability, cudnn
 
     def __call__(
         self,
@@ -118,9 +117,6 @@ class CudaAttention:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
-        if self._expands and key.shape[1] != query.shape[1]:
-            times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         kernel = self._kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return flash(query, key, value, dropout_p, is_causal, scale)

@@ -98,18 +98,15 @@ _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
 
 class StorageLog(TorchDispatchMode):
     """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and `peak` are live bytes,
-    not rounded to blocks; `labelled`: the share of a fake boolean index that counts as true; `is_padded` answers
-    whether a mask has padding."""
+    not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
+    padding."""
 
-    def __init__(
-        self, *, workspace: Workspace | None = None, labelled: float = 1.0, is_padded: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, *, workspace: Workspace | None = None, is_padded: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
         self.operators = 0
         self._workspace = workspace
-        self._labelled = labelled
         self.is_padded = is_padded
         self._live: dict[int, tuple[int, int]] = {}
         self._next_key = 0
@@ -255,10 +252,6 @@ class StorageLog(TorchDispatchMode):
         self._live[new_storage._cdata] = entry
         weakref.finalize(new_storage, self._died, new_storage._cdata).atexit = False
 
-    def chosen(self, mask: torch.Tensor) -> int:
-        """True positions of a mask; on fake tensors, which have no values, the share of labelled tokens."""
-        return max(1, round(self._labelled * int(mask.numel()))) if isinstance(mask, FakeTensor) else int(mask.sum())
-
 
 def _engine_adds_in_place(args: Any) -> bool:
     """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
@@ -281,15 +274,20 @@ def _engine_adds_in_place(args: Any) -> bool:
 
 
 # --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
+def _chosen(mask: torch.Tensor) -> int:
+    """True positions of a mask; all of a fake one, which has no values."""
+    return int(mask.numel()) if isinstance(mask, FakeTensor) else int(mask.sum())
+
+
 def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
     given = [one for one in args[1] if one is not None]
     if len(given) != 1 or given[0].dtype != torch.bool:
         return func(*args, **kwargs)
     mask = given[0]
-    log.passing((8 * log.chosen(mask) * mask.dim(),))
+    log.passing((8 * _chosen(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
-        positions = [torch.empty(log.chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
+        positions = [torch.empty(_chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
         indices = [one for place in args[1] for one in ([place] if place is None else positions)]
         args = (args[0], indices, *args[2:])
     return func(*args, **kwargs)
@@ -298,7 +296,7 @@ def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
 def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(args[1], FakeTensor):
         return func(*args, **kwargs)
-    return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
+    return torch.empty(_chosen(args[1]), dtype=args[0].dtype)
 
 
 def _is_unpadded(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
