@@ -67,7 +67,7 @@ def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
 
     settings = trace_settings(setting, model)
     lengths = tuple(int(settings.seq_len * share) for share in LENGTHS)
-    log, _ = record(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
+    log = record(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
     peaks = replay(log.events)
     least = needed(log.events, peaks.allocated, peaks.reserved)
     passing = max(1, peaks.allocated - predicted(setting, model).stays)

@@ -101,7 +101,7 @@ def test_what_a_class_does_not_have_is_refused_in_words(family: str, attention: 
 
 def births(**changes: Any) -> dict[int, int]:
     """How often a storage of so many bytes is born in one forward and backward pass."""
-    log, _ = record(settings(checkpointing=False, loss="logits", **changes))
+    log = record(settings(checkpointing=False, loss="logits", **changes))
     found: dict[int, int] = {}
     for kind, _key, number, _stream in log.events:
         if kind == BIRTH:

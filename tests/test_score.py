@@ -19,6 +19,7 @@ from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.models.decoder import parse_config
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
@@ -89,7 +90,7 @@ def write(path: Path, rows: list[dict[str, str]], *, columns: list[str] | None =
 
 
 def peak(allocated: int, reserved: int) -> TracedPeak:
-    return TracedPeak(allocated, reserved, {}, 0, 0, 0)
+    return TracedPeak(allocated, reserved, {}, 0)
 
 
 def fixed(settings: ScriptSettings) -> TracedPeak:
@@ -451,7 +452,7 @@ def test_outputs_held_until_the_next_ones_live_through_its_forward() -> None:
 
 def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
     early, late = traced(), traced(zero_grad_late=True)
-    gradients = 2 * early.trained_params
+    gradients = 2 * parse_config(LLAMA, name="m").params
     assert late.phases["end"][0] >= early.phases["end"][0] + gradients
     assert late.allocated == early.allocated
 
@@ -461,7 +462,7 @@ def test_the_cache_is_emptied_after_each_step() -> None:
     from sft_play.trace.storages import EMPTY_CACHE
 
     def times(settings: ScriptSettings) -> int:
-        return sum(event[0] == EMPTY_CACHE for event in record(settings)[0].events)
+        return sum(event[0] == EMPTY_CACHE for event in record(settings).events)
 
     assert times(replace(TINY, empty_cache_every_step=True)) == times(TINY) + TINY.optimizer_steps
 

@@ -211,10 +211,10 @@ class ScriptLoop(Loop):
         self._held: Any = None
         self._passes = 0
 
-    def whole(self, skeleton: Any) -> dict[str, int]:
-        """Run it with this model; returns counts of parameters."""
+    def whole(self, skeleton: Any) -> None:
+        """Run it with this model."""
         settings, log = self.settings, self.log
-        model, counts = self.loaded(skeleton)
+        model = self.loaded(skeleton)
         if settings.empty_cache_after_load:
             log.empty_cache()
         log.mark("prepare")
@@ -244,7 +244,6 @@ class ScriptLoop(Loop):
             log.mark("evaluation", settings.optimizer_steps - 1)
             self.evaluates(model, settings.eval_batch, settings.seq_len)
         log.mark("end", settings.optimizer_steps - 1)
-        return counts
 
     def optimizer(self, model: Any) -> Any:
         """Three more than the toolkit's."""

@@ -35,7 +35,7 @@ def run_blocks(
     the libraries cannot run them."""
     found = []
     with situated(settings, real=real, depth=len(places)) as (loop, skeleton):
-        model, _ = loop.loaded(skeleton)
+        model = loop.loaded(skeleton)
         blocks = list(build.block_list(build.base_of(model))[1])
         for rows, length in passes:
             look = _Look(loop, model, blocks, way)
@@ -232,7 +232,7 @@ def operators(settings: StepSettings, passes: Iterable[tuple[int, int]], *, dept
     """How many operators each pass of an evaluation runs."""
     found = []
     with situated(settings, depth=depth) as (loop, skeleton):
-        model, _ = loop.loaded(skeleton)
+        model = loop.loaded(skeleton)
         for rows, length in passes:
             before = loop.log.operators
             loop.evaluates(model, rows, length)

@@ -30,7 +30,7 @@ from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnava
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 18
+TRACE_VERSION = 19
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
 SHAPE_VERSION = 10
 """The same for shapes."""

@@ -127,8 +127,6 @@ class TracedPeak:
     """Highest (allocated, reserved) inside each phase: build, forward, backward, optimizer, evaluation."""
     resident: int
     """Allocated bytes after loading."""
-    params: int
-    trained_params: int
     reserved_either: int = 0
     """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments."""
     seconds: float = 0.0

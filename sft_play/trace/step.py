@@ -27,7 +27,7 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     cannot run it on fake tensors; SimulatedOutOfMemory: the device does not hold it."""
     start = time.perf_counter()
     with situated(settings) as (run, skeleton):
-        facts = run.whole(skeleton)
+        run.whole(skeleton)
     peaks, other = run.replayed()
     return TracedPeak(
         allocated=peaks.allocated,
@@ -35,17 +35,16 @@ def trace_step(settings: StepSettings) -> TracedPeak:
         reserved_either=max(peaks.reserved, other.reserved),
         phases=peaks.phases,
         resident=peaks.after["build"],
-        params=facts["params"],
-        trained_params=facts["trained_params"],
         seconds=round(time.perf_counter() - start, 3),
     )
 
 
-def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> tuple[StorageLog, dict[str, int]]:
-    """The events of the step, and counts of parameters. For comparison, `real` runs it on real CPU tensors instead, a
-    sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
+def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> StorageLog:
+    """The events of the step. For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real
+    group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
     with situated(settings, real=real, mesh=mesh) as (run, skeleton):
-        return run.log, run.whole(skeleton)
+        run.whole(skeleton)
+    return run.log
 
 
 @contextlib.contextmanager
@@ -89,10 +88,10 @@ class Loop:
     def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
         self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
 
-    def whole(self, skeleton: Any) -> dict[str, int]:
-        """Run it with this model; returns counts of parameters."""
+    def whole(self, skeleton: Any) -> None:
+        """Run it with this model."""
         settings, log = self.settings, self.log
-        model, counts = self.loaded(skeleton)
+        model = self.loaded(skeleton)
         log.empty_cache()
         log.mark("prepare")
         buckets = self.buckets(model)
@@ -114,23 +113,21 @@ class Loop:
             log.mark("evaluation", settings.optimizer_steps - 1)
             self.evaluates(model, settings.eval_batch, settings.seq_len)
         log.mark("end", settings.optimizer_steps - 1)
-        return counts
 
-    def loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
+    def loaded(self, skeleton: Any) -> Any:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
-            model = build.furnish(skeleton, self.settings)
-            return model, _counts(model)
+            return build.furnish(skeleton, self.settings)
         from sft_play.trace import ranks
 
         with self.log.hidden():
             model = build.furnish(skeleton, self.settings)
-            counts, largest = _counts(model), ranks.largest_unit(model, self.settings)
+            largest = ranks.largest_unit(model, self.settings)
             model = ranks.DIVIDED[self.settings.strategy](model, self.settings, self.mesh)
         self.log.passing((largest,))
         for tensor in ranks.shards(model):
             self.log.see(tensor)
-        return model, counts
+        return model
 
     def buckets(self, model: Any) -> Callable[[], None]:
         """What DDP does after a backward pass."""
@@ -218,20 +215,6 @@ LOOPS: dict[type[StepSettings], type[Loop]] = {StepSettings: Loop}
 
 def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy.startswith("fsdp")
-
-
-def _counts(model: Any) -> dict[str, int]:
-    return {
-        "params": sum(_elements(one) for one in model.parameters()),
-        "trained_params": sum(_elements(one) for one in model.parameters() if one.requires_grad),
-    }
-
-
-def _elements(parameter: Any) -> int:
-    """Weights that a parameter stands for; packed ones count in full."""
-    if hasattr(parameter, "quant_type"):
-        return int(parameter.numel()) * int(parameter.element_size()) * 2
-    return int(parameter.numel())
 
 
 _WIDE = "_wide_embeddings"
