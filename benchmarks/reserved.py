@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks.closed_form import Setting, predicted, setting_of, trace_settings
 from benchmarks.memory_model.script_settings import as_script
+from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
 from sft_play.facts.hardware import detect
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.allocator import SimulatedOutOfMemory
-from sft_play.trace.storages import Event, replay
+from sft_play.trace.storages import Event
 
 LENGTHS = (0.45, 1.0, 0.6, 1.0)
 """Longest rows of four batches over the longest of all: rows that are padded to the longest of their batch."""

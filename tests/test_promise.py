@@ -14,11 +14,12 @@ from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, Scored, score
 from benchmarks.memory_model.script_settings import ScriptSettings
+from benchmarks.memory_model.streams import replay
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
 from sft_play.trace.settings import Device
-from sft_play.trace.storages import BIRTH, DEATH, Event, replay
+from sft_play.trace.storages import BIRTH, DEATH, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write

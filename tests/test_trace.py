@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from benchmarks.memory_model.script_settings import as_script
+from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
 from sft_play.facts.models.decoder import parse_config
@@ -22,7 +23,7 @@ from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
-from sft_play.trace.storages import BIRTH, DEATH, MARK, USED, WAIT, StorageLog, replay
+from sft_play.trace.storages import BIRTH, DEATH, MARK, StorageLog
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from benchmarks.memory_model.script_settings import ScriptSettings
+from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, patches, ranks
 from sft_play.trace.patches import Patch
 from sft_play.trace.replacements import Situation, named
 from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import LOOPS, Loop
-from sft_play.trace.storages import Peaks, replay
+from sft_play.trace.storages import Peaks
 
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
@@ -91,7 +92,9 @@ def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
 
 def logged_use(original: Any, situation: Situation) -> Any:
     """`record_stream`: the log learns which stream still uses a block."""
-    return lambda tensor, stream: situation.log.used(tensor, named(stream))
+    log = situation.log
+    assert isinstance(log, ScriptLog)
+    return lambda tensor, stream: log.used(tensor, named(stream))
 
 
 def logged_event(original: Any, situation: Situation) -> Any:
@@ -106,7 +109,7 @@ def logged_event(original: Any, situation: Situation) -> Any:
             self._at = len(situation.log.events)
 
         def synchronize(self) -> None:
-            if self._at is not None:
+            if self._at is not None and isinstance(situation.log, ScriptLog):
                 situation.log.wait(self._at)
 
     return Event
@@ -204,6 +207,8 @@ def _loss(base: Any, *, shifted: Any = None, floats: bool = False) -> None:
 class ScriptLoop(Loop):
     """The loop that `ScriptSettings` describe."""
 
+    log_of = ScriptLog
+    log: ScriptLog
     settings: ScriptSettings
 
     def __init__(self, situation: Situation, mesh: Any) -> None:

@@ -24,7 +24,7 @@ from sft_play.trace.storages import Peaks, StorageLog, replay
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
-    cannot run it on fake tensors; SimulatedOutOfMemory: the device does not hold it."""
+    cannot run it on fake tensors."""
     start = time.perf_counter()
     with situated(settings) as (run, skeleton):
         run.whole(skeleton)
@@ -59,7 +59,8 @@ def situated(
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
     from sft_play.training.model import sdpa
 
-    log = StorageLog(workspace=kernels.workspace)
+    loop = LOOPS[type(settings)]
+    log = loop.log_of(workspace=kernels.workspace)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
@@ -79,11 +80,13 @@ def situated(
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        yield LOOPS[type(settings)](situation, mesh), model
+        yield loop(situation, mesh), model
 
 
 class Loop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
+
+    log_of = StorageLog
 
     def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
         self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
@@ -107,7 +110,6 @@ class Loop:
                 buckets()
             log.mark("optimizer", step)
             self.update(model, optimizer)
-            log.wait()  # a script reads the loss or the norm of a step
         if settings.eval_batch:
             log.empty_cache()  # as the trainer does between the moments of a run
             log.mark("evaluation", settings.optimizer_steps - 1)
