@@ -22,8 +22,8 @@ from sft_play.planner.candidates import (
     micro_batches,
     needs_words,
 )
-from sft_play.planner.gradients import effects
-from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
+from sft_play.planner.gradients import unused
+from sft_play.planner.kernels import PlannedKernels, planned_experts
 from sft_play.planner.layout import SIMPLICITY
 from sft_play.planner.memory.loading_and_saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
@@ -52,7 +52,7 @@ def reasons_of(
     *,
     limit: int,
     repeats_kv: bool,
-    kernels: CountedKernels | None,
+    kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
@@ -76,16 +76,10 @@ def reasons_of(
         *([REPEATED_KEYS] if repeats_kv else []),
         *([CUDNN] if chosen.step.cudnn else []),
         *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
-        *effects(
-            job.config,
-            chosen.precision,
-            chosen.layout.name,
-            grad_accum=chosen.batch.grad_accum,
-            whole_bytes=walk.whole_gradients,
-        ),
+        *unused(job.config, chosen.layout.name),
         *filter(None, (learned.reason, learned.warning)),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
-        *_kernel_words(job, chosen, kernels),
+        *([kernels.reason] if kernels.reason else []),
         *notes,
         *compiling_words(job.config, job.shape),
         *_adapters_in_bf16(job.config, chosen),
@@ -99,14 +93,6 @@ def _activation_words(walk: Walk) -> list[str]:
         return []
     how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
     return [f"activations: the class's own blocks were run on {how}"]
-
-
-def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
-    step = chosen.step
-    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    need = counted.plain_bytes if counted else None
-    otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
-    return [f"{planned.reason}{otherwise}"] if planned.reason else []
 
 
 def _adapter_words(job: Job) -> list[str]:
