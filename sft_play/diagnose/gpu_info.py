@@ -78,7 +78,7 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
-        seen = self.seen.as_json()
+        seen = asdict(self.seen)
         return {
             "number_of_gpus": self.count,
             "assumed": False,

@@ -99,7 +99,10 @@ def settings_of(
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
-        mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
+        # text in full blocks is never packed
+        mask="packed"
+        if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
+        else row_mask(padded=step.padded, masks=step.masks),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
         kernels=planned_kernels(config, shape, layout, on_gpu=step.on_gpu).counted.memory,
@@ -130,13 +133,6 @@ def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Lite
 
 
 RowMask = Literal["ones", "padded", "positions"]
-
-
-def _mask(config: RunConfig, *, padded: bool, masks: bool = True, varlen: bool = False) -> Literal["packed"] | RowMask:
-    """How the collator separates rows; text in full blocks is never packed."""
-    if varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
-        return "packed"
-    return row_mask(padded=padded, masks=masks)
 
 
 def row_mask(*, padded: bool, masks: bool) -> RowMask:

@@ -21,13 +21,7 @@ aten = torch.ops.aten
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
 def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
     """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns."""
-    rule = _WORKSPACES.get(func)
-    return () if rule is None else rule(args)
-
-
-def _softmax_backward(args: Any) -> tuple[int, ...]:
-    """`grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
-    return (args[0].numel() * args[0].element_size(),)
+    return _WORKSPACES[func](args) if func in _WORKSPACES else ()
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
@@ -72,25 +66,19 @@ def _efficient_backward(args: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _embedding_backward(args: Any) -> tuple[int, ...]:
-    """Sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)."""
-    return (8 * args[1].numel(),) * 4
-
-
-def _index_put(args: Any) -> tuple[int, ...]:
-    """Accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)."""
-    accumulates = len(args) > 3 and args[3]
-    return (8 * args[2].shape[0],) * 4 if accumulates and args[2].dim() else ()
-
-
-_WORKSPACES = {
-    aten._softmax_backward_data.default: _softmax_backward,
+_WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
+    # `grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)
+    aten._softmax_backward_data.default: lambda args: (args[0].nbytes,),
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    aten._index_put_impl_.default: _index_put,
+    # sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)
+    aten.embedding_dense_backward.default: lambda args: (8 * args[1].numel(),) * 4,
+    # accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)
+    aten._index_put_impl_.default: lambda args: (
+        (8 * args[2].shape[0],) * 4 if len(args) > 3 and args[3] and args[2].dim() else ()
+    ),
 }
 
 

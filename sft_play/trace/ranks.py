@@ -26,7 +26,7 @@ class Buckets:
     def __init__(self, model: nn.Module, log: StorageLog) -> None:
         self._log = log
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        log.passing((min(BROADCAST_BUCKET, sum(_nbytes(one) for one in model.parameters())),))
+        log.passing((min(BROADCAST_BUCKET, sum(one.nbytes for one in model.parameters())),))
         self._buckets: list[tuple[int, int]] = []
         self._rebuilt = False
         # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
@@ -43,7 +43,7 @@ class Buckets:
         self._rebuilt = True
 
     def _make(self, limits: list[int]) -> None:
-        sizes = bucket_sizes([(str(one.dtype), _nbytes(one)) for one in self._trained], limits)
+        sizes = bucket_sizes([(str(one.dtype), one.nbytes) for one in self._trained], limits)
         self._buckets = [(self._log.born(nbytes), nbytes) for nbytes in sizes]
 
 
@@ -60,10 +60,6 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
             closed.append(open_buckets.pop(kind))
             limit_of[kind] = min(at + 1, len(limits) - 1)
     return closed + list(open_buckets.values())
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * int(tensor.element_size())
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

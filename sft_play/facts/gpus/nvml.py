@@ -175,12 +175,10 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     cap = ask(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
     link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
             for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
-    # newer packages have a second function and will drop the first with CUDA 14
-    questions = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
-    degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
+    degrees = ask(nvml, "nvmlDeviceGetTemperature", handle, _SENSOR_GPU)
     return {
         "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
-        "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
+        "temperature_celsius": None if degrees is None else int(degrees),
         "pcie": Pcie(*link),
         "processes": _processes(nvml, handle),
     }
@@ -213,7 +211,6 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
 
 
 def _process_name(pid: int, by_driver: str | None) -> str | None:
-    """The name of a process: from this machine's process table, else the driver's; None if unknown."""
     # in a container the driver lists pids of the host, which this process table does not have
     try:
         return psutil.Process(pid).name()

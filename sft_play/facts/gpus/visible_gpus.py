@@ -71,12 +71,12 @@ def obstacle(gpu: SeenGpu) -> str | None:
         is_sized = any(_instance_bytes(item) for item in gpu.instances)
         return None if is_sized else f"{head}: NVML tells the memory of none of its MIG instances"
     if not gpu.total_bytes and not _catalogue_bytes(gpu.name):
-        return f"{head}: NVML does not tell its memory ({_memory_refusal(gpu)}), and the catalogue has no {gpu.name}"
+        return f"{head}: {_untold(gpu)}, and the catalogue has no {gpu.name}"
     return None
 
 
-def _memory_refusal(gpu: SeenGpu) -> str:
-    return gpu.withheld.get("memory", "no answer")
+def _untold(gpu: SeenGpu) -> str:
+    return f"NVML does not tell its memory ({gpu.withheld.get('memory', 'no answer')})"
 
 
 def _of_nvml(gpu: SeenGpu) -> list[Found]:
@@ -92,7 +92,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         total, note = card.total_bytes, ""
         if not total:
             total = _catalogue_bytes(name)
-            note = f"GPU {gpu.index}: NVML does not tell its memory ({_memory_refusal(gpu)}); "
+            note = f"GPU {gpu.index}: {_untold(gpu)}; "
             note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
         return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
     instances = []
@@ -107,21 +107,15 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
 
 
 def _instance_bytes(item: Instance) -> int:
-    return item.total_bytes or _profile_bytes(item.profile)
-
-
-def _profile_bytes(profile: str) -> int:
-    match = re.search(r"(\d+)gb", profile)
-    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
+    match = re.search(r"(\d+)gb", item.profile)
+    return item.total_bytes or (int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0)
 
 
 def _catalogue_bytes(name: str | None) -> int:
-    """The least memory of the GPUs of a name; 0: there is none."""
     return min((entry.driver_bytes for entry in find(name or "")), default=0)
 
 
 def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """What a CUDA process sees of the driver's list, in its order, and what a person should know about it."""
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     visible = found if variable is None else _visible(found, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if item.usable)
