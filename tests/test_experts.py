@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, ModelError
+from sft_play.errors import ConfigError
+from sft_play.facts.models.architecture import config_json
 from sft_play.facts.models.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
+from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
+from sft_play.trace.block_meter import planned_shape
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import CASTING, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -244,9 +247,7 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     """PEFT would move those on shared experts and dense blocks to the routed experts."""
     from peft import get_peft_model
 
-    from sft_play.facts.models.architecture import config_json
     from sft_play.planner.memory.model_states import adapter_params
-    from sft_play.trace.block_meter import planned_shape
 
     folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
     run = config(name=folder, mode="lora")
@@ -266,8 +267,8 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
     folder = saved(tmp_path / "m", "deepseek_v3", 1)
     text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
     run = config_from_text(json.dumps(text), name="r")
-    with pytest.raises(ModelError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
-        build_model_spec(run, FP32, tokenizer_size=64)
+    with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
+        check_targets(run, planned_shape(config_json(str(folder)), name="m"))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
