@@ -147,12 +147,10 @@ def test_eager_attention_holds_scores_of_every_head():
     assert eager - fused > 32 * squares * (4 + 2)  # probabilities in fp32 and in bf16, in each of 32 layers
 
 
-def test_an_old_gpu_has_no_flash_kernel_and_holds_repeated_keys_or_the_scores():
+def test_an_old_gpu_has_no_flash_kernel_and_holds_repeated_keys():
     new, old = peak("x lora 2048 1 off"), peak("x lora 2048 1 off", capability=(7, 5))
     repeated = 32 * 2 * 2048 * (32 - 8) * 128 * 2  # keys and values of 32 heads instead of 8, in every layer
     assert 0.9 * repeated < old.allocated - new.allocated <= repeated
-    stock = peak("x lora 2048 1 off", capability=(7, 5), repeats_kv=False)
-    assert stock.allocated > new.allocated + 32 * 2048**2 * HEADS * 4
     assert new.terms["workspaces"] == 2 * 32 * MIB
     assert old.terms["workspaces"] == 2 * 8_519_680
 

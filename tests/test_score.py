@@ -437,6 +437,7 @@ def traced(**changed: Any) -> TracedPeak:
 
 
 def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace import build
 
     model = build.furnish(build.skeleton(TINY), replace(TINY, fp32_norms=True))
@@ -458,6 +459,7 @@ def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
 
 
 def test_the_cache_is_emptied_after_each_step() -> None:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import record
     from sft_play.trace.storages import EMPTY_CACHE
 

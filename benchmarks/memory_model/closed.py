@@ -14,9 +14,11 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
+from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.settings import BY_BOUNDARIES
@@ -49,7 +51,11 @@ def closed_form(settings: ScriptSettings) -> MemoryEstimate:
     compute = settings.autocast or (settings.mixed_precision if is_mixed else None) or "float32"
     load = "float32" if settings.fp32_rest else settings.weights
     precision = Precision(compute=compute, load=load, reason="")
-    found = estimate(_config(settings), shape, precision, _step(settings))
+    step = _step(settings)
+    call = sdpa_call(shape, masked=step.padded, half={compute, load} != {"float32"})
+    if step.attention == "sdpa" and sdpa_kernel(call, step.capability, cudnn=False) == "math":
+        raise NoClosedForm("the estimate has no words for PyTorch's math kernel")
+    found = estimate(_config(settings), shape, precision, step)
     return _with_outputs(found, settings, shape.vocab_size)
 
 
@@ -107,7 +113,6 @@ def _step(settings: ScriptSettings) -> Step:
         one_by_one=own == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
-        repeats_kv=False,
         casts_inputs=settings.casts_inputs,
         saves=False,
         capability=settings.device.capability,

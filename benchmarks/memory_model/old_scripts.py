@@ -321,6 +321,44 @@ def upcast(model: Any, settings: StepSettings) -> None:
             one.data = one.data.to(torch.float32)
 
 
+def composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+    """`_scaled_dot_product_attention_math` (native/transformers/attention.cpp): half inputs are computed in fp32."""
+    kind = query.dtype
+    if kind in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = torch.zeros_like(square, dtype=query.dtype).masked_fill_(square.logical_not(), float("-inf"))
+    query = query * root
+    if key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    key = key * root
+    with torch.autocast("cpu", enabled=False):
+        weights = query @ key.transpose(-2, -1)
+        if mask is not None:
+            weights = weights + mask
+        return (torch.softmax(weights, -1) @ value).to(kind)
+
+
+def by_math(original: Any, situation: Situation) -> Any:
+    """Attention that takes the math kernel where CUDA would, as this toolkit's runs never do."""
+
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
+        if original.kernel(query, key, value, attn_mask, enable_gqa) == "math":
+            return composite(query, key, value, attn_mask, is_causal, scale)
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    return attention
+
+
 def expanding(original: Any, situation: Situation) -> Any:
     """Attention whose script repeats K and V to all heads."""
 
@@ -406,6 +444,13 @@ patches.PATCHES += [
     Patch("softmax of fp16 in fp32", "torch.nn.functional:softmax", "input dim _stacklevel dtype",
           "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
           cuda_softmax),
+    *patches.where(
+        lambda settings: isinstance(settings, ScriptSettings),
+        Patch("attention by PyTorch's math kernel", "torch.nn.functional:scaled_dot_product_attention",
+              "query key value attn_mask dropout_p is_causal scale enable_gqa",
+              "scripts leave grouped keys to PyTorch, which has no other kernel for them before Ampere and in fp32",
+              by_math),
+    ),
     *patches.where(
         lambda settings: getattr(settings, "expand_kv", False),
         Patch("repeated keys and values", "torch.nn.functional:scaled_dot_product_attention", "query key value",

@@ -5,7 +5,6 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 
 from sft_play.planner.attention import SdpaCall, SdpaKernel, sdpa_kernel
 from sft_play.planner.memory.operations import round_up
+from sft_play.trace.settings import TraceUnavailable
 
 aten = torch.ops.aten
 
@@ -105,14 +105,15 @@ class CudaAttention:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
-        kernel = self._kernel(query, key, value, attn_mask, enable_gqa)
+        kernel = self.kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return flash(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
-            return _composite(query, key, value, attn_mask, is_causal, scale)
+            raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
         return _masked(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
-    def _kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+    def kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+        """CUDA's choice for these tensors."""
         call = SdpaCall(
             query.shape[-1], value.shape[-1], masked=mask is not None, trains=_learns(query, key, value),
             grouped=enable_gqa and key.shape[1] != query.shape[1], half=query.dtype in (torch.float16, torch.bfloat16),
@@ -167,27 +168,6 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
-def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
-    """`_scaled_dot_product_attention_math` (native/transformers/attention.cpp): half inputs are computed in fp32."""
-    kind = query.dtype
-    if kind in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
-    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    if is_causal:
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        mask = torch.zeros_like(square, dtype=query.dtype).masked_fill_(square.logical_not(), float("-inf"))
-    query = query * root
-    if key.shape[1] != query.shape[1]:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    key = key * root
-    with torch.autocast("cpu", enabled=False):
-        weights = query @ key.transpose(-2, -1)
-        if mask is not None:
-            weights = weights + mask
-        return (torch.softmax(weights, -1) @ value).to(kind)
 
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------

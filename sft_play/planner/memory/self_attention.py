@@ -46,7 +46,7 @@ def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
     if not spec.rotary:
         return q, k
     if _turns_in_place(run):
-        copies, by_head = "qkv" in run.linears, spec.kernel in ("eager", "math")
+        copies, by_head = "qkv" in run.linears, spec.kernel == "eager"
         sums = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _masked_cudnn(spec))
         q = liger_rotation(run.tape, q, copies=copies, copies_gradient=by_head)
         return q, liger_rotation(run.tape, k, copies=copies, copies_gradient=by_head or sums)
@@ -76,8 +76,6 @@ def _attend(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
         return _flash(run, q, k, v)
     if kernel == "varlen":
         return _varlen(run, q, k, v)
-    if kernel == "math":
-        return _math(run, q, k, v)
     groups = run.spec.heads // run.spec.kv_heads
     if groups > 1 and (kernel != "cudnn" or _masked_cudnn(run.spec)):
         k, v = _repeated(run, k, groups), _repeated(run, v, groups)
@@ -194,23 +192,6 @@ def _fused(run: Pass, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = No
 
 def _scores(run: Pass) -> int:
     return run.batch * run.spec.heads * run.length * run.length
-
-
-def _math(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
-    """PyTorch's math kernel: fp32 throughout, with the full causal mask and scores."""
-    spec, width = run.spec, q.width
-    # q and k are each scaled by the root of the factor (attention.cpp, _scaled_dot_product_attention_math)
-    q, k, v = run.scaled(run.to(q, 4)), run.to(k, 4), run.to(v, 4)
-    groups = spec.heads // spec.kv_heads
-    if groups > 1:
-        k, v = _repeated(run, k, groups), _repeated(run, v, groups)
-    k = run.scaled(k)
-    scores = run.tape.op((q, k), _scores(run), 4, saved=(q, k))
-    bias = run.tape.new(run.length**2, 4)
-    scores = run.tape.op((scores,), scores.elements, 4, backward=shared(1))
-    del bias
-    scores = _softmax(run, scores)
-    return run.to(_weighted(run, scores, v), width)
 
 
 def _softmax(run: Pass, scores: Ref) -> Ref:

@@ -71,8 +71,6 @@ class Step:
     """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
-    repeats_kv: bool = True
-    """Keys and values are repeated for all heads where grouped ones would use PyTorch's math kernel, as in training."""
     cudnn: bool = False
     """sdpa runs cuDNN's kernel (`planner.attention`): all training batches have one shape, and evaluation's do where
     its rows are blocks of text too."""
@@ -173,7 +171,6 @@ class Walk:
                 capability=step.capability,
                 on_gpu=step.on_gpu,
                 gathers=padded and not packed,
-                repeats=step.repeats_kv,
                 cudnn=step.cudnn and (packed or self.config.task_mode == "cpt"),
             )
             spec = block_spec(kind, self.shape, mode=tuning.mode, lora=lora)

@@ -19,7 +19,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.spelling import did_you_mean
 
-AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "math", "eager"]
+AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "eager"]
 """varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
 
 
@@ -154,20 +154,19 @@ def kernel_of(
     capability: tuple[int, int] | None,
     on_gpu: bool,
     gathers: bool = False,
-    repeats: bool = True,
     cudnn: bool = False,
 ) -> AttentionKernel:
     """The kernel that runs: torch's choice for sdpa, or the one that was asked for. `gathers`: rows are padded, which
-    flash-attn 2 takes without their padding; `repeats`: keys and values are repeated where `repeats_kv` says so."""
+    flash-attn 2 takes without their padding. Keys and values are repeated where `repeats_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half=half)
-    if repeats and sdpa_kernel(call, capability, cudnn=cudnn) == "math":
-        call = replace(call, grouped=False)
-    return sdpa_kernel(call, capability, cudnn=cudnn)
+    kernel = sdpa_kernel(call, capability, cudnn=cudnn)
+    kernel = sdpa_kernel(replace(call, grouped=False), capability, cudnn=cudnn) if kernel == "math" else kernel
+    return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
 def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
