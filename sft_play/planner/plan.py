@@ -405,7 +405,6 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
 def _confirmed(
     job: Job, candidates: list[Candidate], confirm: Confirm | None
 ) -> tuple[Candidate, list[Candidate], list[str]]:
-    """The choice, traced if asked; one that does not fit by its trace is replaced by the next best."""
     notes: list[str] = []
     while True:
         chosen = choose(candidates)

@@ -144,7 +144,6 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that fits; expandable: by the size that it could grow to."""
         at = bisect.bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
@@ -165,7 +164,6 @@ class CachingAllocator:
         block.pool.insert(tail)
 
     def _merged(self, block: _Block) -> _Block:
-        """`block` merged with free neighbours of the same kind; those leave their list."""
         before, after = block.previous, block.next
         if before is not None and not before.used and before.mapped == block.mapped:
             block.pool.remove(before)
@@ -265,6 +263,5 @@ class CachingAllocator:
 
 
 def _could_be(block: _Block) -> int:
-    """The size that a free block of an expandable segment can reach."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -160,7 +160,6 @@ class Blocks:
         return high if high.batch == rows else between(found[found.index(high) - 1], high, rows)
 
     def _remembered(self, batches: tuple[int, ...], length: int) -> list[MeasuredPass]:
-        """Passes that were measured, in this process or before; others are measured now."""
         decides = {
             "settings": self.settings.as_json(), "way": self.way, "places": self.places,
             "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,

@@ -188,7 +188,6 @@ def _require_attention(model_class: Any, attention: str) -> None:
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
-    """NF4 fakes where transformers would put bitsandbytes' layers, chosen by its own functions."""
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 

@@ -123,7 +123,6 @@ def settings_of(
 
 
 def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
-    """How the run multiplies experts; code of a class's own is traced as it is."""
     chosen = planned_experts(config, shape, precision)
     if chosen is None or shape.own_experts:
         return "stacked"

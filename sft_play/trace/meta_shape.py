@@ -163,7 +163,6 @@ def _measure_blocks(
 
 
 def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
-    """The block with what of it gets adapters and 4 bits; `at`: the beginning of its modules' full names."""
     linears = (
         replace(
             one,
@@ -245,7 +244,6 @@ def _field(hf_config: Any, name: str) -> Any:
 
 
 def _number(hf_config: Any, name: str) -> int | None:
-    """A size from the config; the first one where it differs by layer."""
     value = _field(hf_config, name)
     value = value[0] if isinstance(value, list | tuple) and value else value
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -289,7 +289,6 @@ def _collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off the libraries' advice to users of models: nothing trains here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

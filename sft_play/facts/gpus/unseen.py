@@ -99,7 +99,6 @@ def _on_the_bus(maker: str, slots: list[str]) -> str:
 
 
 def _cards(folder: Path) -> dict[str, list[str]]:
-    """Slots of the GPUs on the PCI bus that compute, by maker."""
     found: dict[str, list[str]] = {}
     for place in sorted(folder.glob("*")):
         with contextlib.suppress(ValueError):  # a file that is not there, or holds no number

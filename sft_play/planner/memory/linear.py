@@ -32,7 +32,6 @@ def _normalised(run: Pass, wide: Ref) -> Ref:
 
 
 def _by_weight(run: Pass, x: Ref) -> Ref:
-    """weight * x: x is held where the weight trains."""
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
     width = x.width if run.spec.norm == "gemma" else max(x.width, run.spec.numbers.weights)
     size, e, full, wanted = x.elements, x.width, run.spec.full, x.node is not None

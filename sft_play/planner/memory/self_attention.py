@@ -92,7 +92,6 @@ def _repeated(run: Pass, x: Ref, groups: int) -> Ref:
 
 
 def _view_with_own_gradient(run: Pass, x: Ref) -> Ref:
-    """The same storage, whose gradient is a tensor of its own, not the incoming one."""
     out = run.tape.view(x)
     if out.node is not None:
         out.node.backward = fresh(x)
@@ -140,7 +139,6 @@ def _varlen(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
 
 
 def _gathered(run: Pass, x: Ref, places: Ref) -> Ref:
-    """x[places]: the tokens that are not padding, as many as all in the worst case."""
     return run.tape.op((x,), x.elements, x.width, saved=(places,), backward=run.put_back(x, run.tokens))
 
 

@@ -194,7 +194,6 @@ class Walk:
         )
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        """Every block's bytes, and the width of each one's input and of the last one's output."""
         blocks: list[BlockBytes] = []
         copied = self.trained.embedding and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         widths = [self.numbers.adapters if copied else self.width]
@@ -382,7 +381,6 @@ class Walk:
         yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
 
     def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
-        """From the loss back to the embedding; gradients of parameters arrive and stay, what blocks held is freed."""
         gathering = self.gathering
         head = self._head(self.step.micro_batch, grad=True)
         gathered = gathering.head if gathering else 0

@@ -408,7 +408,6 @@ def _seconds(one: Collective, rates: Rates) -> float:
 
 
 def _exposed(collective_s: float, hidden_s: float) -> float:
-    """Seconds of a collective that `hidden_s` of computation beside it does not hide."""
     return collective_s - min(OVERLAP_SHARE * collective_s, hidden_s)
 
 
