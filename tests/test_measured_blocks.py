@@ -21,7 +21,7 @@ from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks
-from sft_play.trace.block_meter import first_blocks, meter_of, planned_shape
+from sft_play.trace.block_meter import BlockMeter, first_blocks, planned_shape
 from sft_play.trace.confirm import settings_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import StepSettings
@@ -82,7 +82,7 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=meter_of(fields))
+    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -96,7 +96,7 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
     """Llama's: 8 of its kind by the estimate, line by line, against the same by running them."""
     fields = {**WIDE, "model_type": "llama", "num_hidden_layers": 8}
     closed = parse_config(fields, name="m")
-    measured = dataclasses.replace(closed, meter=meter_of(fields))
+    measured = dataclasses.replace(closed, meter=BlockMeter(json.dumps(fields)))
     draw = random.Random(7)
     for checkpointed in (0, None, 3):
         step = step_of(

@@ -28,7 +28,7 @@ from sft_play.planner.layout import SIMPLICITY
 from sft_play.planner.memory.loading_and_saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.step_memory import Walk, is_padded
+from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import SHORT
 from sft_play.planner.speed.other_code import compiling_words
 from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, speed_error
@@ -44,6 +44,11 @@ CUDNN = (
     "batches have one shape, so its graph is built once"
 )
 
+ACTIVATIONS = {
+    False: "activations: the class's own blocks were run on tensors without bytes",
+    True: "activations: the class's own blocks were run on few real tokens on the CPU, carried on",
+}
+
 
 def reasons_of(
     job: Job,
@@ -58,15 +63,15 @@ def reasons_of(
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
     tokens of a row at most; `notes`: what a trace of the choice said."""
     wish = job.config.model.max_seq_len
-    walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
+    walk, adapts = walk_of(job.config, job.shape, chosen.precision, chosen.step), job.config.tuning.mode != "full"
     learned = job.learned(chosen.layout).at(chosen.raw.reserved)
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
-        *_activation_words(walk),
-        *_adapter_words(job),
+        *([ACTIVATIONS[walk.on_cpu]] if isinstance(walk, MeasuredWalk) else []),
+        *(f"adapters: {words}" for words in (job.shape.adapters.words if job.shape.adapters and adapts else ())),
         *filter(None, (job.shape.text_only, job.shape.stored, job.shape.published)),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
@@ -86,19 +91,6 @@ def reasons_of(
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
     )
-
-
-def _activation_words(walk: Walk) -> list[str]:
-    if not isinstance(walk, MeasuredWalk):
-        return []
-    how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
-    return [f"activations: the class's own blocks were run on {how}"]
-
-
-def _adapter_words(job: Job) -> list[str]:
-    if job.config.tuning.mode == "full" or job.shape.adapters is None:
-        return []
-    return [f"adapters: {words}" for words in job.shape.adapters.words]
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
