@@ -18,7 +18,6 @@ from benchmarks.memory_model.streams import replay
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.settings import Device
 from sft_play.trace.storages import BIRTH, DEATH, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
@@ -180,7 +179,7 @@ def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object
 
 
 def test_a_promise_counts_rows_settings_and_refusals() -> None:
-    settings = plain(device=Device(capability=(8, 0), capacity=2**30))
+    settings = plain(capability=(8, 0), capacity=2**30)
     closed = closed_form(settings)
     promised = closed.reserved + closed.margin
 

@@ -206,7 +206,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
     """Four layers of a grouped model, 2,048 tokens without padding: 6% at most apart, and no S x S scores in either."""
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from benchmarks.memory_model.script_settings import as_script
-    from sft_play.trace.settings import Device, StepSettings
+    from sft_play.trace.settings import StepSettings
     from sft_play.trace.step import trace_step
 
     model = {
@@ -217,7 +217,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
     half = precision.compute != "float32"
     base = StepSettings(
         model=model, mode="full", peft=None, micro_batch=1, seq_len=2048, weights=precision.load, autocast=None,
-        checkpointing=checkpointing, loss="logits", attention="sdpa", mask="ones", device=Device(capability),
+        checkpointing=checkpointing, loss="logits", attention="sdpa", mask="ones", capability=capability,
         clip=False,
     )  # fmt: skip
     traced = {on: trace_step(as_script(base, repeats_kv=on)).allocated for on in (True, False)}

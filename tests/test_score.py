@@ -106,7 +106,7 @@ def test_columns_become_settings() -> None:
     assert made.peft is not None
     assert (made.peft["r"], made.peft["target_modules"]) == (8, ["q_proj", "v_proj"])
     assert (made.weights, made.adapters, made.optimizer) == ("bfloat16", "float32", "adamw_foreach")
-    assert made.device.capability == (8, 0)
+    assert made.capability == (8, 0)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_fms_baseline_keeps_norms_in_fp32_under_autocast() -> None:
 def test_fitcheck_counts_the_second_step_and_repeats_keys() -> None:
     made = settings_of(source="Anassbzdd/fitcheck x", notes="cuda_context_mib=141.0", gpu_total_gib="14.5625")
     assert (made.peak_from, made.expand_kv, made.mask, made.clip) == ("second_step", True, "none", False)
-    assert made.device.capacity == int(14.5625 * 2**30 - 141 * 2**20)
+    assert made.capacity == int(14.5625 * 2**30 - 141 * 2**20)
 
 
 def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path:
     row = {**ROW, "source": "Anassbzdd/fitcheck x", "notes": "cuda_context_mib=141.0", "gpu_total_gib": "1"}
 
     def trace(settings: ScriptSettings) -> TracedPeak:
-        if settings.device.capacity is not None:
+        if settings.capacity is not None:
             raise MemoryError
         return fixed(settings)
 
@@ -404,7 +404,7 @@ def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
 
 def test_rows_ran_with_the_allocator_that_their_source_set() -> None:
     runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
-    growing = {run.source for run in runs if run.settings and run.settings.device.expandable_segments}
+    growing = {run.source for run in runs if run.settings and run.settings.expandable_segments}
     assert growing == {"PrimeIntellect-ai/prime-rl"}
 
 

@@ -31,7 +31,7 @@ from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.trace import kernels
 from sft_play.trace.confirm import settings_of
-from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
 from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
@@ -253,7 +253,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     base = StepSettings(
         model=MODEL, mode="full", peft=None, micro_batch=2, seq_len=1024, weights=dtype, autocast=None,
         checkpointing=checkpointing, loss="logits", attention="sdpa", mask="packed" if masked else "ones",
-        repeats_kv=not half, device=Device((9, 0)), clip=False, optimizer="adamw_foreach",
+        repeats_kv=not half, capability=(9, 0), clip=False, optimizer="adamw_foreach",
     )  # fmt: skip
     traced = {on: trace_step(dataclasses.replace(base, cudnn="training" if on else "never")) for on in (True, False)}
     config = config_from_text(

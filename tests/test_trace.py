@@ -22,7 +22,7 @@ from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
-from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import BIRTH, DEATH, MARK, StorageLog
 from tests.ranks import found_by_ranks
 
@@ -173,7 +173,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         attention="eager",
         checkpointing=mode == "lora",
         optimizer_steps=3,
-        device=Device((8, 0)),
+        capability=(8, 0),
     )
     ids = torch.randint(5, 300, (16, 512)).tolist()
     log = StorageLog(workspace=kernels.workspace)
@@ -522,7 +522,7 @@ def test_one_gpu_has_one_stream():
 def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
     settings = dataclasses.replace(SMALL, world=2 if strategy == "fsdp2" else 1, strategy=strategy)
     fixed = step.trace_step(settings)
-    growing = step.trace_step(as_script(settings, device=Device(expandable_segments=True)))
+    growing = step.trace_step(as_script(settings, expandable_segments=True))
     assert fixed.reserved_either == growing.reserved_either == max(fixed.reserved, growing.reserved)
     assert fixed.reserved != growing.reserved  # pages of 20 MiB, where small segments are of 2
 
@@ -543,7 +543,7 @@ def test_the_answer_has_each_phase():
 @pytest.mark.slow
 def test_settings_move_the_peak_the_way_they_must():
     def peak(**changes: object) -> int:
-        base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=64, attention="sdpa")
+        base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=64, attention="sdpa")
         return step.trace_step(dataclasses.replace(base, **changes)).allocated
 
     plain = peak(checkpointing=False)
@@ -582,21 +582,19 @@ def test_our_own_faults_keep_their_traceback(monkeypatch):
 
 
 def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
-    def again(settings):
-        pytest.fail("traced again")
-
-    def changed(settings):
-        return dataclasses.replace(first, allocated=1)
-
-    first = cached_trace(SMALL, folder=tmp_path)
-    (file,) = tmp_path.iterdir()
-    assert cached_trace(SMALL, folder=tmp_path, measure=again) == first
-    assert cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path, measure=changed).allocated == 1
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    first = cached_trace(SMALL)
+    (file,) = (tmp_path / "traces").iterdir()
+    monkeypatch.setattr(step, "trace_step", lambda settings: pytest.fail("traced again"))
+    assert cached_trace(SMALL) == first
+    monkeypatch.setattr(step, "trace_step", lambda settings: dataclasses.replace(first, allocated=1))
+    assert cached_trace(dataclasses.replace(SMALL, seq_len=32)).allocated == 1
     file.write_text("{")
-    assert cached_trace(SMALL, folder=tmp_path, measure=changed).allocated == 1
-    assert cached_trace(SMALL, folder=tmp_path, measure=again).allocated == 1
+    assert cached_trace(SMALL).allocated == 1
+    monkeypatch.setattr(step, "trace_step", lambda settings: first)
+    assert cached_trace(SMALL).allocated == 1
     monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
-    assert cached_trace(SMALL, folder=tmp_path, measure=lambda settings: first).allocated == first.allocated != 1
+    assert cached_trace(SMALL).allocated == first.allocated != 1
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def _step(settings: ScriptSettings) -> Step:
         padded=settings.mask == "padded" or settings.expand_kv,
         casts_inputs=settings.casts_inputs,
         saves=False,
-        capability=settings.device.capability,
+        capability=settings.capability,
     )
 
 

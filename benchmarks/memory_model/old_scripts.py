@@ -224,7 +224,7 @@ class ScriptLoop(Loop):
             log.empty_cache()
         log.mark("prepare")
         buckets = self.buckets(model)
-        workspace = cublas_workspace(settings.device.capability)
+        workspace = cublas_workspace(settings.capability)
         log.born(workspace)  # the thread that runs forward
         optimizer = self.optimizer(model)
         for step in range(settings.optimizer_steps):
@@ -299,9 +299,9 @@ class ScriptLoop(Loop):
 
     def replayed(self) -> tuple[Peaks, Peaks]:
         """In the script's own mode and on its card, and in the other mode."""
-        events, device, when = self.log.events, self.settings.device, self.settings.peak_from
-        grows = device.expandable_segments
-        own = replay(events, expandable_segments=grows, capacity=device.capacity, count_from=when)
+        events, settings, when = self.log.events, self.settings, self.settings.peak_from
+        grows = settings.expandable_segments
+        own = replay(events, expandable_segments=grows, capacity=settings.capacity, count_from=when)
         return own, replay(events, expandable_segments=not grows, count_from=when)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.memory_model.published_columns import (
@@ -22,7 +22,6 @@ from benchmarks.memory_model.published_columns import (
 )
 from benchmarks.memory_model.published_models import Config, ConfigOf, known_config
 from benchmarks.memory_model.script_settings import ScriptSettings
-from sft_play.trace.settings import Device
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,7 @@ def _fms(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
 
 
 def _torchtitan(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"mixed_precision": "bfloat16", "reentrant": False, "device": _growing(said)}
-
-
-def _growing(said: Mapping[str, Any]) -> Device:
-    """The row's card, whose run was started with expandable segments."""
-    device: Device = said["device"]
-    return replace(device, expandable_segments=True)
+    return {"mixed_precision": "bfloat16", "reentrant": False, "expandable_segments": True}
 
 
 _OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
@@ -128,7 +121,7 @@ def _is_prime_rl_sft(row: Row) -> str:
 def _prime_rl(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     if said["model"].get("model_type") in _OWN_CLASSES:
         raise NotExpressible("a model class of its own (prime-rl)")
-    return {"device": _growing(said)}
+    return {"expandable_segments": True}
 
 
 def _has_wide_masters(row: Row) -> str:

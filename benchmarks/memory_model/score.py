@@ -227,7 +227,7 @@ class Promise:
 
 def _card(row: Scored) -> int:
     """Bytes of the card that a row ran on; 0 where that is not known."""
-    return (row.run.settings.device.capacity or 0) if row.run.settings is not None else 0
+    return (row.run.settings.capacity or 0) if row.run.settings is not None else 0
 
 
 def _distinct(rows: Iterable[Scored]) -> int:
@@ -443,9 +443,9 @@ def attempt(settings: ScriptSettings, trace: Trace | None = None) -> Answer:
     try:
         return (trace or _tracer())(settings)
     except MemoryError:  # the simulated card is full
-        if settings.device.capacity is None:
+        if settings.capacity is None:
             return "the simulated GPU is too small for it"
-        return attempt(replace(settings, device=replace(settings.device, capacity=None)), trace)
+        return attempt(replace(settings, capacity=None), trace)
     except TraceUnavailable as why:
         return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
     except Exception as error:  # one row must not end the score of hundreds; its reason is counted

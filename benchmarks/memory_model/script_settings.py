@@ -32,6 +32,9 @@ class ScriptSettings(StepSettings):
     """The loop clears the gradients when the next step starts, not when a step ends."""
     peak_from: Literal["loaded", "start", "second_step"] = "loaded"
     """When the script resets its counters: after loading, never, or after a first step."""
+    capacity: int | None = None
+    """Bytes that bound the allocator's segments; None: no bound."""
+    expandable_segments: bool = False
     checkpoints_wrappers: bool = False
     """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper, and gathers its weights once more."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.planner.precision import BYTES, DtypeName, Precision
@@ -132,7 +132,7 @@ def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_
 def unused(config: RunConfig, layout: str) -> list[str]:
     """The run's keys that have no effect under the chosen layout, in words."""
     wish = config.distributed
-    settings = {"find_unused_parameters": wish.find_unused_parameters}
+    settings: dict[str, Any] = {"find_unused_parameters": wish.find_unused_parameters}
     if layout == "single":
         mixed = {f"mixed_precision.{part}": value for part, value in wish.mixed_precision}
         settings |= {"sync_gradients_every": wish.sync_gradients_every, **mixed}

@@ -4,7 +4,7 @@ candidates that it shows beside its choice, each with why it was not chosen."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -87,29 +87,23 @@ def reasons_of(
         *([kernels.reason] if kernels.reason else []),
         *notes,
         *compiling_words(job.config, job.shape),
-        *_adapters_in_bf16(job.config, chosen),
-        *_unknown_of_unsloth(job.config, chosen),
+        *_of_tuning(job.config, chosen),
         *_advice(chosen),
     )
 
 
-def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    layout, compute = chosen.layout, chosen.precision.compute
-    if config.tuning.mode == "full" or config.tuning.lora.dtype != "bfloat16":
-        return []
-    words = "adapters and their states are bf16, and small updates are lost"
-    if compute != "bfloat16":
-        words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
-    elif layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
-        words = f"{layout.name} still steps adapters in fp32"
-    return [f"tuning.lora.dtype=bfloat16: {words}"]
-
-
-def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
-    if config.tuning.backend != "unsloth":
-        return []
-    other = "" if chosen.layout.name in ("single", "ddp") else f"; {chosen.layout.name} would run with backend bnb"
-    return [f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"]
+def _of_tuning(config: RunConfig, chosen: Candidate) -> Iterator[str]:
+    tuning, layout, compute = config.tuning, chosen.layout, chosen.precision.compute
+    if tuning.mode != "full" and tuning.lora.dtype == "bfloat16":
+        words = "adapters and their states are bf16, and small updates are lost"
+        if compute != "bfloat16":
+            words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
+        elif layout.is_zero or (layout.is_fsdp and tuning.mode == "lora"):
+            words = f"{layout.name} still steps adapters in fp32"
+        yield f"tuning.lora.dtype=bfloat16: {words}"
+    if tuning.backend == "unsloth":
+        other = "" if layout.name in ("single", "ddp") else f"; {layout.name} would run with backend bnb"
+        yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"
 
 
 def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
@@ -150,9 +144,8 @@ def _row_words(job: Job, chosen: Candidate) -> str:
     known = f"longest row {rows.longest:,} tokens, mean {rows.mean:,.0f}, 95% up to {rows.p95:,}"
     known += f"; longest held-out row {rows.held_out:,}" if rows.held_out > rows.longest else ""
     places = micro_batches(job, chosen.precision, chosen.step).tokens
-    if places is None:
-        return f"{known}{padding}"
-    return f"{known}: a micro-batch has as many rows as fit into {places:,} tokens{padding}"
+    fills = f": a micro-batch has as many rows as fit into {places:,} tokens" if places is not None else ""
+    return f"{known}{fills}{padding}"
 
 
 def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
@@ -270,9 +263,7 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
         return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
     more = candidate.memory.required - chosen.memory.required
     faster = "about as fast" if ratio >= 1.001 else "not faster"
-    return (
-        f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
-    )
+    return f"{faster}, {gib(more)} GiB more" if more > 0 else f"{faster}, {gib(candidate.memory.required)} GiB as well"
 
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float, error: SpeedError) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -26,7 +24,7 @@ from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
 from sft_play.process.heap import importing
-from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +116,7 @@ def settings_of(
         mixed_precision=precision.compute if half else None,
         gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
         reduces_in=chosen.reduced if is_fsdp and chosen.compressed else None,
-        device=Device(capability=step.capability or (9, 0)),
+        capability=step.capability or (9, 0),
     )
 
 
@@ -167,36 +165,25 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # --- remembered -------------------------------------------------------------------------------------------------------
-def _trace(settings: StepSettings) -> TracedPeak:
-    with importing():
-        from sft_play.trace.step import trace_step
-    return trace_step(settings)
+def cached_trace(settings: StepSettings) -> TracedPeak:
+    """`step.trace_step`, remembered; raises as that does."""
+
+    def measured() -> TracedPeak:
+        with importing():
+            from sft_play.trace import step
+        return step.trace_step(settings)
+
+    return remembered("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK, measured)
 
 
-def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> ModelShape:
-    with importing():
-        from sft_play.trace.meta_shape import shape_on_meta
-    return shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
+def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
+    """`meta_shape.shape_on_meta`, remembered, but not with remote code; raises as that does."""
 
+    def measured() -> ModelShape:
+        with importing():
+            from sft_play.trace import meta_shape
+        return meta_shape.shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
 
-def cached_trace(
-    settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
-) -> TracedPeak:
-    """`step.trace_step`, remembered in `folder` (None: in the cache); raises as that does."""
-    decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
-    return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
-
-
-def cached_shape(
-    config: Mapping[str, Any],
-    *,
-    name: str,
-    trust_remote_code: bool = False,
-    folder: Path | None = None,
-    measure: Callable[..., ModelShape] = _measure_shape,
-) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered so, but not with remote code; raises as that does."""
-    measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
     decides = {"config": config, "shape": SHAPE_VERSION}
-    shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)
+    shape = remembered("shapes", decides, _SHAPE, measured, keeps=not trust_remote_code)
     return dataclasses.replace(shape, name=name)

@@ -74,7 +74,7 @@ def _powers(original: Any, situation: Situation) -> Any:
 
 
 def _grouped_products(original: Any, situation: Situation) -> Any:
-    is_new = situation.settings.device.capability >= GROUPED_SINCE
+    is_new = situation.settings.capability >= GROUPED_SINCE
     own = original if is_new else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
@@ -106,7 +106,7 @@ PATCHES: list[Patch] = [
           "query key value attn_mask dropout_p is_causal scale enable_gqa",
           "the CPU kernel saves other tensors; CUDA's operators have fake kernels",
           lambda original, situation: kernels.CudaAttention(
-              situation.settings.device.capability, lambda: situation.cudnn
+              situation.settings.capability, lambda: situation.cudnn
           )),
     Patch("dropout", "torch.nn.functional:dropout", "input p training inplace",
           "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",

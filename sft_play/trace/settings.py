@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sft_play.planner.precision import DtypeName
@@ -19,15 +19,6 @@ class TraceUnavailable(Exception):
 
 BY_BOUNDARIES = ("varlen", "one_by_one")
 """The two ways of this toolkit's own attention."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
-
-    capability: tuple[int, int] = (9, 0)
-    capacity: int | None = None
-    expandable_segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,8 @@ class StepSettings:
     """FSDP2's param_dtype, where it is not `mixed_precision`."""
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
-    device: Device = field(default_factory=Device)
+    capability: tuple[int, int] = (9, 0)
+    """CUDA's, of the GPU that is simulated."""
 
     def as_json(self) -> str:
         """A canonical text: equal settings give equal texts."""

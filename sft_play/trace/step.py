@@ -98,7 +98,7 @@ class Loop:
         log.empty_cache()
         log.mark("prepare")
         buckets = self.buckets(model)
-        log.born(cublas_workspace(settings.device.capability))  # the thread that runs forward
+        log.born(cublas_workspace(settings.capability))  # the thread that runs forward
         optimizer = self.optimizer(model)
         for step in range(settings.optimizer_steps):
             for micro in range(settings.grad_accum):
@@ -106,7 +106,7 @@ class Loop:
                 with self.synchronised(model, micro == settings.grad_accum - 1):
                     self.passes(model, step, settings.seq_len)
                 if step == micro == 0:
-                    log.born(cublas_workspace(settings.device.capability))  # autograd's own thread
+                    log.born(cublas_workspace(settings.capability))  # autograd's own thread
                 buckets()
             log.mark("optimizer", step)
             self.update(model, optimizer)
