@@ -112,11 +112,11 @@ def test_columns_become_settings() -> None:
 @pytest.mark.parametrize(
     ("changed", "field", "value"),
     [
-        ({"gpu": "Tesla T4"}, "device.capability", (7, 5)),
-        ({"gpu": "NVIDIA GeForce RTX 4080"}, "device.capability", (8, 9)),
-        ({"gpu": "NVIDIA L40S"}, "device.capability", (8, 9)),
-        ({"gpu": "H100 80GB HBM3"}, "device.capability", (9, 0)),
-        ({"gpu": "NVIDIA A10G"}, "device.capability", (8, 6)),
+        ({"gpu": "Tesla T4"}, "capability", (7, 5)),
+        ({"gpu": "NVIDIA GeForce RTX 4080"}, "capability", (8, 9)),
+        ({"gpu": "NVIDIA L40S"}, "capability", (8, 9)),
+        ({"gpu": "H100 80GB HBM3"}, "capability", (9, 0)),
+        ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)),
         ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
         ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"),
         ({"transformers": "4.50.1"}, "loss", "logits"),

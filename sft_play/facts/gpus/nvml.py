@@ -274,8 +274,7 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
 
 
 def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
-    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None where they are not
-    told."""
+    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None: not told."""
     links: Counter[str] = Counter()
     if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
         return None

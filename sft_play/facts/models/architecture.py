@@ -185,8 +185,7 @@ def _read_config(folder: Path, name: str) -> Config:
 
 
 def _untagged(value: Config) -> Any:
-    """A number that JSON lacks, from the tag that transformers writes for it (`_encode_special_floats`, 5.23); any
-    other object as it is."""
+    """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
     tag = value.get("__float__")
     return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
 

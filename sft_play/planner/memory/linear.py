@@ -145,8 +145,7 @@ def _dora(run: Pass, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
 
 
 def _dora_weights(run: Pass, x: Ref, spec: LinearSpec) -> list[Ref]:
-    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, in x's dtype); the norm of
-    their sum takes two more."""
+    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
     numbers, e = run.spec.numbers, x.width
     low = numbers.autocast or e
     identity = run.tape.new(spec.inputs * spec.inputs, numbers.adapters)
