@@ -363,7 +363,6 @@ def test_qwen3_next_has_both(monkeypatch):
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the estimate is within 4% of it."""
 
-    from sft_play.facts.models.decoder import parse_config
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of
@@ -374,7 +373,7 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
         "max_position_embeddings": 1024,
         **({"intermediate_size": 1024} if kind in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 256}),
     }  # fmt: skip
-    shape = parse_config(dict(fields), name=kind)
+    shape = planned_shape(dict(fields), name=kind)
     precision = MASTERS if choice == "masters" else BF16
     run = config(experts_implementation="eager" if choice == "eager" else "auto", mode="full")
     attention = "sdpa" if shape.has_sdpa else "eager"
