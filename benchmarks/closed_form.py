@@ -30,7 +30,7 @@ from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.trace.confirm import settings_of
-from sft_play.trace.settings import Device, StepSettings, TracedPeak
+from sft_play.trace.settings import StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
 MASTERS = Precision("bfloat16", "float32", "")
@@ -260,12 +260,13 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         strategy=strategy,
         sync_each_batch=name == "fsdp" and gradients_of(config, setting.precision, "fsdp").every == "micro_batch",
         world=step.layout.ranks,
-        device=Device(capability=step.capability or (9, 0)),
+        capability=step.capability or (9, 0),
     )
 
 
 def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     """The trace's answer."""
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.confirm import cached_trace
 
     return cached_trace(trace_settings(setting, model))

@@ -232,7 +232,7 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
         )  # fmt: skip
         predicted = estimate(run, shape, BF16, step).allocated
         with contextlib.suppress(TraceUnavailable):
-            return round(predicted / record(settings_of(run, fields, shape, BF16, step))[0].peak - 1, 4)
+            return round(predicted / record(settings_of(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
 
 

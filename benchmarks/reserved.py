@@ -15,17 +15,17 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.closed_form import Setting, predicted, setting_of, trace_settings
+from benchmarks.memory_model.script_settings import as_script
+from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
 from sft_play.facts.hardware import detect
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.allocator import SimulatedOutOfMemory
-from sft_play.trace.storages import Event, replay
+from sft_play.trace.storages import Event
 
 LENGTHS = (0.45, 1.0, 0.6, 1.0)
 """Longest rows of four batches over the longest of all: rows that are padded to the longest of their batch."""
@@ -62,11 +62,12 @@ def needed(events: list[Event], allocated: int, reserved: int) -> int:
 
 def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of the steps' replay, and both shares."""
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run it)
     from sft_play.trace.step import record
 
     settings = trace_settings(setting, model)
     lengths = tuple(int(settings.seq_len * share) for share in LENGTHS)
-    log, _ = record(replace(settings, lengths=lengths, optimizer_steps=len(lengths)))
+    log = record(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
     peaks = replay(log.events)
     least = needed(log.events, peaks.allocated, peaks.reserved)
     passing = max(1, peaks.allocated - predicted(setting, model).stays)

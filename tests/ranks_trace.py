@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_trace OUT
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sft_play.trace import step
 from tests.ranks import write_found
-from tests.test_trace import SHARDED, SMALL, phase_peaks
+from tests.test_trace import SHARDED, changed, phase_peaks
 
 
 def main(out: Path) -> None:
@@ -23,8 +22,8 @@ def main(out: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     found = {}
     for name, changes in SHARDED.items():
-        settings = dataclasses.replace(SMALL, world=2, **changes)
-        found[name] = phase_peaks(step.record(settings, real=True, mesh=mesh)[0])
+        settings = changed({"world": 2, **changes})
+        found[name] = phase_peaks(step.record(settings, real=True, mesh=mesh))
     write_found(found, out)
 
 

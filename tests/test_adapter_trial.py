@@ -223,10 +223,7 @@ def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: s
 def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     from transformers import AutoConfig
 
-    heads = (
-        {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[kind].mla else {}
-    )  # as their own files say
-    config = AutoConfig.for_model(**file_of(kind, **heads))
+    config = AutoConfig.for_model(**file_of(kind))
     failed, problem = small_model.on_small_model(config, adapter_trial.try_out, whole_depth=True)
     assert failed is not None, problem
     assert not failed

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sft_play.trace.allocator import CachingAllocator, SimulatedOutOfMemory, rounded
-from sft_play.trace.storages import BIRTH, DEATH, EMPTY_CACHE, MARK, USED, WAIT, replay
+from benchmarks.memory_model.streams import USED, WAIT, ScriptAllocator, SimulatedOutOfMemory, replay
+from sft_play.trace import storages
+from sft_play.trace.allocator import CachingAllocator, rounded
+from sft_play.trace.storages import BIRTH, DEATH, EMPTY_CACHE, MARK
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -18,7 +20,7 @@ def free_bytes(allocator: CachingAllocator) -> int:
     return sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
 
 
-def waiting_bytes(allocator: CachingAllocator) -> int:
+def waiting_bytes(allocator: ScriptAllocator) -> int:
     """Bytes of freed blocks that wait for another stream."""
     return sum(block.size for _, block in allocator._waiting)
 
@@ -83,7 +85,7 @@ def test_streams_do_not_share_free_blocks():
 
 
 def test_capacity_gives_the_cache_back_before_it_refuses():
-    allocator = CachingAllocator(capacity=64 * MIB)
+    allocator = ScriptAllocator(capacity=64 * MIB)
     allocator.malloc("a", 40 * MIB)
     allocator.free("a")
     allocator.malloc("b", 60 * MIB)  # 40 MiB of cache had to go
@@ -120,7 +122,7 @@ def test_empty_cache_unmaps_whole_pages_inside_an_expandable_segment():
 
 
 def test_a_block_that_another_stream_used_waits_for_the_host():
-    allocator = CachingAllocator()
+    allocator = ScriptAllocator()
     allocator.malloc("gathered", 12 * MIB, stream=1)
     allocator.record_stream("gathered", 0)
     allocator.free("gathered")
@@ -133,7 +135,7 @@ def test_a_block_that_another_stream_used_waits_for_the_host():
 
 
 def test_the_host_waits_for_what_was_given_by_then():
-    allocator = CachingAllocator()
+    allocator = ScriptAllocator()
     for key in "abc":
         allocator.malloc(key, 12 * MIB)
         allocator.record_stream(key, 1)
@@ -150,7 +152,7 @@ def test_the_host_waits_for_what_was_given_by_then():
 
 
 def test_a_tensor_used_on_its_own_stream_alone_does_not_wait():
-    allocator = CachingAllocator()
+    allocator = ScriptAllocator()
     allocator.malloc("a", 12 * MIB, stream=2)
     allocator.record_stream("a", 2)
     allocator.free("a")
@@ -158,7 +160,7 @@ def test_a_tensor_used_on_its_own_stream_alone_does_not_wait():
 
 
 def test_a_full_card_waits_for_streams_before_it_refuses():
-    allocator = CachingAllocator(capacity=40 * MIB)
+    allocator = ScriptAllocator(capacity=40 * MIB)
     allocator.malloc("a", 30 * MIB)
     allocator.record_stream("a", 1)
     allocator.free("a")
@@ -348,7 +350,7 @@ class Plain:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expandable, seed, capacity):
     draw, live = random.Random(seed), []
-    allocator = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+    allocator = ScriptAllocator(expandable_segments=expandable, capacity=capacity)
     plain = Plain(expandable=expandable, capacity=capacity)
     refused = 0
     moments = [0]
@@ -436,6 +438,13 @@ def test_counters_run_from_the_phase_that_is_asked_for(count_from, allocated):
     assert peaks.allocated == allocated
     assert peaks.phases["build"] == (40 * MIB, 40 * MIB)
     assert peaks.phases["forward"][0] == 42 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_plans_replay_is_that_of_a_script_that_resets_its_counters_once_it_has_loaded(expandable):
+    own = storages.replay(EVENTS, expandable_segments=expandable)
+    assert own == replay(EVENTS, expandable_segments=expandable)
+    assert own.phases["build"][0] == 40 * MIB
 
 
 def test_an_emptied_cache_is_not_reserved_any_more():

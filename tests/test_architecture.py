@@ -34,7 +34,7 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32
 N_EXPERTS = {
     **dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts"),
     **dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts"),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "n_routed_experts"),
+    "glm4_moe": "n_routed_experts",
 }
 NEEDED: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}
 """Fields without which the class itself cannot be built."""
@@ -65,7 +65,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"attention_bias": True}),
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("gpt_oss", {"attention_bias": False}),
-    ("deepseek_v3", {"attention_bias": True, "n_shared_experts": 2, "q_lora_rank": None}),
     ("glm", {"attention_bias": False, "head_dim": 32}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
     ("ernie4_5", {"use_bias": True}),
@@ -300,9 +299,6 @@ def test_what_a_step_keeps_is_read_too():
     phi = parse_config(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
     assert (phi.rotary_dim, phi.head_dim, phi.fused_qkv) == (4, 16, True)
     assert parse_config(file_of("gpt_oss"), name="m").sinks
-    mla = parse_config(file_of("deepseek_v3"), name="m").mla
-    assert mla is not None
-    assert (mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim) == (1536, 512, 128, 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +366,8 @@ def test_blocks_that_differ_are_counted_by_kind():
     assert {kind.attention: kind.count for kind in shape.layers} == {"sliding": 6, "full": 1}
     assert shape.layer_order == (0, 0, 0, 0, 0, 1, 0)
     assert shape.window == 16
-    # DeepSeek-V3: the first 3 blocks of 5 have no experts
-    shape = parse_config(file_of("deepseek_v3"), name="m")
+    # GLM-4.5: the first 3 blocks of 5 have no experts
+    shape = parse_config(file_of("glm4_moe", first_k_dense_replace=3), name="m")
     assert [(kind.count, kind.num_experts, kind.mlp_width, kind.shared_width) for kind in shape.layers] == [
         (3, 0, 96, 0), (2, 4, 0, 32),
     ]  # fmt: skip

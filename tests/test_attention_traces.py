@@ -13,7 +13,9 @@ from torch._subclasses import FakeTensorMode
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ModelError
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
 from sft_play.trace import confirm
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record, trace_step
@@ -101,7 +103,7 @@ def test_what_a_class_does_not_have_is_refused_in_words(family: str, attention: 
 
 def births(**changes: Any) -> dict[int, int]:
     """How often a storage of so many bytes is born in one forward and backward pass."""
-    log, _ = record(settings(checkpointing=False, loss="logits", **changes))
+    log = record(settings(checkpointing=False, loss="logits", **changes))
     found: dict[int, int] = {}
     for kind, _key, number, _stream in log.events:
         if kind == BIRTH:
@@ -151,7 +153,9 @@ def test_transformers_forgets_the_traces_flash_attention() -> None:
 )
 def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
     config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")
-    assert confirm._mask(config, padded=padded) == mask
+    step = Step(2, 1, 64, padded=padded)
+    found = confirm.settings_of(config, {}, shape_of("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
+    assert found.mask == mask
 
 
 def test_flash_attention_is_refused_where_transformers_would_take_another_kernel(

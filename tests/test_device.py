@@ -16,7 +16,7 @@ from sft_play.errors import HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
 from sft_play.facts.gpus import unseen
-from sft_play.facts.gpus.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, torch_is_blind
+from sft_play.facts.gpus.unseen import LEAST_VRAM, Nvml, torch_is_blind
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch import machine as launched
 from sft_play.launch.command import visible_only
@@ -26,7 +26,7 @@ GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
 CPU_TORCH = "torch 2.13.0 is built for CPU only"
 CUDA_TORCH = "torch 2.13.0 is built for CUDA 13.0"
-H100 = PciDevice("0000:41:00.0", 0x10DE, 0x0302)
+SHOWN = "this machine shows a GPU"
 
 
 @pytest.fixture
@@ -35,12 +35,6 @@ def config(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: {name: org/model}\ndata: {train_path: rows.jsonl}\n")
     return lambda *overrides: load_config(path, overrides=overrides).config
-
-
-def nvidia(**more) -> Devices:
-    """A machine with an H100 whose driver is loaded, and a torch that could use it."""
-    given = {"nodes": ("/dev/nvidia0",), "driver": "580.95", "pci": (H100,), "torch": CUDA_TORCH}
-    return Devices(**{**given, "nvml": Nvml(error="NVML says no"), **more})
 
 
 # --- what a machine shows ---------------------------------------------------------------------------------------------
@@ -61,111 +55,85 @@ def pci(slot: str, vendor: str, kind: str, vram: int | None = None) -> dict[str,
     return found if vram is None else {**found, f"{place}/mem_info_vram_total": f"{vram}\n"}
 
 
-def test_a_machine_is_read_from_its_files(tmp_path):
-    root = build(tmp_path, {
-        "dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": "",
-        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release\n",
-        ".dockerenv": "",
-        **pci("0000:41:00.0", "0x10de", "0x030200"), **pci("0000:03:00.0", "0x1002", "0x038000", 192 * GIB),
-        "sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense",
-    })  # fmt: skip
-    found = unseen.read_devices({"CUDA_VISIBLE_DEVICES": "3", "HOME": "/root"}, root=root, nvml=Nvml(error="no"))
-    assert found.nodes == ("/dev/nvidia0", "/dev/nvidia1")
-    assert (found.driver, found.container, found.wsl) == ("580.95.05", True, False)
-    assert found.pci == (PciDevice("0000:03:00.0", 0x1002, 0x0380, 192 * GIB), H100)
-    assert found.environment == {"CUDA_VISIBLE_DEVICES": "3"}
-    bare = unseen.read_devices({}, root=tmp_path / "nothing", nvml=Nvml())
-    assert (bare.nodes, bare.driver, bare.pci, bare.container) == ((), None, (), False)
-    assert unseen.unseen(bare) is None
-    assert unseen.read_devices(
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, root=tmp_path / "nothing", nvml=Nvml()
-    ).container
-    wsl = build(tmp_path / "wsl", {"dev/dxg": ""})
-    assert not unseen.read_devices({}, root=wsl, nvml=Nvml()).wsl  # a Windows whose GPU is not NVIDIA's
-    assert unseen.read_devices({}, root=build(wsl, {"usr/lib/wsl/lib/libcuda.so.1": ""}), nvml=Nvml()).wsl
-
-
-CASES = {
-    "a container without its GPUs": (
-        nvidia(nodes=(), container=True), "driver 580.95 and 1 NVIDIA GPU on the PCI bus", "docker run --gpus all"),
-    "no driver": (nvidia(nodes=(), driver=None), "no NVIDIA driver is loaded", "install it"),
-    "a container that lost its GPUs": (
-        nvidia(nvml=Nvml(error="Unknown Error"), container=True), "NVML says: Unknown", "or restart it"),
-    "another fault": (
-        nvidia(torch=CPU_TORCH), "NVML says: NVML says no (torch 2.13.0 is built for CPU only)", "dmesg"),
-    "WSL": (
-        Devices(wsl=True, nvml=Nvml(error="NVML Shared Library Not Found"), torch=CUDA_TORCH), "WSL's /dev/dxg",
-        "wsl --update"),
+NVIDIA_S = {
+    "dev/nvidia0": "", "dev/nvidiactl": "", "dev/nvidia-uvm": "", "proc/driver/nvidia/version": "NVRM version: 580.95",
+    **pci("0000:41:00.0", "0x10de", "0x030200"),
+}  # fmt: skip
+"""A machine with an H100 whose driver is loaded."""
+NO = Nvml(error="NVML says no")
+CASES: dict[str, tuple[dict[str, str], Nvml, dict[str, str], tuple[str, ...]]] = {
+    "a driver that does not answer": (
+        NVIDIA_S, NO, {}, ("shows /dev/nvidia0 and NVIDIA's loaded driver and 1 NVIDIA GPU on the PCI bus", "says no",
+                           "docker run --gpus all", "dmesg")),
+    "no driver": (pci("0000:41:00.0", "0x10de", "0x030200"), NO, {}, ("1 NVIDIA GPU on the PCI", "or update")),
+    "WSL": ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, NO, {}, ("WSL's /dev/dxg", "below WSL that of")),
     "hidden by a number that names none": (
-        nvidia(nvml=Nvml(2), environment={"CUDA_VISIBLE_DEVICES": "7"}), "2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7",
-        "unset it"),
-    "split without an instance": (nvidia(nvml=Nvml(1)), "an NVIDIA GPU, and none that can be used", "nvidia-smi mig"),
+        NVIDIA_S, Nvml(2), {"CUDA_VISIBLE_DEVICES": "7"}, ("2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7", "unset it")),
+    "split without an instance": (NVIDIA_S, Nvml(1), {}, ("an NVIDIA GPU, and none that can be used", "mig -cgi")),
     "AMD and Intel": (
-        Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x0300, LEAST_VRAM), PciDevice("0000:04:00.0", 0x1002, 0x1200),
-                     PciDevice("0000:05:00.0", 0x8086, 0x0300)), torch="torch 2.13 is built for ROCm 7.1"),
-        "2 AMD GPUs on the PCI bus (0000:03:00.0) and 1 Intel GPU on the PCI bus (0000:05:00.0) (torch 2.13 is built "
-        "for ROCm 7.1)", "runs are planned for NVIDIA's GPUs and for CPUs"),
-    "AMD without its driver": (
-        Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x0380),)), "shows 1 AMD GPU", "nothing is known"),
+        {**pci("0000:03:00.0", "0x1002", "0x030000", LEAST_VRAM), **pci("0000:04:00.0", "0x1002", "0x120000"),
+         **pci("0000:05:00.0", "0x8086", "0x030000")}, Nvml(), {},
+        ("2 AMD GPUs on the PCI bus (0000:03:00.0) and 1 Intel GPU on the PCI bus (0000:05:00.0)",
+         "runs are planned for NVIDIA's GPUs and for CPUs")),
+    "AMD without its driver": (pci("0000:03:00.0", "0x1002", "0x038000"), Nvml(), {}, ("1 AMD", "nothing is known")),
+    "AMD's variable hides nothing of NVIDIA's": (NVIDIA_S, NO, {"HIP_VISIBLE_DEVICES": ""}, ("NVML says no",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name):
-    devices, found, remedy = CASES[name]
-    there = unseen.unseen(devices)
-    assert there is not None
-    assert found in there.found
-    assert remedy in there.remedy
-    assert devices.torch in there.found
-    assert there.message.endswith("or train.device=cpu trains on the CPU")
+def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, tmp_path):
+    files, nvml, environment, words = CASES[name]
+    said = unseen.unseen(environment, root=build(tmp_path, files), nvml=nvml)
+    assert said is not None
+    assert all(word in said for word in words), said
+    assert f"({unseen.torch_words()}): " in said
+    assert said.endswith("or train.device=cpu trains on the CPU")
 
 
 @pytest.mark.parametrize(
-    "devices",
+    ("files", "environment"),
     [
-        Devices(pci=(PciDevice("0000:00:02.0", 0x8086, 0x0300),)),  # a processor's own GPU
-        Devices(pci=(PciDevice("0000:03:00.0", 0x8086, 0x0200),)),  # a network card
-        Devices(pci=(PciDevice("0000:05:00.0", 0x1002, 0x0300, LEAST_VRAM - 1),)),
-        Devices(pci=(PciDevice("0000:05:00.0", 0x1002, 0x0300),)),  # one for a screen, of unknown memory
-        Devices(pci=(PciDevice("0000:05:00.0", 0x1002, 0x0403),)),  # its sound
-        Devices(pci=(PciDevice("0000:41:00.1", 0x10DE, 0x0403),)),
-        Devices(pci=(PciDevice("0000:02:00.0", 0x1A03, 0x0300),)),  # a server's board
-        nvidia(environment={"CUDA_VISIBLE_DEVICES": ""}),
-        nvidia(environment={"CUDA_VISIBLE_DEVICES": " -1"}),
-        Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200),), environment={"HIP_VISIBLE_DEVICES": "-1"}),
+        ({}, {}),
+        (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
+        (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
+        (pci("0000:05:00.0", "0x1002", "0x030000", LEAST_VRAM - 1), {}),
+        (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen, of unknown memory
+        (pci("0000:05:00.0", "0x1002", "0x040300"), {}),  # its sound
+        (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
+        (pci("0000:02:00.0", "0x1a03", "0x030000"), {}),  # a server's board
+        ({"sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense"}, {}),
+        ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
+        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
+        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
+        (pci("0000:03:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
     ],
 )
-def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(devices):
-    assert unseen.unseen(devices) is None
-
-
-def test_amd_s_variable_hides_nothing_of_nvidia_s():
-    assert unseen.unseen(nvidia(environment={"HIP_VISIBLE_DEVICES": ""})) is not None
+def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
+    assert unseen.unseen(environment, root=build(tmp_path, files), nvml=Nvml()) is None
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------
 
 
-def start(config, hardware: Hardware, devices: Devices, monkeypatch, *, params: int = 1, environment=None) -> None:
-    monkeypatch.setattr(launched, "read_devices", lambda _: devices)
-    require_machine(config, hardware, environment or {}, params=lambda: params)
+def start(config, hardware: Hardware, accelerator: str | None, monkeypatch, *, params: int = 1) -> None:
+    monkeypatch.setattr(launched, "unseen", lambda _: accelerator)
+    require_machine(config, hardware, {}, params=lambda: params)
 
 
 def test_a_run_on_the_cpu_beside_an_accelerator_stops_unless_it_is_asked_for(config, monkeypatch):
-    with pytest.raises(HardwareError, match="dmesg"):
-        start(config(), CPU, nvidia(), monkeypatch)
-    start(config("train.device=cpu"), CPU, nvidia(), monkeypatch)
-    start(config(), CPU, Devices(), monkeypatch)
+    with pytest.raises(HardwareError, match="shows a GPU"):
+        start(config(), CPU, SHOWN, monkeypatch)
+    start(config("train.device=cpu"), CPU, SHOWN, monkeypatch)
+    start(config(), CPU, None, monkeypatch)
 
 
 def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_asked_for(config, monkeypatch):
-    start(config(), CPU, Devices(), monkeypatch, params=CPU_PARAMS)
+    start(config(), CPU, None, monkeypatch, params=CPU_PARAMS)
     with pytest.raises(HardwareError, match=r"no GPU was detected here, and org/model has 7\.6 billion parameters"):
-        start(config(), CPU, Devices(), monkeypatch, params=7_600_000_000)
+        start(config(), CPU, None, monkeypatch, params=7_600_000_000)
     with pytest.raises(HardwareError, match=r"train\.device=cpu"):
-        start(config(), CPU, Devices(), monkeypatch, params=CPU_PARAMS + 1)
-    start(config("train.device=cpu"), CPU, Devices(), monkeypatch, params=CPU_PARAMS + 1)
+        start(config(), CPU, None, monkeypatch, params=CPU_PARAMS + 1)
+    start(config("train.device=cpu"), CPU, None, monkeypatch, params=CPU_PARAMS + 1)
 
 
 def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
@@ -193,12 +161,12 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, start):
         monkeypatch.setattr(module, "detect", lambda: CPU)
-    monkeypatch.setattr(launched, "read_devices", lambda _: CASES["a container without its GPUs"][0])
+    monkeypatch.setattr(launched, "unseen", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
     assert code == 2
-    assert "given none of them (no /dev/nvidia0) (torch 2.13.0 is built for CUDA 13.0): start the container" in said
+    assert SHOWN in said
     assert not (tmp_path / "outputs").exists()
 
 
@@ -206,11 +174,11 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
     from sft_play.commands import request
 
     monkeypatch.setattr(request, "detect", lambda: CPU)
-    monkeypatch.setattr(launched, "read_devices", lambda _: nvidia())
+    monkeypatch.setattr(launched, "unseen", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command("plan", "--config", str(path))
-    assert (code, "a run here would stop: this machine shows /dev/nvidia0" in said) == (0, True)
+    assert (code, "a run here would stop: this machine shows a GPU" in said) == (0, True)
     code, said = command("plan", "--config", str(path), "train.device=cpu")
     assert (code, "would stop" in said) == (0, False)
 
@@ -334,17 +302,16 @@ def verdicts(findings) -> list[tuple[str, str]]:
 def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
     config = config_from_text("model: {name: m}", name="r")
 
-    def found(machine: Hardware, devices: Devices, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(launched, "read_devices", lambda environment: devices)
+    def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
+        monkeypatch.setattr(launched, "unseen", lambda environment: there)
         monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
         return rules.check_start(config, machine, {}, params=params).verdict
 
-    assert found(CPU, nvidia()) == "FAIL"
-    assert found(CPU, Devices(), CPU_PARAMS) == "PASS"
-    assert found(CPU, Devices(), CPU_PARAMS + 1) == "FAIL"
-    assert found(CPU, Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x0380),))) == "FAIL"
-    assert found(named("1xL4"), Devices(), CPU_PARAMS + 1) == "PASS"
-    assert found(named("1xL4"), Devices(), tools=replace(THERE, failed=NO_HEADERS)) == "FAIL"
+    assert found(CPU, SHOWN) == "FAIL"
+    assert found(CPU, None, CPU_PARAMS) == "PASS"
+    assert found(CPU, None, CPU_PARAMS + 1) == "FAIL"
+    assert found(named("1xL4"), None, CPU_PARAMS + 1) == "PASS"
+    assert found(named("1xL4"), None, tools=replace(THERE, failed=NO_HEADERS)) == "FAIL"
 
 
 def test_the_doctor_wants_a_torch_for_the_gpus():

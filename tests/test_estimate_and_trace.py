@@ -59,7 +59,7 @@ def apart(model: dict[str, object], words: str, optim: str, precision: Precision
     config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
     shape = planned_shape(model, name="m")
     predicted = estimate(config, shape, precision, step).allocated
-    return predicted / record(settings_of(config, model, shape, precision, step))[0].peak - 1
+    return predicted / record(settings_of(config, model, shape, precision, step)).peak - 1
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in range(60)])

@@ -247,12 +247,11 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
     """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""
     import dataclasses
 
-    from sft_play.trace.settings import Device
     from sft_play.trace.step import trace_step
     from tests.test_trace import SMALL
 
     def at(**changes: Any) -> int:
-        base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=256, attention="sdpa", eval_batch=8)
+        base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=256, attention="sdpa", eval_batch=8)
         return trace_step(dataclasses.replace(base, **changes)).phases["evaluation"][
             1
         ]  # reserved: the peak is the head's

@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, ModelError
+from sft_play.errors import ConfigError
+from sft_play.facts.models.architecture import config_json
 from sft_play.facts.models.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
+from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
+from sft_play.trace.block_meter import planned_shape
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import CASTING, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -244,7 +247,6 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     """PEFT would move those on shared experts and dense blocks to the routed experts."""
     from peft import get_peft_model
 
-    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.memory.model_states import adapter_params
 
     folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
@@ -254,7 +256,9 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert trained
     assert not any(".experts." in name for name in trained)
-    assert sum(one.numel() for one in trained.values()) == adapter_params(shape_of(str(folder)), run.tuning.lora)
+    assert sum(one.numel() for one in trained.values()) == adapter_params(
+        planned_shape(config_json(str(folder)), name="m"), run.tuning.lora
+    )
     says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
 
@@ -263,8 +267,8 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
     folder = saved(tmp_path / "m", "deepseek_v3", 1)
     text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
     run = config_from_text(json.dumps(text), name="r")
-    with pytest.raises(ModelError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
-        build_model_spec(run, FP32, tokenizer_size=64)
+    with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
+        check_targets(run, planned_shape(config_json(str(folder)), name="m"))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
@@ -359,7 +363,6 @@ def test_qwen3_next_has_both(monkeypatch):
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the estimate is within 4% of it."""
 
-    from sft_play.facts.models.decoder import parse_config
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of
@@ -370,7 +373,7 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
         "max_position_embeddings": 1024,
         **({"intermediate_size": 1024} if kind in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 256}),
     }  # fmt: skip
-    shape = parse_config(dict(fields), name=kind)
+    shape = planned_shape(dict(fields), name=kind)
     precision = MASTERS if choice == "masters" else BF16
     run = config(experts_implementation="eager" if choice == "eager" else "auto", mode="full")
     attention = "sdpa" if shape.has_sdpa else "eager"

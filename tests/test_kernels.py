@@ -201,13 +201,18 @@ def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypa
         kernels.check_kernels(config("liger"), plan())
 
 
-def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones(monkeypatch, caplog):
+def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones_or_stop_the_run(monkeypatch, caplog):
+    caplog.set_level("DEBUG")
     stand_in(monkeypatch, "right")
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
-    model.config.model_type = "nothing"
-    assert not kernels.take_kernels(model, config("liger"), plan(), device=CPU).replaced
-    assert "it has no kernels for nothing" in caplog.text
-    model.config.model_type = "llama"
-    monkeypatch.setitem(FORMULAS, "right", lambda module, x: x[99])
-    assert not kernels.take_kernels(model, config("liger"), plan(), device=CPU).replaced
-    assert "not proven: IndexError" in caplog.text
+    for kind, formula, why in (
+        ("nothing", None, "it has no kernels for nothing"),
+        ("llama", lambda _, x: x[99], "not proven: IndexError"),
+    ):
+        model.config.model_type = kind
+        if formula is not None:
+            monkeypatch.setitem(FORMULAS, "right", formula)
+        assert not kernels.take_kernels(model, config("auto"), plan(), device=CPU).replaced
+        assert why in caplog.text
+        with pytest.raises(ConfigError, match=f"train.kernels: liger: .*{why}.*use train.kernels=auto, or none"):
+            kernels.take_kernels(model, config("liger"), plan(), device=CPU)

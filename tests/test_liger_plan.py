@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import logging
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +130,7 @@ def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_tok
 
 def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
     """Allocated bytes by the estimate and by the trace."""
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import trace_step
 
     model = {"model_type": kind, **SIZES, **MODELS[kind]}
@@ -194,11 +194,27 @@ def test_every_family_mode_and_checkpointing_is_traced_as_the_closed_form_says(
 
 @pytest.mark.build
 def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.settings import TraceUnavailable
     from sft_play.trace.step import trace_step
 
     with pytest.raises(TraceUnavailable, match=r"nothing is known of liger-kernel 0\.8\.5 on gpt2"):
         trace_step(StepSettings(model={"model_type": "gpt2", "n_layer": 1}, mode="full", kernels="liger"))
+
+
+@pytest.mark.build
+def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
+    from sft_play.planner.batching import BatchPlan
+    from sft_play.planner.candidates import candidate_of
+    from sft_play.planner.plan import job_of
+    from sft_play.trace import build
+    from sft_play.trace.confirm import trace_candidate
+
+    monkeypatch.delitem(build.KERNELS, "liger", raising=False)
+    model, run = {"model_type": "llama", **SIZES}, config("liger")
+    shape = parse_config(dict(model), name="m")
+    candidate = candidate_of(job_of(PlanRequest(run, shape, named("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
+    assert trace_candidate(run, model, shape, BF16, candidate).unavailable == "Liger's kernels run on a GPU alone"
 
 
 @pytest.mark.build
@@ -262,12 +278,10 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
     # of 4 x 1024 tokens a block holds neither x in fp32 for its two norms (4 h bytes a token each) nor the activated
     # gate (2 f): at least 4 GiB over 32 layers
     assert none.memory.allocated - liger.memory.allocated > 4 * GIB
-    assert liger.kernels.plain_bytes == none.memory.required > liger.memory.required
-    assert any("would need" in reason and "train.kernels=liger" in reason for reason in liger.reasons)
+    assert none.memory.required > liger.memory.required
+    assert any("train.kernels=liger" in reason for reason in liger.reasons)
     assert any("liger-kernel is not installed here" in reason for reason in missing.reasons)
-    assert liger.as_json()["kernels"] == {
-        "memory": "liger", "speed": "liger", "plain_bytes": none.memory.required,
-    }  # fmt: skip
+    assert liger.as_json()["kernels"] == {"memory": "liger", "speed": "liger"}
     assert plan_from_json(json.loads(json.dumps(liger.as_json()))).kernels == liger.kernels
 
 
@@ -378,19 +392,10 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 
 @pytest.mark.build
-def test_a_run_that_falls_back_says_what_the_plain_kernels_need(caplog: Any) -> None:
-    from sft_play.training.prepare.device_checks import warn_of_need
+def test_a_summary_says_what_was_used_and_counted() -> None:
     from sft_play.training.proofs.kernels import Taken
 
-    caplog.set_level(logging.WARNING)
-    plan = plan_of("liger")
-    assert plan.kernels.plain_bytes > plan.memory.required
-    warn_of_need(plan, plan.kernels.plain_bytes, "with the plain ones")
-    assert f"with the plain ones this run needs {plan.kernels.plain_bytes / GIB:.2f} GiB" in caplog.text
-    caplog.clear()
-    warn_of_need(plan, None, "with the plain ones")
-    assert not caplog.text
-
+    plan = plan_of("auto")
     assert Taken(reason="they differ").as_json(plan) == {
         "used": [], "counted": plan.as_json()["kernels"], "reason": "they differ",
     }  # fmt: skip

@@ -21,7 +21,7 @@ from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks
-from sft_play.trace.block_meter import first_blocks, meter_of, planned_shape
+from sft_play.trace.block_meter import BlockMeter, first_blocks, planned_shape
 from sft_play.trace.confirm import settings_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import StepSettings
@@ -82,7 +82,7 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=meter_of(fields))
+    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -96,7 +96,7 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
     """Llama's: 8 of its kind by the estimate, line by line, against the same by running them."""
     fields = {**WIDE, "model_type": "llama", "num_hidden_layers": 8}
     closed = parse_config(fields, name="m")
-    measured = dataclasses.replace(closed, meter=meter_of(fields))
+    measured = dataclasses.replace(closed, meter=BlockMeter(json.dumps(fields)))
     draw = random.Random(7)
     for checkpointed in (0, None, 3):
         step = step_of(
@@ -123,7 +123,7 @@ def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
         step = step_of(shape, checkpointed_layers=layers, eval_batch=4)
         found = estimate(run(mode), shape, BF16, step)
         # live bytes: the allocator rounds blocks up to the next MiB, which counts in small models
-        peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step))[0])
+        peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step)))
         assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01), (mode, layers)
         assert found.moments["evaluation"] == pytest.approx(peaks["evaluation 1"], rel=0.01), (mode, layers)
 
@@ -174,7 +174,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
         patch.setattr(blocks, "run_blocks", watched)
         found = estimate(run(length=1024), shape, BF16, step)
     assert set(lengths) == {block_meter.CHUNK, 2 * block_meter.CHUNK}
-    peaks = phase_peaks(record(settings_of(run(length=1024), fields, shape, BF16, step))[0])
+    peaks = phase_peaks(record(settings_of(run(length=1024), fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
 
 
@@ -190,7 +190,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     assert walk.on_cpu
     # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
     settings = dataclasses.replace(settings_of(run(length=128), fields, shape, BF16, step), attention="eager")
-    real = record(settings, real=True)[0]
+    real = record(settings, real=True)
     assert real.peak == pytest.approx(estimate(run(length=128), shape, BF16, step).allocated, rel=0.1)
     twice = walk_of(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
     assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
@@ -294,7 +294,7 @@ def test_a_mask_of_padded_rows_is_answered_without_values():
     """transformers asks whether a mask is all ones before it gives it to layers with states."""
     fields = wide("lfm2")
     settings = StepSettings(model=fields, mode="full", micro_batch=2, seq_len=64, checkpointing=False)
-    peaks = {mask: record(dataclasses.replace(settings, mask=mask))[0].peak for mask in ("ones", "padded")}
+    peaks = {mask: record(dataclasses.replace(settings, mask=mask)).peak for mask in ("ones", "padded")}
     assert peaks["ones"] < peaks["padded"]
 
 
@@ -349,7 +349,7 @@ def test_gradients_of_an_input_that_all_blocks_read_count_once(mode):
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=8, seq_len=128, checkpointed_layers=None)
     found = estimate(run(mode, length=128), shape, BF16, step).allocated
-    peak = record(settings_of(run(mode, length=128), fields, shape, BF16, step))[0].peak
+    peak = record(settings_of(run(mode, length=128), fields, shape, BF16, step)).peak
     assert found == pytest.approx(peak, rel=0.01)
 
 

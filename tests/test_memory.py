@@ -146,12 +146,10 @@ def test_eager_attention_holds_scores_of_every_head():
     assert eager - fused > 32 * squares * (4 + 2)  # probabilities in fp32 and in bf16, in each of 32 layers
 
 
-def test_an_old_gpu_has_no_flash_kernel_and_holds_repeated_keys_or_the_scores():
+def test_an_old_gpu_has_no_flash_kernel_and_holds_repeated_keys():
     new, old = peak("x lora 2048 1 off"), peak("x lora 2048 1 off", capability=(7, 5))
     repeated = 32 * 2 * 2048 * (32 - 8) * 128 * 2  # keys and values of 32 heads instead of 8, in every layer
     assert 0.9 * repeated < old.allocated - new.allocated <= repeated
-    stock = peak("x lora 2048 1 off", capability=(7, 5), repeats_kv=False)
-    assert stock.allocated > new.allocated + 32 * 2048**2 * HEADS * 4
     assert new.terms["workspaces"] == 2 * 32 * MIB
     assert old.terms["workspaces"] == 2 * 8_519_680
 
@@ -219,8 +217,15 @@ def test_experts_are_quantised():
 
 
 def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
-    # bitsandbytes counts in 32 bits: 256 experts of 2 * 7168 * 2048 and of 7168 * 2048 elements are more than 2**31
-    shape = shape_of("deepseek-ai/DeepSeek-V3")
+    # bitsandbytes counts in 32 bits: 512 experts of 2 * 4096 * 1024 elements are more than 2**31
+    shape = shape_of("zai-org/GLM-4.5-Air")
+    kind = shape.common
+    wide = tuple(dataclasses.replace(one, experts=1024) for one in kind.stacked)
+    assert any(one.weights > 2**31 for one in wide)
+    more = sum(one.weights for one in wide) - sum(one.weights for one in kind.stacked)
+    kind = dataclasses.replace(kind, stacked=wide, expert_params=kind.expert_params + more)
+    layers = tuple(kind if one == shape.common else one for one in shape.layers)
+    shape = dataclasses.replace(shape, layers=layers)
     assert 0.5 * shape.params < weight_bytes(shape, width=2, nf4=True) < 0.53 * shape.params
 
 
@@ -299,7 +304,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
 
 
 @pytest.mark.parametrize("own_code", [False, True])
-@pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "deepseek-ai/DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "zai-org/GLM-4.5-Air"])
 def test_only_experts_by_code_of_their_class_take_the_margin_of_what_is_not_measured(name, own_code):
     shape, share = dataclasses.replace(shape_of(name), own_experts=own_code), 0.15 if own_code else 0.03
     found = estimate(run(mode="lora"), shape, BF16, Step(1, 1, 512))

@@ -11,6 +11,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import config_json
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.decoder import parse_config
+from sft_play.trace import meta_shape
 from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import shape_on_meta
@@ -51,20 +52,24 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
     def again(config, **options):
         pytest.fail("measured again")
 
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     config = config_of(kind)
-    first = cached_shape(config, name="m", folder=tmp_path)
+    first = cached_shape(config, name="m")
     assert first == shape_on_meta(config, name="m")
-    (file,) = tmp_path.iterdir()
-    assert cached_shape(config, name="m", folder=tmp_path, measure=again) == first
-    assert cached_shape(config, name="n", folder=tmp_path, measure=again).name == "n"
-    for changed, options in (({"vocab_size": 512}, {}), ({}, {"trust_remote_code": True})):
-        with pytest.raises(pytest.fail.Exception, match="measured again"):
-            cached_shape({**config, **changed}, name="m", folder=tmp_path, measure=again, **options)
+    (file,) = (tmp_path / "shapes").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(meta_shape, "shape_on_meta", again)
+        assert cached_shape(config, name="m") == first
+        assert cached_shape(config, name="n").name == "n"
+        for changed, options in (({"vocab_size": 512}, {}), ({}, {"trust_remote_code": True})):
+            with pytest.raises(pytest.fail.Exception, match="measured again"):
+                cached_shape({**config, **changed}, name="m", **options)
     file.write_text('{"name": "m"}')
-    assert cached_shape(config, name="m", folder=tmp_path) == first
+    assert cached_shape(config, name="m") == first
+    monkeypatch.setattr(meta_shape, "shape_on_meta", again)
     monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        cached_shape(config, name="m", folder=tmp_path, measure=again)
+        cached_shape(config, name="m")
 
 
 @pytest.mark.parametrize("kind", sorted(UNKNOWN))
@@ -91,7 +96,7 @@ def test_an_unknown_type_is_measured_whole(kind):
 
 
 @pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])
-def test_a_config_that_transformers_wrote_is_read(kind, tmp_path):
+def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     """Their `time_step_limit` ends at infinity, which JSON lacks."""
     from transformers import AutoConfig
 
@@ -102,12 +107,10 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path):
     read = config_json(str(tmp_path))
     assert read["time_step_limit"] == [0.0, float("inf")]
     assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
-    (tmp_path / "cache").mkdir()
-    first = cached_shape(read, name="m", folder=tmp_path / "cache")
-    assert (
-        cached_shape(read, name="m", folder=tmp_path / "cache", measure=lambda *_, **__: pytest.fail("measured again"))
-        == first
-    )
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    first = cached_shape(read, name="m")
+    monkeypatch.setattr(meta_shape, "shape_on_meta", lambda *_, **__: pytest.fail("measured again"))
+    assert cached_shape(read, name="m") == first
 
 
 def test_a_hybrid_says_which_blocks_have_no_attention():

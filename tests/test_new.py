@@ -152,7 +152,6 @@ def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model,
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
     monkeypatch.setattr("sft_play.commands.request.detect", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
     monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import ConfigError, ModelError
+from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.finished.export.merge import merge_run
@@ -22,6 +22,7 @@ from sft_play.finished.run import find_finished
 from sft_play.planner.memory.loading_and_saving import STACKING, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
@@ -209,8 +210,8 @@ def test_adapters_on_experts_refuse_what_peft_does_not_compute(lora):
 def test_a_name_that_no_expert_has_is_refused(tmp_path, tiny_llama):
     folder = saved(tmp_path / "base", "qwen3_moe")
     for where, name, words in ((folder, ["gate_up"], "down_proj, gate_up_proj"), (tiny_llama, "auto", "no experts")):
-        with pytest.raises(ModelError, match=f"target_parameters.*matches nothing.*{words}"):
-            build_model_spec(run(where, target_parameters=name), FP32, tokenizer_size=300)
+        with pytest.raises(ConfigError, match=f"target_parameters.*{words}"):
+            check_targets(run(where, target_parameters=name), shape_of(str(where)))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -390,7 +391,7 @@ def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     shape = planned_shape(fields, name="m")
     shape = shape if quantize == "auto" else shape.with_plain_experts()
     step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
-    traced = record(settings_of(config, fields, shape, BF16, step))[0].peak
+    traced = record(settings_of(config, fields, shape, BF16, step)).peak
     # the experts' weights are 8% more of the peak in 16 bits
     assert estimate(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
 

@@ -17,7 +17,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.model_shape import Mla
+from sft_play.facts.models.model_shape import Linear
 from sft_play.planner import candidates
 from sft_play.planner.attention import Attended
 from sft_play.planner.candidates import micro_batches
@@ -28,22 +28,25 @@ from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, pred
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-LATENT = Mla(None, 512, 128, 64, 128)
+LATENT = Linear("self_attn.kv_b_proj", 512, 32 * 256)
 
 
 # --- where a kernel takes boundaries ----------------------------------------------------------------------------------
 def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundaries():
     """On random GPUs, versions, precisions and heads, by the rule written again."""
     draw, seen = random.Random(5), set()
-    mla = LATENT
     for _ in range(800):
         device = draw.choice(["cuda", "cuda", "rocm", "cpu"])
         half, width = draw.random() < 0.7, draw.choice([64, 128, 256, 257, 512])
         capability = draw.choice([None, (6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
-        shape = dataclasses.replace(shape_of(LLAMA), head_dim=width, mla=mla if draw.random() < 0.1 else None)
+        shape = dataclasses.replace(shape_of(LLAMA), head_dim=width)
+        if is_latent := draw.random() < 0.1:
+            (kind,) = shape.layers
+            kind = dataclasses.replace(kind, linears=(*kind.linears, LATENT))
+            shape = dataclasses.replace(shape, layers=(kind,))
         precision = Precision("bfloat16" if half else "float32", "bfloat16", "")
         because = Attended(run_of(), shape, "sdpa", capability, device).one_by_one_because(precision)
-        runs = half and width <= 256 and shape.mla is None
+        runs = half and width <= 256 and not is_latent
         if device == "cuda":
             runs = runs and capability not in ((6, 0), (7, 0), (7, 5))
         elif device == "cpu":

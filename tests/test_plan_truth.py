@@ -200,13 +200,12 @@ def test_the_nearest_runs_count_and_no_figure_is_beyond_belief():
     assert "roofline" not in (nothing.reason or "")
 
 
-def test_the_run_furthest_above_its_memory_outlives_the_newest(cache, monkeypatch):
+def test_the_newest_runs_are_kept(cache, monkeypatch):
     monkeypatch.setattr(calibration, "KEPT", 12)
-    calibration.add(measured(model="high", measured_reserved=1300))
-    for number in range(calibration.KEPT + 5):
-        calibration.add(measured(finished=str(number)))
+    for number in range(17):
+        calibration.add(measured(finished=str(number), measured_reserved=1300 if number == 5 else 1000))
     found = calibration.load()
-    assert (found[0].model, len(found), found[-1].finished) == ("high", calibration.KEPT + 1, str(calibration.KEPT + 4))
+    assert [run.finished for run in found] == [str(number) for number in range(5, 17)]
     assert learned(found).memory == 1.3
 
 

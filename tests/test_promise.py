@@ -13,11 +13,12 @@ from benchmarks.closed_form import predicted, setting_of
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, Scored, score
+from benchmarks.memory_model.script_settings import ScriptSettings
+from benchmarks.memory_model.streams import replay
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.settings import Device, StepSettings
-from sft_play.trace.storages import BIRTH, DEATH, Event, replay
+from sft_play.trace.storages import BIRTH, DEATH, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
@@ -148,7 +149,7 @@ def test_the_closed_form_meets_measured_allocated_bytes(rows: list[Scored]) -> N
     assert errors[len(errors) // 2] < 0.02
 
 
-def plain(**changes: object) -> StepSettings:
+def plain(**changes: object) -> ScriptSettings:
     return dataclasses.replace(settings_of(), **changes)  # type: ignore[arg-type]
 
 
@@ -178,7 +179,7 @@ def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object
 
 
 def test_a_promise_counts_rows_settings_and_refusals() -> None:
-    settings = plain(device=Device(capability=(8, 0), capacity=2**30))
+    settings = plain(capability=(8, 0), capacity=2**30)
     closed = closed_form(settings)
     promised = closed.reserved + closed.margin
 

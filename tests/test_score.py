@@ -17,8 +17,10 @@ from benchmarks.memory_model.published import read_runs
 from benchmarks.memory_model.published_columns import NotExpressible
 from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
+from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
-from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.facts.models.decoder import parse_config
+from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
 LLAMA: dict[str, Any] = {
@@ -69,7 +71,7 @@ def config_of(name: str) -> Mapping[str, Any]:
     return LLAMA
 
 
-def settings_of(**changed: str) -> StepSettings:
+def settings_of(**changed: str) -> ScriptSettings:
     return step_settings({**ROW, **changed}, config_of=config_of)
 
 
@@ -88,10 +90,10 @@ def write(path: Path, rows: list[dict[str, str]], *, columns: list[str] | None =
 
 
 def peak(allocated: int, reserved: int) -> TracedPeak:
-    return TracedPeak(allocated, reserved, {}, 0, 0, 0)
+    return TracedPeak(allocated, reserved, {}, 0)
 
 
-def fixed(settings: StepSettings) -> TracedPeak:
+def fixed(settings: ScriptSettings) -> TracedPeak:
     return peak(2**30, 2**31)
 
 
@@ -104,17 +106,17 @@ def test_columns_become_settings() -> None:
     assert made.peft is not None
     assert (made.peft["r"], made.peft["target_modules"]) == (8, ["q_proj", "v_proj"])
     assert (made.weights, made.adapters, made.optimizer) == ("bfloat16", "float32", "adamw_foreach")
-    assert made.device.capability == (8, 0)
+    assert made.capability == (8, 0)
 
 
 @pytest.mark.parametrize(
     ("changed", "field", "value"),
     [
-        ({"gpu": "Tesla T4"}, "device.capability", (7, 5)),
-        ({"gpu": "NVIDIA GeForce RTX 4080"}, "device.capability", (8, 9)),
-        ({"gpu": "NVIDIA L40S"}, "device.capability", (8, 9)),
-        ({"gpu": "H100 80GB HBM3"}, "device.capability", (9, 0)),
-        ({"gpu": "NVIDIA A10G"}, "device.capability", (8, 6)),
+        ({"gpu": "Tesla T4"}, "capability", (7, 5)),
+        ({"gpu": "NVIDIA GeForce RTX 4080"}, "capability", (8, 9)),
+        ({"gpu": "NVIDIA L40S"}, "capability", (8, 9)),
+        ({"gpu": "H100 80GB HBM3"}, "capability", (9, 0)),
+        ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)),
         ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
         ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"),
         ({"transformers": "4.50.1"}, "loss", "logits"),
@@ -200,7 +202,7 @@ def test_fms_baseline_keeps_norms_in_fp32_under_autocast() -> None:
 def test_fitcheck_counts_the_second_step_and_repeats_keys() -> None:
     made = settings_of(source="Anassbzdd/fitcheck x", notes="cuda_context_mib=141.0", gpu_total_gib="14.5625")
     assert (made.peak_from, made.expand_kv, made.mask, made.clip) == ("second_step", True, "none", False)
-    assert made.device.capacity == int(14.5625 * 2**30 - 141 * 2**20)
+    assert made.capacity == int(14.5625 * 2**30 - 141 * 2**20)
 
 
 def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> None:
@@ -256,9 +258,9 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
         {**ROW, "id": "e", "mode": "qlora", "quant": "gptq-int4"},
     ]
     out = tmp_path / "score.json"
-    asked: list[StepSettings] = []
+    asked: list[ScriptSettings] = []
 
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         asked.append(settings)
         return fixed(settings)
 
@@ -295,7 +297,7 @@ def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Pat
         tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "seq_len": "32"}, {**ROW, "id": "y", "seq_len": "16"}]
     )
 
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.seq_len == 32:
             raise TraceUnavailable("no such kernel")
         if settings.seq_len == 16:
@@ -313,8 +315,8 @@ def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Pat
 def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path: Path) -> None:
     row = {**ROW, "source": "Anassbzdd/fitcheck x", "notes": "cuda_context_mib=141.0", "gpu_total_gib": "1"}
 
-    def trace(settings: StepSettings) -> TracedPeak:
-        if settings.device.capacity is not None:
+    def trace(settings: ScriptSettings) -> TracedPeak:
+        if settings.capacity is not None:
             raise MemoryError
         return fixed(settings)
 
@@ -369,7 +371,7 @@ def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_zero_is_scored_by_the_closed_form_alone(tmp_path: Path) -> None:
-    def trace(settings: StepSettings) -> TracedPeak:
+    def trace(settings: ScriptSettings) -> TracedPeak:
         raise TraceUnavailable("no trace runs it")
 
     zero = {**ROW, "strategy": "zero3", "n_gpus": "4", "mode": "full", "peak_allocated_gib": "1.5", "lora_r": ""}
@@ -402,7 +404,7 @@ def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
 
 def test_rows_ran_with_the_allocator_that_their_source_set() -> None:
     runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
-    growing = {run.source for run in runs if run.settings and run.settings.device.expandable_segments}
+    growing = {run.source for run in runs if run.settings and run.settings.expandable_segments}
     assert growing == {"PrimeIntellect-ai/prime-rl"}
 
 
@@ -420,7 +422,7 @@ def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatc
 
 # --- settings that older scripts need, in the tracer ------------------------------------------------------------------
 
-TINY = StepSettings(
+TINY = ScriptSettings(
     model=LLAMA, mode="full", micro_batch=2, seq_len=64, autocast=None, loss="logits", optimizer="adamw_foreach"
 )
 LOGITS = 2 * 2 * 64 * 512
@@ -435,6 +437,7 @@ def traced(**changed: Any) -> TracedPeak:
 
 
 def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace import build
 
     model = build.furnish(build.skeleton(TINY), replace(TINY, fp32_norms=True))
@@ -450,17 +453,18 @@ def test_outputs_held_until_the_next_ones_live_through_its_forward() -> None:
 
 def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
     early, late = traced(), traced(zero_grad_late=True)
-    gradients = 2 * early.trained_params
+    gradients = 2 * parse_config(LLAMA, name="m").params
     assert late.phases["end"][0] >= early.phases["end"][0] + gradients
     assert late.allocated == early.allocated
 
 
 def test_the_cache_is_emptied_after_each_step() -> None:
+    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import record
     from sft_play.trace.storages import EMPTY_CACHE
 
-    def times(settings: StepSettings) -> int:
-        return sum(event[0] == EMPTY_CACHE for event in record(settings)[0].events)
+    def times(settings: ScriptSettings) -> int:
+        return sum(event[0] == EMPTY_CACHE for event in record(settings).events)
 
     assert times(replace(TINY, empty_cache_every_step=True)) == times(TINY) + TINY.optimizer_steps
 

@@ -158,7 +158,6 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
     for name in ("sft_play.commands.request.detect", "sft_play.starting.start.detect"):
         monkeypatch.setattr(name, lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
     monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")
     why = refused.partition("error: ")[2]

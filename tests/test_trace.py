@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import time
 from types import SimpleNamespace
 
@@ -14,17 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
+from benchmarks.memory_model import old_scripts  # which lets the tracer run them
+from benchmarks.memory_model.script_settings import as_script
+from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
-from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
-from sft_play.trace.storages import BIRTH, DEATH, MARK, USED, WAIT, StorageLog, replay
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.storages import BIRTH, DEATH, MARK, StorageLog
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build
@@ -52,6 +54,13 @@ GEMMA3 = LLAMA | {
 }
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SMALL = StepSettings(model=LLAMA, mode="full", micro_batch=2, seq_len=48, attention="eager")
+OF_SCRIPTS = {"sgd", "fsdp1", "holds_outputs", "checkpoints_wrappers"}
+
+
+def changed(changes: dict) -> StepSettings:
+    """SMALL with these changes, as a script's where this toolkit's steps have no such thing."""
+    is_script = OF_SCRIPTS & {*changes, changes.get("optimizer"), changes.get("strategy")}
+    return as_script(SMALL, **changes) if is_script else dataclasses.replace(SMALL, **changes)
 
 
 def phase_peaks(log: StorageLog) -> dict[str, int]:
@@ -127,9 +136,9 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
 )
 def test_fake_tensors_live_and_die_like_real_ones(name):
-    settings = dataclasses.replace(SMALL, **CASES[name])
+    settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = phase_peaks(step.record(settings)[0]), phase_peaks(step.record(settings, real=True)[0])
+    fake, real = phase_peaks(step.record(settings)), phase_peaks(step.record(settings, real=True))
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 
@@ -167,7 +176,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         attention="eager",
         checkpointing=mode == "lora",
         optimizer_steps=3,
-        device=Device((8, 0)),
+        capability=(8, 0),
     )
     ids = torch.randint(5, 300, (16, 512)).tolist()
     log = StorageLog(workspace=kernels.workspace)
@@ -196,7 +205,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace((8, 0))
-    ours = max(value for phase, value in phase_peaks(step.record(settings)[0]).items() if phase.endswith((" 1", " 2")))
+    ours = max(value for phase, value in phase_peaks(step.record(settings)).items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
@@ -360,7 +369,6 @@ def test_fp16_softmax_in_fp32_keeps_its_result_alone():
     [
         ((8, 0), torch.bfloat16, 2, False, "_scaled_dot_product_flash_attention"),
         ((7, 5), torch.float16, 4, False, "_scaled_dot_product_efficient_attention"),
-        ((7, 5), torch.float16, 2, False, "bmm"),
         ((9, 0), torch.float32, 4, False, "_scaled_dot_product_efficient_attention"),
         ((9, 0), torch.bfloat16, 4, True, "_scaled_dot_product_efficient_attention"),
     ],
@@ -373,7 +381,7 @@ def test_attention_runs_the_kernel_that_cuda_would(capability, dtype, kv_heads, 
             ran.append(func.overloadpacket.__name__)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    attention = kernels.CudaAttention(dataclasses.replace(SMALL, device=Device(capability)), lambda: False)
+    attention = kernels.CudaAttention(capability, lambda: False)
     with FakeTensorMode(), Names():
         query, key = torch.zeros(2, 4, 24, 16, dtype=dtype), torch.zeros(2, kv_heads, 24, 16, dtype=dtype)
         mask = torch.zeros(2, 1, 24, 24, dtype=torch.bool) if masked else None
@@ -385,7 +393,7 @@ def test_attention_runs_the_kernel_that_cuda_would(capability, dtype, kv_heads, 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_composite_attention_computes_what_pytorch_does(is_causal):
     query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    ours = kernels._composite(query, key, value, None, is_causal, None)
+    ours = old_scripts.composite(query, key, value, None, is_causal, None)
     theirs = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
     torch.testing.assert_close(ours, theirs)
 
@@ -465,7 +473,7 @@ def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks
 
     The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
     """
-    fake = phase_peaks(step.record(dataclasses.replace(SMALL, world=2, **SHARDED[name]))[0])
+    fake = phase_peaks(step.record(changed({"world": 2, **SHARDED[name]})))
     real = real_ranks[name]
     assert fake["build"] == real["build"]
     assert fake.keys() == real.keys()
@@ -490,20 +498,20 @@ def living(log: StorageLog, phase: str) -> dict[int, int]:
 
 def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
     """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
-    log, counts = step.record(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
+    log = step.record(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
     own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == BIRTH})  # in the order that they are met
     assert own == 0
     assert sum(one[2] for one in log.events if one[0] == BIRTH and one[3] == gathered) > 0
     alive = living(log, "optimizer")
     assert alive.get(gathered, 0) == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
-    assert alive[reduced] == 4 * counts["params"] // 2
+    assert alive[reduced] == 4 * parse_config(LLAMA, name="m").params // 2
     assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing
 
 
 def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits():
-    settings = dataclasses.replace(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
-    log, _ = step.record(settings)
+    settings = as_script(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
+    log = step.record(settings)
     assert {one[3] for one in log.events if one[0] == USED} >= {0}
     gathers_ahead = [one[2] for one in log.events if one[0] == WAIT]
     assert gathers_ahead.count(-1) == settings.optimizer_steps  # a step's loss is read
@@ -515,7 +523,7 @@ def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits(
 
 
 def test_one_gpu_has_one_stream():
-    log, _ = step.record(SMALL)
+    log = step.record(SMALL)
     assert {one[3] for one in log.events if one[0] == BIRTH} == {0}
 
 
@@ -523,28 +531,20 @@ def test_one_gpu_has_one_stream():
 def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
     settings = dataclasses.replace(SMALL, world=2 if strategy == "fsdp2" else 1, strategy=strategy)
     fixed = step.trace_step(settings)
-    growing = step.trace_step(dataclasses.replace(settings, device=Device(expandable_segments=True)))
+    growing = step.trace_step(as_script(settings, expandable_segments=True))
     assert fixed.reserved_either == growing.reserved_either == max(fixed.reserved, growing.reserved)
     assert fixed.reserved != growing.reserved  # pages of 20 MiB, where small segments are of 2
 
 
 def test_ddp_adds_one_copy_of_the_trained_gradients():
     single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
-    gradients = 2 * single.trained_params
+    gradients = 2 * parse_config(LLAMA, name="m").params
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
-    view = dataclasses.replace(SMALL, strategy="ddp", world=2, gradient_as_bucket_view=True)
-    assert step.trace_step(view).allocated == single.allocated
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-def test_the_answer_counts_parameters():
-    lora = dataclasses.replace(SMALL, mode="qlora", peft=LORA)
-    peak = step.trace_step(lora)
-    # worked by hand: 7 matrices a layer, r 8 on each; 2 x 1000 x 64 embedding and head, norms 7 x 64
-    matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176
-    adapters = 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 176))
-    assert peak.trained_params == 3 * adapters
-    assert peak.params == 3 * (matrices + adapters) + 2 * 1000 * 64 + 7 * 64
+def test_the_answer_has_each_phase():
+    peak = step.trace_step(dataclasses.replace(SMALL, mode="qlora", peft=LORA))
     assert peak.resident < peak.allocated <= peak.reserved
     assert set(peak.phases) >= {"build", "forward", "backward", "optimizer"}
 
@@ -552,15 +552,14 @@ def test_the_answer_counts_parameters():
 @pytest.mark.slow
 def test_settings_move_the_peak_the_way_they_must():
     def peak(**changes: object) -> int:
-        base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=64, attention="sdpa")
+        base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=64, attention="sdpa")
         return step.trace_step(dataclasses.replace(base, **changes)).allocated
 
     plain = peak(checkpointing=False)
     assert peak() < peak(checkpointed_layers=1) < plain
     assert peak(micro_batch=4, checkpointing=False) > plain
-    assert peak(loss="logits", micro_batch=8) > peak(micro_batch=8, label_fraction=0.1)
     assert peak(eval_batch=64) > peak()
-    assert peak(optimizer="adamw_8bit") < peak(optimizer="adamw_32bit_bnb")
+    assert peak(optimizer="adamw_8bit") < peak()
     assert peak(mask="padded", checkpointing=False) > plain
 
 
@@ -592,21 +591,19 @@ def test_our_own_faults_keep_their_traceback(monkeypatch):
 
 
 def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
-    def again(settings):
-        pytest.fail("traced again")
-
-    def changed(settings):
-        return dataclasses.replace(first, allocated=1)
-
-    first = cached_trace(SMALL, folder=tmp_path)
-    (file,) = tmp_path.iterdir()
-    assert cached_trace(SMALL, folder=tmp_path, measure=again) == first
-    assert cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path, measure=changed).allocated == 1
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    first = cached_trace(SMALL)
+    (file,) = (tmp_path / "traces").iterdir()
+    monkeypatch.setattr(step, "trace_step", lambda settings: pytest.fail("traced again"))
+    assert cached_trace(SMALL) == first
+    monkeypatch.setattr(step, "trace_step", lambda settings: dataclasses.replace(first, allocated=1))
+    assert cached_trace(dataclasses.replace(SMALL, seq_len=32)).allocated == 1
     file.write_text("{")
-    assert cached_trace(SMALL, folder=tmp_path, measure=changed).allocated == 1
-    assert cached_trace(SMALL, folder=tmp_path, measure=again).allocated == 1
+    assert cached_trace(SMALL).allocated == 1
+    monkeypatch.setattr(step, "trace_step", lambda settings: first)
+    assert cached_trace(SMALL).allocated == 1
     monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
-    assert cached_trace(SMALL, folder=tmp_path, measure=lambda settings: first).allocated == first.allocated != 1
+    assert cached_trace(SMALL).allocated == first.allocated != 1
 
 
 @pytest.mark.slow
@@ -620,4 +617,3 @@ def test_an_8b_qlora_step_traces_in_less_than_half_a_minute():
     peak = step.trace_step(StepSettings(model=llama8b, peft={**LORA, "r": 16}))
     assert time.process_time() - start < 30
     assert peak.allocated == pytest.approx(7.1314e9, rel=1e-3)
-    assert math.isclose(peak.params - peak.trained_params, 8_030_261_248)

@@ -92,12 +92,11 @@ def test_rows_without_a_mask_are_planned_as_rows_without_padding():
 
 
 def test_a_trace_of_rows_without_a_mask_is_that_of_full_rows():
-    from sft_play.trace.settings import Device
     from sft_play.trace.step import trace_step
     from tests.test_trace import SMALL
 
     def peak(mask: str) -> int:
-        small = dataclasses.replace(SMALL, device=Device((8, 0)), attention="sdpa", micro_batch=2, seq_len=64)
+        small = dataclasses.replace(SMALL, capability=(8, 0), attention="sdpa", micro_batch=2, seq_len=64)
         return trace_step(dataclasses.replace(small, mask=mask, checkpointing=False)).allocated
 
     assert peak("positions") == peak("ones") < peak("padded")

@@ -187,12 +187,11 @@ def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
     """The same operator, and no square."""
     import dataclasses
 
-    from sft_play.trace.settings import Device
     from sft_play.trace.step import trace_step
     from tests.test_trace import SMALL
 
     def peak(attention: str, **changes: Any) -> int:
-        small = dataclasses.replace(SMALL, device=Device((8, 0)), micro_batch=2, seq_len=64, checkpointing=False)
+        small = dataclasses.replace(SMALL, capability=(8, 0), micro_batch=2, seq_len=64, checkpointing=False)
         return trace_step(dataclasses.replace(small, attention=attention, mask="packed", **changes)).allocated
 
     assert peak("varlen") == peak("flash_attention_2") <= peak("sdpa") - 2 * 64**2

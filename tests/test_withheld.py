@@ -129,12 +129,6 @@ class Machine:
     def _nvmlSystemGetProcessName(self, pid: int) -> str:
         return "python3"
 
-    def _nvmlDeviceGetAccountingMode(self, handle: Any) -> int:
-        return 1
-
-    def _nvmlDeviceGetAccountingStats(self, handle: Any, pid: int) -> Any:
-        return SimpleNamespace(maxMemoryUsage=400 * MIB)
-
     def _nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
         return 30
 
@@ -182,7 +176,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
     for split in (False, True):
         machine(split=split)
         assert pages()
-    assert len(CALLS) == 26
+    assert len(CALLS) == 24
     assert set(CALLS) <= asked
 
 
@@ -220,7 +214,7 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unseen.unseen(unseen.read_devices({"CUDA_VISIBLE_DEVICES": "MIG-one"})).message
+        words = unseen.unseen({"CUDA_VISIBLE_DEVICES": "MIG-one"})
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words
@@ -255,15 +249,3 @@ def test_the_only_instance_is_meant_by_a_uuid_that_the_driver_does_not_tell(mach
     machine("nvmlDeviceGetUUID", "no permission", split=True, parent=False)
     monkeypatch.setattr(Machine, "_nvmlDeviceGetCount", lambda self: 1)
     assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == ["3g.40gb"]
-
-
-@pytest.mark.parametrize("how", ["no permission", "unknown"])
-def test_nvidia_smi_names_the_instances_that_nvml_withholds(machine, monkeypatch, how):
-    machine("nvmlDeviceGetMigDeviceHandleByIndex", how, split=True)
-    lists = f"GPU 0: {A100} (UUID: GPU-0)\nGPU 1: {A100} (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-one)\n"
-    monkeypatch.setattr(visible_gpus, "answer_of", lambda *words: lists if words == ("nvidia-smi", "-L") else "")
-    (gpu,) = detect({}).gpus
-    assert (gpu.index, gpu.mig, gpu.total_bytes, gpu.capability) == (1, "1g.10gb", int(10 * GIB * 0.95), (8, 0))
-    assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": "MIG-one"}).gpus] == ["1g.10gb"]
-    monkeypatch.setattr(visible_gpus, "answer_of", lambda *_: f"GPU 0: {A100} (UUID: GPU-0)\n")
-    assert detect({}).gpus == ()

@@ -41,9 +41,8 @@ def device(hardware: Hardware) -> Part:
     if hardware.gpus:
         kinds = [f"{len(group)} x {group[0].name}" for group in hardware.alike]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    there = unseen.unseen(unseen.read_devices(os.environ))
-    if there is not None:
-        return Part(name, "fail", f"{there.message}; what follows ran on the CPU")
+    if there := unseen.unseen(os.environ):
+        return Part(name, "fail", f"{there}; what follows ran on the CPU")
     return Part(
         name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"
     )

@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
+from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import planned_shape
-from sft_play.trace.settings import BY_BOUNDARIES, StepSettings
+from sft_play.trace.settings import BY_BOUNDARIES
 
 OPTIMIZERS = {
     "adamw_fused": "adamw_torch_fused",
@@ -33,7 +36,7 @@ class NoClosedForm(Exception):
     """Settings that the estimate has no words for; the text is the reason."""
 
 
-def closed_form(settings: StepSettings) -> MemoryEstimate:
+def closed_form(settings: ScriptSettings) -> MemoryEstimate:
     """The estimate's prediction of these settings, in bytes of one rank.
 
     Raises:
@@ -48,11 +51,15 @@ def closed_form(settings: StepSettings) -> MemoryEstimate:
     compute = settings.autocast or (settings.mixed_precision if is_mixed else None) or "float32"
     load = "float32" if settings.fp32_rest else settings.weights
     precision = Precision(compute=compute, load=load, reason="")
-    found = estimate(_config(settings), shape, precision, _step(settings))
+    step = _step(settings)
+    call = sdpa_call(shape, masked=step.padded, half={compute, load} != {"float32"})
+    if step.attention == "sdpa" and sdpa_kernel(call, step.capability, cudnn=False) == "math":
+        raise NoClosedForm("the estimate has no words for PyTorch's math kernel")
+    found = estimate(_config(settings), shape, precision, step)
     return _with_outputs(found, settings, shape.vocab_size)
 
 
-def _require_known(settings: StepSettings) -> None:
+def _require_known(settings: ScriptSettings) -> None:
     kind = str((settings.peft or {}).get("peft_type", "LORA")).upper()
     targets = (settings.peft or {}).get("target_modules", "all-linear")
     reasons = {
@@ -69,7 +76,7 @@ def _require_known(settings: StepSettings) -> None:
             raise NoClosedForm(f"the estimate has no words for {reason}")
 
 
-def _config(settings: StepSettings) -> RunConfig:
+def _config(settings: ScriptSettings) -> RunConfig:
     adapter: Mapping[str, Any] = settings.peft or {}
     targets = adapter.get("target_modules", "all-linear")
     bf16_adapters = (settings.adapters or ("bfloat16" if settings.mode == "qlora" else "float32")) == "bfloat16"
@@ -88,7 +95,7 @@ def _config(settings: StepSettings) -> RunConfig:
     return config_from_text(json.dumps(plain), name="published")
 
 
-def _step(settings: StepSettings) -> Step:
+def _step(settings: ScriptSettings) -> Step:
     world, own = settings.world, settings.attention
     layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
     layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
@@ -106,14 +113,13 @@ def _step(settings: StepSettings) -> Step:
         one_by_one=own == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
-        repeats_kv=False,
         casts_inputs=settings.casts_inputs,
         saves=False,
-        capability=settings.device.capability,
+        capability=settings.capability,
     )
 
 
-def _with_outputs(found: MemoryEstimate, settings: StepSettings, words: int) -> MemoryEstimate:
+def _with_outputs(found: MemoryEstimate, settings: ScriptSettings, words: int) -> MemoryEstimate:
     """Logits that the script holds through the step, and the fp32 copy that older losses shifted.
 
     Older losses are whole logits to the estimate, which knows the newest alone.

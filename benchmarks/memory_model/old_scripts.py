@@ -1,25 +1,35 @@
-"""What published scripts ran and this toolkit never does, for its tracer: FSDP1, experts in a loop, older losses.
+"""What published scripts ran and this toolkit never does, for its tracer: FSDP1, experts in a loop, older losses, other
+methods of PEFT, and loops of their own (`ScriptSettings`).
 
 Importing it lets the tracer run them: it adds to the tables that the tracer looks into.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from sft_play.trace import build, patches, ranks
+from benchmarks.memory_model.script_settings import ScriptSettings
+from benchmarks.memory_model.streams import ScriptLog, replay
+from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.trace import build, fakes, patches, ranks
 from sft_play.trace.patches import Patch
 from sft_play.trace.replacements import Situation, named
 from sft_play.trace.settings import StepSettings
+from sft_play.trace.step import LOOPS, Loop
+from sft_play.trace.storages import Peaks
 
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
-def flat_sharded(model: Any, settings: StepSettings, _: Any) -> Any:
+def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters separately, and the
     rest. BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original
     parameters."""
@@ -82,7 +92,9 @@ def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
 
 def logged_use(original: Any, situation: Situation) -> Any:
     """`record_stream`: the log learns which stream still uses a block."""
-    return lambda tensor, stream: situation.log.used(tensor, named(stream))
+    log = situation.log
+    assert isinstance(log, ScriptLog)
+    return lambda tensor, stream: log.used(tensor, named(stream))
 
 
 def logged_event(original: Any, situation: Situation) -> Any:
@@ -97,7 +109,7 @@ def logged_event(original: Any, situation: Situation) -> Any:
             self._at = len(situation.log.events)
 
         def synchronize(self) -> None:
-            if self._at is not None:
+            if self._at is not None and isinstance(situation.log, ScriptLog):
                 situation.log.wait(self._at)
 
     return Event
@@ -191,6 +203,235 @@ def _loss(base: Any, *, shifted: Any = None, floats: bool = False) -> None:
         base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
+# --- the loop of a script ---------------------------------------------------------------------------------------------
+class ScriptLoop(Loop):
+    """The loop that `ScriptSettings` describe."""
+
+    log_of = ScriptLog
+    log: ScriptLog
+    settings: ScriptSettings
+
+    def __init__(self, situation: Situation, mesh: Any) -> None:
+        super().__init__(situation, mesh)
+        self._held: Any = None
+        self._passes = 0
+
+    def whole(self, skeleton: Any) -> None:
+        """Run it with this model."""
+        settings, log = self.settings, self.log
+        model = self.loaded(skeleton)
+        if settings.empty_cache_after_load:
+            log.empty_cache()
+        log.mark("prepare")
+        buckets = self.buckets(model)
+        workspace = cublas_workspace(settings.capability)
+        log.born(workspace)  # the thread that runs forward
+        optimizer = self.optimizer(model)
+        for step in range(settings.optimizer_steps):
+            if settings.zero_grad_late:
+                optimizer.zero_grad(set_to_none=True)
+            for micro in range(settings.grad_accum):
+                log.mark("forward", step)
+                with self.synchronised(model, micro == settings.grad_accum - 1):
+                    self.passes(model, step, settings.seq_len)
+                if step == micro == 0:
+                    log.born(workspace)  # autograd's own thread
+                buckets()
+            log.mark("optimizer", step)
+            self.update(model, optimizer)
+            log.wait()  # a script reads the loss or the norm of a step
+            if not settings.holds_until_next:
+                self._held = None
+            if settings.empty_cache_every_step:
+                log.empty_cache()
+        if settings.eval_batch:
+            log.empty_cache()
+            log.mark("evaluation", settings.optimizer_steps - 1)
+            self.evaluates(model, settings.eval_batch, settings.seq_len)
+        log.mark("end", settings.optimizer_steps - 1)
+
+    def optimizer(self, model: Any) -> Any:
+        """Three more than the toolkit's."""
+        name = self.settings.optimizer
+        if name == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
+            for path, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and "lora_A" not in path)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        if name == "sgd":
+            return torch.optim.SGD(trained, lr=1e-3, foreach=True)
+        if name == "adamw_32bit_bnb":
+            return fakes.StateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
+        return torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().optimizer(model)
+
+    def passes(self, model: Any, step: int, length: int) -> None:
+        """A micro-batch, of this one's length."""
+        lengths = self.settings.lengths or (length,)
+        super().passes(model, step, lengths[self._passes % len(lengths)])
+        self._passes += 1
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss, and logits that the script keeps."""
+        if self.settings.loss == "chunked" or not self.settings.holds_outputs:
+            return super().loss(model, batch)
+        dtype = self.settings.autocast
+        with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
+            out = model(**batch, use_cache=False)
+        self._held = out.logits
+        loss: torch.Tensor = out.loss
+        return loss
+
+    @contextlib.contextmanager
+    def synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+        """FSDP1 has a name of its own for it."""
+        waits = not is_last and not self.settings.sync_each_batch and hasattr(model, "no_sync")
+        with model.no_sync() if waits else super().synchronised(model, is_last):
+            yield
+
+    def update(self, model: Any, optimizer: Any) -> None:
+        """The end of a step: FSDP1 clips by itself, and gradients may stay."""
+        if self.settings.clip and hasattr(model, "clip_grad_norm_"):
+            model.clip_grad_norm_(1.0)
+        elif self.settings.clip:
+            torch.nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0, foreach=True)
+        optimizer.step()
+        if not self.settings.zero_grad_late:
+            optimizer.zero_grad(set_to_none=True)
+
+    def replayed(self) -> tuple[Peaks, Peaks]:
+        """In the script's own mode and on its card, and in the other mode."""
+        events, settings, when = self.log.events, self.settings, self.settings.peak_from
+        grows = settings.expandable_segments
+        own = replay(events, expandable_segments=grows, capacity=settings.capacity, count_from=when)
+        return own, replay(events, expandable_segments=not grows, count_from=when)
+
+
+def upcast(model: Any, settings: StepSettings) -> None:
+    """Weights that the script held in fp32: the rest as PEFT's `prepare_model_for_kbit_training`, which recognises
+    packed weights by a class that fakes lack; norms by class and name, as TRL's `peft_module_casting_to_bf16` did."""
+    if not isinstance(settings, ScriptSettings):
+        return
+    there = {path: one for path, one in model.named_parameters() if not one.is_meta}  # others PEFT makes later
+    for one in there.values() if settings.fp32_rest else ():
+        one.requires_grad = False
+        if one.dtype in (torch.float16, torch.bfloat16) and not hasattr(one, "quant_type"):
+            one.data = one.data.to(torch.float32)
+    norms = {path for path, one in model.named_modules() if isinstance(one, nn.LayerNorm) or "norm" in path}
+    for path, one in there.items() if settings.fp32_norms else ():
+        if path.rpartition(".")[0] in norms:
+            one.data = one.data.to(torch.float32)
+
+
+def composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+    """`_scaled_dot_product_attention_math` (native/transformers/attention.cpp): half inputs are computed in fp32."""
+    kind = query.dtype
+    if kind in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = torch.zeros_like(square, dtype=query.dtype).masked_fill_(square.logical_not(), float("-inf"))
+    query = query * root
+    if key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    key = key * root
+    with torch.autocast("cpu", enabled=False):
+        weights = query @ key.transpose(-2, -1)
+        if mask is not None:
+            weights = weights + mask
+        return (torch.softmax(weights, -1) @ value).to(kind)
+
+
+def by_math(original: Any, situation: Situation) -> Any:
+    """Attention that takes the math kernel where CUDA would, as this toolkit's runs never do."""
+
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
+        if original.kernel(query, key, value, attn_mask, enable_gqa) == "math":
+            return composite(query, key, value, attn_mask, is_causal, scale)
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    return attention
+
+
+def expanding(original: Any, situation: Situation) -> Any:
+    """Attention whose script repeats K and V to all heads."""
+
+    def attention(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+        times = query.shape[1] // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        return original(query, key, value, *more, **options)
+
+    return attention
+
+
+# --- methods of PEFT --------------------------------------------------------------------------------------------------
+_NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_path", "inference_mode", "peft_version")
+
+
+def script_adapters(kind: str, given: dict[str, Any]) -> Any:
+    """PEFT's config of a published one; `DORA` is LoRA with `use_dora`."""
+    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
+    if kind == "DORA":
+        kind, given["use_dora"] = "LORA", True
+    made = {str(getattr(key, "value", key)): value for key, value in mapping.items()}[kind]
+    names = set(inspect.signature(made.__init__).parameters)
+    options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
+    if "task_type" in names and "task_type" not in given:
+        options["task_type"] = "CAUSAL_LM"
+    if options.get("layers_to_transform") == []:
+        options["layers_to_transform"] = None
+    if kind == "ADALORA":
+        options["rank_pattern"] = None
+        options.setdefault("total_step", 1000)
+    return made(**options)
+
+
+def _kinds() -> list[str]:
+    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
+    return ["DORA", *(str(getattr(key, "value", key)) for key in mapping)]
+
+
+# --- what CUDA did ----------------------------------------------------------------------------------------------------
+class _HalfSoftmax(torch.autograd.Function):
+    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Any:
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (out,) = ctx.saved_tensors
+        product = grads[0] * out
+        grad = torch.empty(out.shape, dtype=ctx.dtype)
+        del product
+        return grad
+
+
+def cuda_softmax(original: Any, _: Situation) -> Any:
+    """CUDA's softmax: fp16 to fp32 is one kernel, without an fp32 copy of the input."""
+
+    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dtype is torch.float32 and input.dtype is torch.float16:
+            return _HalfSoftmax.apply(input)
+        return original(input, dim=dim, dtype=dtype)
+
+    return softmax
+
+
+build.METHODS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
+build.LOADED.append(upcast)
+LOOPS[ScriptSettings] = ScriptLoop
 ranks.DIVIDED["fsdp1"] = flat_sharded
 build.OLDER.append(loop_over_experts)
 build.LOSSES |= {
@@ -200,6 +441,22 @@ build.LOSSES |= {
     "logits_shifted_half": functools.partial(_loss, shifted=half_shifted_loss),
 }
 patches.PATCHES += [
+    Patch("softmax of fp16 in fp32", "torch.nn.functional:softmax", "input dim _stacklevel dtype",
+          "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
+          cuda_softmax),
+    *patches.where(
+        lambda settings: isinstance(settings, ScriptSettings),
+        Patch("attention by PyTorch's math kernel", "torch.nn.functional:scaled_dot_product_attention",
+              "query key value attn_mask dropout_p is_causal scale enable_gqa",
+              "scripts leave grouped keys to PyTorch, which has no other kernel for them before Ampere and in fp32",
+              by_math),
+    ),
+    *patches.where(
+        lambda settings: getattr(settings, "expand_kv", False),
+        Patch("repeated keys and values", "torch.nn.functional:scaled_dot_product_attention", "query key value",
+              "the script repeats them to all heads before attention",
+              expanding),
+    ),
     *patches.where(
         lambda settings: settings.strategy == "fsdp1",
         Patch("addresses of storages", "torch:UntypedStorage.data_ptr", "",

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.memory_model.published_columns import NotExpressible, Row, gib_in
 from benchmarks.memory_model.published_models import Config, ConfigOf, cached, known_config
 from benchmarks.memory_model.published_sources import step_settings
+from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
-from sft_play.trace.settings import StepSettings
 
 COLUMNS = (
     "id",
@@ -48,7 +48,7 @@ class PublishedRun:
     strategy: str
     measured_allocated: int | None
     measured_reserved: int | None
-    settings: StepSettings | None
+    settings: ScriptSettings | None
     reason: str | None = None
     """Why there are no settings; None where there are."""
     attention: str = ""

@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks.memory_model.published_models import Config, ConfigOf
 from sft_play.errors import ModelError
 from sft_play.planner.precision import DtypeName
-from sft_play.trace.settings import Device
 from sft_play.units import GIB, MIB
 
 Row = Mapping[str, str]
@@ -122,7 +121,7 @@ _CAPABILITY_UNKNOWN = (8, 0)
 """A card that the row does not name: one with flash attention and the small cuBLAS workspace."""
 
 
-def _device(row: Row) -> Device:
+def _card(row: Row) -> dict[str, Any]:
     name = row.get("gpu", "").upper().replace("-", " ")
     # where a word begins; L40 and A100 come in the table before L4 and A10, which they begin with
     known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
@@ -130,7 +129,7 @@ def _device(row: Row) -> Device:
     total = _number(row, "gpu_total_gib")
     # the context is outside of what the allocator can have
     capacity = int(total * GIB - float(context[1]) * MIB) if total and context else None
-    return Device(capability=next(known, _CAPABILITY_UNKNOWN), capacity=capacity)
+    return {"capability": next(known, _CAPABILITY_UNKNOWN), "capacity": capacity}
 
 
 def _targets(row: Row) -> str | list[str]:
@@ -346,7 +345,7 @@ def columns_settings(row: Row, config_of: ConfigOf, run_info: Config | None) -> 
         "clip": True,
         "empty_cache_after_load": False,
         "peak_from": "start",
-        "device": _device(row),
+        **_card(row),
         "experts": _experts(row, model),
         **_checkpointing(row),
         **_ranks(row),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.memory_model.published_columns import (
@@ -21,7 +21,7 @@ from benchmarks.memory_model.published_columns import (
     version_in,
 )
 from benchmarks.memory_model.published_models import Config, ConfigOf, known_config
-from sft_play.trace.settings import Device, StepSettings
+from benchmarks.memory_model.script_settings import ScriptSettings
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,7 @@ def _fms(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
 
 
 def _torchtitan(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"mixed_precision": "bfloat16", "reentrant": False, "device": _growing(said)}
-
-
-def _growing(said: Mapping[str, Any]) -> Device:
-    """The row's card, whose run was started with expandable segments."""
-    device: Device = said["device"]
-    return replace(device, expandable_segments=True)
+    return {"mixed_precision": "bfloat16", "reentrant": False, "expandable_segments": True}
 
 
 _OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
@@ -127,7 +121,7 @@ def _is_prime_rl_sft(row: Row) -> str:
 def _prime_rl(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     if said["model"].get("model_type") in _OWN_CLASSES:
         raise NotExpressible("a model class of its own (prime-rl)")
-    return {"device": _growing(said)}
+    return {"expandable_segments": True}
 
 
 def _has_wide_masters(row: Row) -> str:
@@ -252,7 +246,7 @@ def source_of(row: Row) -> Source:
     return next((source for source in SOURCES if source.repository == repository), _PLAIN)
 
 
-def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> StepSettings:
+def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> ScriptSettings:
     """The settings of the step that a row measured; raises NotExpressible with the reason where there are none."""
     if row["class"].upper() == "D":
         raise NotExpressible("class D: an estimate of the source, nothing was measured")
@@ -265,4 +259,4 @@ def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Con
     said = {**columns_settings(row, config_of, run_info), **source.fixed}
     if source.also is not None:
         said |= source.also(row, said, run_info)
-    return StepSettings(**{**said, **source.lengths(row)})
+    return ScriptSettings(**{**said, **source.lengths(row)})

@@ -24,17 +24,18 @@ from typing import Any
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.published_models import ConfigOf
+from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.endings import leave_with
 from sft_play.runs.manifest import versions
-from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-Trace = Callable[[StepSettings], TracedPeak]
+Trace = Callable[[ScriptSettings], TracedPeak]
 Progress = Callable[[str], None]
 
 WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -226,7 +227,7 @@ class Promise:
 
 def _card(row: Scored) -> int:
     """Bytes of the card that a row ran on; 0 where that is not known."""
-    return (row.run.settings.device.capacity or 0) if row.run.settings is not None else 0
+    return (row.run.settings.capacity or 0) if row.run.settings is not None else 0
 
 
 def _distinct(rows: Iterable[Scored]) -> int:
@@ -371,13 +372,13 @@ def score(
     return report
 
 
-def is_closed_alone(settings: StepSettings) -> bool:
+def is_closed_alone(settings: ScriptSettings) -> bool:
     """Whether only the estimate can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
     has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
     return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
 
 
-def _closed(settings: StepSettings, unknown: Counter[str]) -> MemoryEstimate | None:
+def _closed(settings: ScriptSettings, unknown: Counter[str]) -> MemoryEstimate | None:
     """The estimate of these settings; why there is none is counted."""
     try:
         return closed_form(settings)
@@ -402,7 +403,7 @@ def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progres
     return found
 
 
-def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Iterator[tuple[str, Answer]]:
+def _answers(distinct: Mapping[str, ScriptSettings], trace: Trace | None) -> Iterator[tuple[str, Answer]]:
     workers = min(len(distinct), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST_WORKERS)
     if trace is not None or workers < 2:
         for key, settings in distinct.items():
@@ -434,7 +435,7 @@ def _begin_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
+def attempt(settings: ScriptSettings, trace: Trace | None = None) -> Answer:
     """The peak of these settings, or why there is none.
 
     A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
@@ -442,9 +443,9 @@ def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
     try:
         return (trace or _tracer())(settings)
     except MemoryError:  # the simulated card is full
-        if settings.device.capacity is None:
+        if settings.capacity is None:
             return "the simulated GPU is too small for it"
-        return attempt(replace(settings, device=replace(settings.device, capacity=None)), trace)
+        return attempt(replace(settings, capacity=None), trace)
     except TraceUnavailable as why:
         return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
     except Exception as error:  # one row must not end the score of hundreds; its reason is counted
@@ -452,7 +453,7 @@ def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
         return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
 
 
-def _method(settings: StepSettings) -> str:
+def _method(settings: ScriptSettings) -> str:
     kind = str((settings.peft or {}).get("peft_type", ""))
     return kind if kind and kind != "LORA" else settings.mode
 

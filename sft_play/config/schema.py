@@ -151,11 +151,11 @@ class LoraConfig(Section):
     """Modules that get an adapter; auto means every linear layer of the language model that takes one, never
     lm_head."""
 
-    target_parameters: Literal["auto"] | tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
+    target_parameters: Literal["auto"] | tuple[Name, ...] = leaf((), owner="config.schema")
     """Weights of experts that get an adapter each, where a class keeps those of all experts as one tensor:
     `[gate_up_proj, down_proj]`; auto means every one, the default none."""
 
-    experts: bool = leaf(False, owner="training.prepare.lora_config")
+    experts: bool = leaf(False, owner="config.schema")
     """Routed experts get adapters too, all of their weights: what `target_parameters: auto` says."""
 
     modules_to_save: tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")

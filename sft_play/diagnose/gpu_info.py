@@ -13,7 +13,7 @@ import psutil
 
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Seen
-from sft_play.facts.gpus.unseen import Unseen, read_devices, unseen
+from sft_play.facts.gpus.unseen import unseen
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
@@ -63,7 +63,7 @@ class Machine:
     host: Host
     software: Software
     asked_torch: list[str] | None = None
-    unused: Unseen | None = None
+    unused: str | None = None
     """An accelerator of this machine that a run would not see."""
 
     @property
@@ -73,7 +73,7 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
-        seen = self.seen.as_json()
+        seen = asdict(self.seen)
         return {
             "number_of_gpus": self.count,
             "assumed": False,
@@ -88,7 +88,7 @@ class Machine:
             "host": asdict(self.host),
             "software": asdict(self.software),
             "torch": self.asked_torch,
-            "unused_accelerator": self.unused.message if self.unused else None,
+            "unused_accelerator": self.unused,
             "without_a_gpu": without_gpu() if not self.count else [],
         }
 
@@ -120,7 +120,7 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
         ),
         software=Software(version_of("torch"), torch_cuda(), torch_hip(), nccl_version, nccl_name),
         asked_torch=ask_torch(environment) if full else None,
-        unused=None if hardware.gpus else unseen(read_devices(environment)),
+        unused=None if hardware.gpus else unseen(environment),
     )
 
 

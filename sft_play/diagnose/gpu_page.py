@@ -123,7 +123,7 @@ def _host_lines(host: Host) -> list[str]:
 
 def without_gpu_lines(machine: Machine) -> list[str]:
     """The same as lines, with the reason where the machine's GPUs cannot be used."""
-    why = machine.unused.message if machine.unused else ""
+    why = machine.unused or ""
     if machine.seen.gpus:
         why = why or "No GPU is visible to a run, or one does not answer"
     head = f"{why}. What still works:" if why else "Without a GPU this works:"

@@ -192,9 +192,7 @@ def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: HighestSee
     is_told = (bool(own) or not ranks) and all(item.used_bytes is not None for item in own)
     run = sum(item.used_bytes or 0 for item in own) if is_told else None
     rest = None if run is None or gpu.used_bytes is None else max(0, gpu.used_bytes - run)
-    # the driver's own peak (accounting mode) knows moments between two looks
-    accounted = sum(item.peak_bytes or 0 for item in own)
-    highest = max(peaks.gpus.get(gpu.index, 0), run, accounted) if run is not None else None
+    highest = max(peaks.gpus.get(gpu.index, 0), run) if run is not None else None
     if highest is not None:
         peaks.gpus[gpu.index] = highest
     return GpuUse(

@@ -212,17 +212,13 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
 
 
 def _mixed(hardware: Hardware) -> list[str]:
-    sizes = sorted({round(gpu.total_bytes / GIB, 1) for gpu in hardware.gpus})
-    if len(hardware.alike) > 1:
-        kinds = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.alike)
-        return [
-            f"the GPUs differ ({kinds}): a plan for all of them goes by the smallest memory and the slowest rates; "
-            f"make train-distributed takes those that are alike: {hardware.alike_words()}"
-        ]
-    # cards of one name may differ by some MiB
-    if len(sizes) > 1 and sizes[-1] - sizes[0] >= 0.5:
-        return [f"the GPUs have {sizes[0]:g} to {sizes[-1]:g} GiB: plans go by the smallest"]
-    return []
+    if len(hardware.alike) < 2:
+        return []
+    kinds = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.alike)
+    return [
+        f"the GPUs differ ({kinds}): a plan for all of them goes by the smallest memory and the slowest rates; "
+        f"make train-distributed takes those that are alike: {hardware.alike_words()}"
+    ]
 
 
 def _entry_of(gpu: Gpu) -> CatalogEntry | None:

@@ -123,17 +123,15 @@ def remembered(
     form: TypeAdapter[Found],
     measure: Callable[[], Found],
     *,
-    folder: Path | None = None,
     keeps: bool = True,
 ) -> Found:
     """What was measured with the libraries' versions and these values before, read from the cache; else measured now.
-    `decides`: all that the answer depends on; `folder`: where it is kept (None: the cache); `keeps`: whether it may
-    be."""
+    `decides`: all that the answer depends on; `keeps`: whether it may be kept."""
     if not keeps:
         return measure()
     versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}
     text = json.dumps({**decides, "versions": versions}, sort_keys=True)
-    path = (folder or cache_dir() / kind) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    path = cache_dir() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValidationError):  # absent, or broken
         return form.validate_json(path.read_bytes())
     found = measure()

@@ -1,25 +1,7 @@
 """A user's description of a machine that is not here: `2x8xH100,network=400Gbps`, or a YAML file. Text in, numbers out.
 
-The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs. The options:
-
-    mem=24GiB            memory of one GPU that a process can use (B, MiB, GiB, TiB; MB, GB, TB are powers of ten)
-    bandwidth=1000GB/s   its memory's bandwidth
-    bf16=165TFLOPS       dense matrix rates with 32-bit accumulation; also fp16=, fp8=, fp32=
-    link=900GB/s         between the GPUs of a node, per GPU, both directions together, as data sheets quote NVLink
-    network=400Gbps      between nodes, per node, one way, as network cards are quoted
-    ram=256GiB  cores=64 of each node's host
-    cc=8.9               CUDA compute capability
-    tdp=350W             power limit of one GPU
-    price=2.5            money per GPU and hour
-
-A YAML file says the same:
-
-    gpus:
-      name: MyGPU        # of the catalogue, or any other with mem
-      count: 8           # in each node
-      mem: 80GiB         # and bandwidth, bf16, fp16, fp8, fp32, link, cc, tdp
-    nodes: 2
-    ram: 1TiB            # and cores, network, price
+The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs. docs/gpus.md says what
+the options of `_READERS` mean, and shows the file.
 """
 
 from __future__ import annotations
@@ -215,10 +197,6 @@ def _read_file(path: Path) -> MachineSpec:
     if not isinstance(data, dict):
         raise HardwareError(f"{where} is not a mapping; {_FILE}")
     gpus = data.pop("gpus", "cpu")
-    if isinstance(gpus, list):
-        if len(gpus) != 1:
-            raise HardwareError(f"{where}: gpus lists {len(gpus)} kinds of GPU; a plan is for one kind")
-        gpus = gpus[0]
     options = {**data, **(gpus if isinstance(gpus, dict) else {"name": gpus})}
     if any(not isinstance(part, str) for pair in options.items() for part in pair) or "name" not in options:
         raise HardwareError(f"{where}: gpus has no name, or a value is a list or a mapping; {_FILE}")

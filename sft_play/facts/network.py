@@ -84,7 +84,6 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def _plain(address: str) -> str:
-    """An address without its zone, and IPv4 inside IPv6 as IPv4."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -117,7 +116,6 @@ def is_asked_from_here(names: frozenset[str] | None, host: str, origin: str | No
 
 
 def _name_in(url: str) -> str | None:
-    """The host of an address, without brackets and port; None where it has none."""
     try:
         return urlsplit(url).hostname
     except ValueError:

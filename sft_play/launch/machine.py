@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unseen import HIDING, ON_CPU, read_devices, unseen
+from sft_play.facts.gpus.unseen import HIDING, ON_CPU, unseen
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.facts.network import GLOO_VARIABLE, address_towards, interface_of
@@ -237,9 +237,8 @@ def require_machine(
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
         return None
-    accelerator = unseen(read_devices(environment))
-    if accelerator is not None:
-        raise HardwareError(accelerator.message)
+    if accelerator := unseen(environment):
+        raise HardwareError(accelerator)
     count = params()  # asked last: for a model of the hub it fetches the config
     if count > CPU_PARAMS:
         raise HardwareError(

@@ -189,7 +189,7 @@ class Attended:
         half = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
-        if self.shape.mla is not None:  # flash attention takes one width for all three
+        if self.shape.is_latent:  # flash attention takes one width for all three
             return "its keys and values have different widths"
         if self.shape.head_dim > FLASH_HEAD:
             return f"flash attention takes no heads wider than {FLASH_HEAD}"

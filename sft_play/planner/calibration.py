@@ -4,8 +4,7 @@ One JSON line per finished run in the cache folder. A line holds the raw predict
 measured to corrected figures would become 1 as soon as a correction was right, and so undo it.
 
 The two corrections differ. Speed is an expectation: the median ratio of the newest runs, which one outlier does not
-move. Memory is a bound: the largest ratio of all recorded runs, never below 1. More runs can only raise it, so it does
-not fall back when a run grows old, and it is only corrected upwards.
+move. Memory is a bound: the largest ratio of all recorded runs, never below 1, so it is only corrected upwards.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ FILE = "measured.jsonl"
 VERSION = 2
 """Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored."""
 KEPT = 200
-"""Lines that the record keeps, the newest; older ones only if they are the furthest above their prediction."""
+"""Lines that the record keeps, the newest."""
 LOOKED_AT = 10
 """Runs that a plan learns its speed from, the newest."""
 SELFTEST = "make gpu-selftest"
@@ -166,20 +165,8 @@ def add(measured: Measured) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
-            lines = [json.dumps(asdict(run)) for run in _kept([*load(), measured])]
+            lines = [json.dumps(asdict(run)) for run in [*load(), measured][-KEPT:]]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
-
-
-def _kept(runs: Sequence[Measured]) -> list[Measured]:
-    """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str, bool, str, bool], Measured] = {}
-    for run in runs:
-        kind = (run.device, run.mode, run.layout, run.model == SELFTEST, run.kernels, run.compiled)
-        if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
-            furthest[kind] = run
-    # by identity: two runs can have the same figures
-    older = [run for run in runs[:-KEPT] if any(run is one for one in furthest.values())]
-    return [*older, *runs[-KEPT:]]
 
 
 def load(path: Path | None = None) -> list[Measured]:

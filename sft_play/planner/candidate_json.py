@@ -25,9 +25,10 @@ _LAYOUT = {
 def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]:
     """The fields that scripts read, and everything else that a plan holds of a candidate."""
     memory, batch, speed = candidate.memory, candidate.batch, candidate.speed
-    step = asdict(candidate.step)
+    # as every run does; plans keep the JSON that they had, and without cuDNN's kernel
+    step = asdict(candidate.step) | {"repeats_kv": True}
     del step["layout"]
-    if not step["cudnn"]:  # plans without it keep the JSON that they had
+    if not step["cudnn"]:
         del step["cudnn"]
     training = [size for name, size in memory.moments.items() if name not in ("evaluation", "saving")]
     offloaded = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes

@@ -403,16 +403,10 @@ def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:
     return MicroBatches(
         step.micro_batch,
         tokens=step.micro_batch * step.seq_len,
-        overhead=_rounded(overhead),
+        overhead=round(overhead, 2 - len(str(overhead))),  # to two digits: candidates that hardly differ share work
         padded=not step.varlen,
         single=step.grad_accum == 1,
     )
-
-
-def _rounded(number: int) -> int:
-    """To two digits, so that candidates that hardly differ share what is worked out for them."""
-    unit = int(10 ** max(0, len(str(number)) - 2))
-    return round(number / unit) * unit
 
 
 def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.planner.precision import BYTES, DtypeName, Precision
-from sft_play.units import GIB
 
 Every = Literal["step", "micro_batch"] | int
 
@@ -130,30 +129,15 @@ def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_
         yield f"{buffer}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
 
 
-def effects(config: RunConfig, precision: Precision, layout: str, *, grad_accum: int, whole_bytes: int) -> list[str]:
-    """The effects of the run's keys under the chosen layout, in words; `whole_bytes`: of whole gradients that every
-    rank keeps between micro-batches."""
+def unused(config: RunConfig, layout: str) -> list[str]:
+    """The run's keys that have no effect under the chosen layout, in words."""
     wish = config.distributed
-    settings = {
-        "sync_gradients_every": wish.sync_gradients_every,
-        "find_unused_parameters": wish.find_unused_parameters,
-        **{f"mixed_precision.{part}": value for part, value in wish.mixed_precision},
-        "profile_communication": wish.profile_communication,
-    }
-    given = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
+    settings: dict[str, Any] = {"find_unused_parameters": wish.find_unused_parameters}
     if layout == "single":
-        said = ", ".join(f"distributed.{name}={value}" for name, value in given.items())
-        return [f"{said}: no effect on one process, which sends nothing"] if said else []
-    chosen = gradients_of(config, precision, layout)
-    times = chosen.times(grad_accum)
-    often = f"{times} time{'s' if times > 1 else ''} in a step of {grad_accum} micro-batches"
-    kept = f"; until then every rank keeps {whole_bytes / GIB:.2f} GiB of full gradients" if whole_bytes else ""
-    words = {
-        "sync_gradients_every": f"gradients are reduced over the ranks {often}{kept}",
-        "mixed_precision.param": f"weights are gathered in {chosen.gathered}",
-        "mixed_precision.reduce": f"gradients computed in {chosen.computed} are sent in {chosen.reduced}",
-        "mixed_precision.buffer": f"buffers are cast to {chosen.buffers}",
-    }
-    if layout != "ddp":
-        words["find_unused_parameters"] = f"no effect under {layout}, which needs no search"
-    return [f"{text} (distributed.{name})" for name, text in words.items() if name in given]
+        mixed = {f"mixed_precision.{part}": value for part, value in wish.mixed_precision}
+        settings |= {"sync_gradients_every": wish.sync_gradients_every, **mixed}
+        settings |= {"profile_communication": wish.profile_communication}
+    given = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
+    said = ", ".join(f"distributed.{name}={value}" for name, value in given.items())
+    where = "on one process, which sends nothing" if layout == "single" else f"under {layout}, which needs no search"
+    return [f"{said}: no effect {where}"] if said and layout != "ddp" else []

@@ -52,7 +52,6 @@ _TYPES = {
     "qwen3": Replaced(head_norms=True),
     "gpt_oss mixtral": Replaced(gate=False),
     "qwen3_moe": Replaced(head_norms=True, gate=False),
-    "deepseek_v2 deepseek_v3": Replaced(gate=False, rotation=False),
     "gemma2": Replaced(in_place=False),
     "gemma3_text": Replaced(head_norms=True, in_place=False),
     "glm4": Replaced(rotation=False, in_place=False),
@@ -80,18 +79,16 @@ class PlannedKernels:
 
     @property
     def counted(self) -> CountedKernels:
-        """The same by name, without the bytes of the plain ones."""
+        """The same by name."""
         return CountedKernels("liger" if self.memory else "plain", "liger" if self.speed else "plain")
 
 
 @dataclass(frozen=True)
 class CountedKernels:
-    """Which kernels a plan counts, by name: `kernels` of its JSON. `plain_bytes`: what the choice would require of a
-    device with the plain ones; None where those are counted."""
+    """Which kernels a plan counts, by name: `kernels` of its JSON."""
 
     memory: KernelsName = "plain"
     speed: KernelsName = "plain"
-    plain_bytes: int | None = None
 
 
 def planned_kernels(

@@ -59,7 +59,6 @@ def mesh_of(given: Any) -> Mesh | None:
 
 
 def _split(given: Any) -> tuple[list[int], list[str]]:
-    """Sizes and lower-case names; names that are left out are UNNAMED."""
     if isinstance(given, int):
         given = (given,)
     parts = list(given)

@@ -102,20 +102,14 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
     elif one.experts is not None:
         on_experts = ", none on experts (tuning.lora.target_parameters=auto)"
     if others := one.trained - one.adapters:
-        kinds = (
-            {"tuning.lora.modules_to_save": f"copies of {', '.join(lora.modules_to_save)}"}
-            if lora.modules_to_save
-            else {}
-        )
-        kinds |= {"model.add_tokens": "rows of new tokens"} if config.model.add_tokens else {}
-        saved = f"; {' and '.join(kinds.values())} that train: {count_of(others)} ({', '.join(kinds)})"
+        copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
+        rows = ["rows of new tokens"] if config.model.add_tokens else []
+        keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
+        saved = f"; {' and '.join(copies + rows)} that train: {count_of(others)} ({keys})"
+    base = f"all {one.rest_dtype}, frozen"
+    if one.quantised_dtype is not None:
+        base = f"{one.quantised / one.total:.1%} in NF4, the rest {one.rest_dtype}, all frozen"
     return (
-        f"Parameters: {count_of(one.total)}: {_base_words(one)}; adapters: {count_of(one.adapters)} "
+        f"Parameters: {count_of(one.total)}: {base}; adapters: {count_of(one.adapters)} "
         f"{one.adapter_dtype} ({one.adapters / one.total:.2%}){on_experts}{saved}{chosen}"
     )
-
-
-def _base_words(one: Parameters) -> str:
-    if one.quantised_dtype is None:
-        return f"all {one.rest_dtype}, frozen"
-    return f"{one.quantised / one.total:.1%} in NF4, the rest {one.rest_dtype}, all frozen"

@@ -284,7 +284,7 @@ def make_plan(
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
     step, half = chosen.step, chosen.precision.compute != "float32"
     repeated = step.on_gpu and repeats_kv(shape, attention=step.attention, half=half, capability=step.capability)
-    kernels = _counted_kernels(job, chosen)
+    kernels = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
@@ -307,7 +307,7 @@ def make_plan(
         work=work(chosen.batch.effective_batch) if work else None,
         micro_batches=micro_batches(job, chosen.precision, step),
         row_tokens=job.rows,
-        kernels=kernels,
+        kernels=None if config.train.kernels == "none" else kernels.counted,
         compile_s=compile_s(config, shape),
         activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
         parameters=parameters_of(config, shape, chosen.precision, chosen.layout),
@@ -348,28 +348,6 @@ def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout],
     if keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
     return layouts, refused
-
-
-def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
-    if job.config.train.kernels == "none":
-        return None
-    step = chosen.step
-    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    counted = planned.counted
-    if counted.memory == "plain":
-        return counted
-    # Liger's kernels are proven before the first step; a run whose proof fails needs the plain code's bytes
-    train = job.config.train.model_copy(update={"kernels": "none"})
-    plain = _again(dataclasses.replace(job, config=job.config.model_copy(update={"train": train})), chosen)
-    return dataclasses.replace(counted, plain_bytes=plain)
-
-
-def _again(job: Job, chosen: Candidate, *, masks: bool = False) -> int:
-    """What the choice would require of a device otherwise; a trace may have raised it above its own estimate."""
-    step = chosen.step
-    other = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
-                         eval_rows=step.eval_batch, masks=masks)  # fmt: skip
-    return max(other.memory.required, chosen.memory.required)
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
@@ -427,7 +405,6 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
 def _confirmed(
     job: Job, candidates: list[Candidate], confirm: Confirm | None
 ) -> tuple[Candidate, list[Candidate], list[str]]:
-    """The choice, traced if asked; one that does not fit by its trace is replaced by the next best."""
     notes: list[str] = []
     while True:
         chosen = choose(candidates)
@@ -477,7 +454,9 @@ def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
     rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
         return None
-    return _again(job, chosen, masks=True)
+    other = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
+                         eval_rows=step.eval_batch, masks=True)  # fmt: skip
+    return max(other.memory.required, chosen.memory.required)  # a trace may have raised it above its own estimate
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:

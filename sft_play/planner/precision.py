@@ -135,7 +135,6 @@ def with_updates(
 
 
 def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -> tuple[DtypeName, str]:
-    """`overflow`: what exceeds fp16's range in the model's forward pass; None if nothing is known to."""
     train = config.train
     if not hardware.gpus:
         if train.bf16 is True:

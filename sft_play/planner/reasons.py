@@ -4,7 +4,7 @@ candidates that it shows beside its choice, each with why it was not chosen."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -22,13 +22,13 @@ from sft_play.planner.candidates import (
     micro_batches,
     needs_words,
 )
-from sft_play.planner.gradients import effects
-from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
+from sft_play.planner.gradients import unused
+from sft_play.planner.kernels import PlannedKernels, planned_experts
 from sft_play.planner.layout import SIMPLICITY
 from sft_play.planner.memory.loading_and_saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.step_memory import Walk, is_padded
+from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import SHORT
 from sft_play.planner.speed.other_code import compiling_words
 from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, speed_error
@@ -44,6 +44,12 @@ CUDNN = (
     "batches have one shape, so its graph is built once"
 )
 
+OWN_LOGITS = "loss: over whole logits, as the class's own are more than its head's products"
+ACTIVATIONS = {
+    False: "activations: the class's own blocks were run on tensors without bytes",
+    True: "activations: the class's own blocks were run on few real tokens on the CPU, carried on",
+}
+
 
 def reasons_of(
     job: Job,
@@ -52,21 +58,22 @@ def reasons_of(
     *,
     limit: int,
     repeats_kv: bool,
-    kernels: CountedKernels | None,
+    kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
     tokens of a row at most; `notes`: what a trace of the choice said."""
     wish = job.config.model.max_seq_len
-    walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
+    walk, adapts = walk_of(job.config, job.shape, chosen.precision, chosen.step), job.config.tuning.mode != "full"
     learned = job.learned(chosen.layout).at(chosen.raw.reserved)
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
-        *_activation_words(walk),
-        *_adapter_words(job),
+        *([ACTIVATIONS[walk.on_cpu]] if isinstance(walk, MeasuredWalk) else []),
+        *([OWN_LOGITS] if job.shape.own_logits else []),
+        *(f"adapters: {words}" for words in (job.shape.adapters.words if job.shape.adapters and adapts else ())),
         *filter(None, (job.shape.text_only, job.shape.stored, job.shape.published)),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
@@ -76,63 +83,29 @@ def reasons_of(
         *([REPEATED_KEYS] if repeats_kv else []),
         *([CUDNN] if chosen.step.cudnn else []),
         *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
-        *effects(
-            job.config,
-            chosen.precision,
-            chosen.layout.name,
-            grad_accum=chosen.batch.grad_accum,
-            whole_bytes=walk.whole_gradients,
-        ),
+        *unused(job.config, chosen.layout.name),
         *filter(None, (learned.reason, learned.warning)),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
-        *_kernel_words(job, chosen, kernels),
+        *([kernels.reason] if kernels.reason else []),
         *notes,
         *compiling_words(job.config, job.shape),
-        *_adapters_in_bf16(job.config, chosen),
-        *_unknown_of_unsloth(job.config, chosen),
+        *_of_tuning(job.config, chosen),
         *_advice(chosen),
     )
 
 
-def _activation_words(walk: Walk) -> list[str]:
-    if not isinstance(walk, MeasuredWalk):
-        return []
-    how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
-    whole = "loss: over whole logits, as the class's own are more than its head's products"
-    return [f"activations: the class's own blocks were run on {how}", *([whole] if walk.shape.own_logits else [])]
-
-
-def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
-    step = chosen.step
-    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    need = counted.plain_bytes if counted else None
-    otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
-    return [f"{planned.reason}{otherwise}"] if planned.reason else []
-
-
-def _adapter_words(job: Job) -> list[str]:
-    if job.config.tuning.mode == "full" or job.shape.adapters is None:
-        return []
-    return [f"adapters: {words}" for words in job.shape.adapters.words]
-
-
-def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    layout, compute = chosen.layout, chosen.precision.compute
-    if config.tuning.mode == "full" or config.tuning.lora.dtype != "bfloat16":
-        return []
-    words = "adapters and their states are bf16, and small updates are lost"
-    if compute != "bfloat16":
-        words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
-    elif layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
-        words = f"{layout.name} still steps adapters in fp32"
-    return [f"tuning.lora.dtype=bfloat16: {words}"]
-
-
-def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
-    if config.tuning.backend != "unsloth":
-        return []
-    other = "" if chosen.layout.name in ("single", "ddp") else f"; {chosen.layout.name} would run with backend bnb"
-    return [f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"]
+def _of_tuning(config: RunConfig, chosen: Candidate) -> Iterator[str]:
+    tuning, layout, compute = config.tuning, chosen.layout, chosen.precision.compute
+    if tuning.mode != "full" and tuning.lora.dtype == "bfloat16":
+        words = "adapters and their states are bf16, and small updates are lost"
+        if compute != "bfloat16":
+            words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
+        elif layout.is_zero or (layout.is_fsdp and tuning.mode == "lora"):
+            words = f"{layout.name} still steps adapters in fp32"
+        yield f"tuning.lora.dtype=bfloat16: {words}"
+    if tuning.backend == "unsloth":
+        other = "" if layout.name in ("single", "ddp") else f"; {layout.name} would run with backend bnb"
+        yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"
 
 
 def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
@@ -173,9 +146,8 @@ def _row_words(job: Job, chosen: Candidate) -> str:
     known = f"longest row {rows.longest:,} tokens, mean {rows.mean:,.0f}, 95% up to {rows.p95:,}"
     known += f"; longest held-out row {rows.held_out:,}" if rows.held_out > rows.longest else ""
     places = micro_batches(job, chosen.precision, chosen.step).tokens
-    if places is None:
-        return f"{known}{padding}"
-    return f"{known}: a micro-batch has as many rows as fit into {places:,} tokens{padding}"
+    fills = f": a micro-batch has as many rows as fit into {places:,} tokens" if places is not None else ""
+    return f"{known}{fills}{padding}"
 
 
 def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
@@ -293,9 +265,7 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
         return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
     more = candidate.memory.required - chosen.memory.required
     faster = "about as fast" if ratio >= 1.001 else "not faster"
-    return (
-        f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
-    )
+    return f"{faster}, {gib(more)} GiB more" if more > 0 else f"{faster}, {gib(candidate.memory.required)} GiB as well"
 
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float, error: SpeedError) -> str:

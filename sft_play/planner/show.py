@@ -206,11 +206,7 @@ def bar_lines(plan: Plan) -> list[str]:
 def table_lines(plan: Plan) -> list[str]:
     """The table of candidates, the chosen one first, each with why it was not chosen."""
     rows = sorted(plan.candidates, key=lambda candidate: candidate.rejected_because is not None)
-    table = Table(box=None, pad_edge=False, header_style="", show_edge=False)
-    for name in ("layout", "micro x accum", "checkpointing", "loss"):
-        table.add_column(name, no_wrap=True)
-    for name in ("needs GiB", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
     table.add_column("why")
     for candidate in rows:
         table.add_row(
@@ -282,12 +278,8 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     """The table of a grid, one row per cell: what fits, or which memory is too small."""
     if not cells:
         return []
-    table = Table(box=None, pad_edge=False, header_style="", show_edge=False)
-    table.add_column("settings")
-    for name in ("fits", "layout", "micro x accum", "checkpointing"):
-        table.add_column(name, no_wrap=True)
-    for name in ("allocated GiB", "needs GiB", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    words = ("fits", "layout", "micro x accum", "checkpointing")
+    table = _table(words, ("allocated GiB", "needs GiB", "tokens/s"), first="settings")
     for settings, plan in cells:
         speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known and plan.fits else "-"
         ram = f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" if plan.choice.offloads else ""
@@ -309,6 +301,13 @@ def largest_line(largest: Largest) -> str:
     if largest.value is None:
         return f"Largest {largest.what}: none fits ({largest.limited_by})"
     return f"Largest {largest.what} that fits: {largest.value} ({largest.limited_by})"
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], *, first: str = "") -> Table:
+    table = Table(*filter(None, [first]), box=None, pad_edge=False, header_style="", show_edge=False)
+    for name in (*words, *numbers):
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+    return table
 
 
 def _text_of(table: Table) -> list[str]:

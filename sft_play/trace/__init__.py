@@ -2,8 +2,8 @@
 
 `confirm` turns a plan's candidate into `settings`, or answers from the cache; `step` runs it: `build` makes the model,
 `patches` puts `replacements` and `fakes` where the libraries would need a GPU, `kernels` adds what CUDA's kernels
-allocate, `liger`, `delta_rule` and `ranks` (DDP, FSDP) the rest. `storages` logs every allocation, and
-plays the log through `allocator`.
+allocate, `delta_rule` and `ranks` (DDP, FSDP) the rest. `storages` logs every allocation, and plays the log through
+`allocator`.
 
 Two are for models that the table of families does not know: `meta_shape` measures their shapes, and `block_meter` what
 their blocks need, which `blocks` runs.

@@ -1,8 +1,7 @@
 """PyTorch's CUDA caching allocator on integers: what a sequence of tensors costs in blocks and in segments.
 
 Rules and constants are those of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13 at default settings. Each stream
-has its pools; a block that another stream used (`record_stream`) waits, once freed, until the host knows that its use
-has ended. All sizes are bytes.
+has its pools. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +21,6 @@ MIN_LARGE_ALLOC = 10 << 20
 ROUND_LARGE = 2 << 20
 """kRoundLarge: such a segment is rounded up to a multiple of it."""
 _ADDRESS_SPACE = 1 << 48
-
-
-class SimulatedOutOfMemory(MemoryError):
-    """The simulated GPU has no room for a segment, even after its cache was freed."""
 
 
 def rounded(nbytes: int) -> int:
@@ -91,20 +86,14 @@ class _Pool:
 
 
 class CachingAllocator:
-    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset. Beyond
-    `capacity` bytes of segments the cache is given back, then it raises SimulatedOutOfMemory."""
+    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset."""
 
-    def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
+    def __init__(self, *, expandable_segments: bool = False) -> None:
         self.expandable = expandable_segments
-        self.capacity = capacity
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self.retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._used: dict[object, _Block] = {}
-        self._uses: dict[object, set[int]] = {}
-        self._waiting: list[tuple[int, _Block]] = []
-        self._frees = 0
         self._next_address = _ADDRESS_SPACE
 
     # --- what a program sees ------------------------------------------------------------------------------------------
@@ -114,14 +103,7 @@ class CachingAllocator:
             return
         size = rounded(nbytes)
         pool = self._pool(size <= SMALL_SIZE, stream)
-        block = self._cached(pool, size)
-        if block is None:
-            try:
-                block = self._new_block(pool, size)
-            except SimulatedOutOfMemory:  # free the cache and try again, as malloc_retry does
-                self.retries += 1
-                self.empty_cache()
-                block = self._new_block(pool, size)
+        block = self._cached(pool, size) or self._new_block(pool, size)
         self._split(block, size)
         block.used = True
         self._used[key] = block
@@ -129,37 +111,14 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Return the block of `key`, if it has one, to the cache, at once or when other streams are done with it."""
+        """Return the block of `key`, if it has one, to the cache."""
         block = self._used.pop(key, None)
-        if block is None:
-            return
-        self.allocated -= block.size
-        self._frees += 1
-        if self._uses.pop(key, None):
-            self._waiting.append((self._frees, block))
-        else:
-            self._release(block)
-
-    def record_stream(self, key: object, stream: int) -> None:
-        """`Tensor.record_stream`: once freed, the block of `key` also waits for this stream; its own needs no wait."""
-        block = self._used.get(key)
-        if block is not None and stream != block.pool.stream:
-            self._uses.setdefault(key, set()).add(stream)
-
-    def moment(self) -> int:
-        """A number for now, for `synchronise`."""
-        return self._frees
-
-    def synchronise(self, until: int | None = None) -> None:
-        """The host knows that all work up to this moment is done (None: all): what waited for it is free."""
-        done = [block for when, block in self._waiting if until is None or when <= until]
-        self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
-        for block in done:
+        if block is not None:
+            self.allocated -= block.size
             self._release(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages, go back."""
-        self.synchronise()
+        """`torch.cuda.empty_cache`: whole free segments, or free pages, go back."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
@@ -185,7 +144,6 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that fits; expandable: by the size that it could grow to."""
         at = bisect.bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
@@ -206,7 +164,6 @@ class CachingAllocator:
         block.pool.insert(tail)
 
     def _merged(self, block: _Block) -> _Block:
-        """`block` merged with free neighbours of the same kind; those leave their list."""
         before, after = block.previous, block.next
         if before is not None and not before.used and before.mapped == block.mapped:
             block.pool.remove(before)
@@ -230,11 +187,6 @@ class CachingAllocator:
         return block
 
     def _reserve(self, nbytes: int) -> None:
-        if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            raise SimulatedOutOfMemory(
-                f"{self.reserved} bytes are reserved ({self.allocated} in use); {nbytes} more do not fit into "
-                f"{self.capacity}"
-            )
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
@@ -311,6 +263,5 @@ class CachingAllocator:
 
 
 def _could_be(block: _Block) -> int:
-    """The size that a free block of an expandable segment can reach."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)

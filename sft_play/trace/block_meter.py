@@ -54,11 +54,6 @@ _WORDS: dict[Way, str] = {"kept": "forwards and backwards", "recomputed": "with 
                          "evaluated": "without gradients"}  # fmt: skip
 
 
-def meter_of(model: Mapping[str, Any], *, code: str | None = None) -> BlockMeter:
-    """The meter of the class that a config.json describes; `code`: the folder or hub name whose own code defines it."""
-    return BlockMeter(json.dumps(dict(model)), code)
-
-
 def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
     """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
     are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
@@ -67,7 +62,8 @@ def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
     except UnknownArchitecture as error:
         logger.debug("%s; its class is measured on the meta device", error)
     shape = cached_shape(config, name=name, trust_remote_code=trust_remote_code)
-    return replace(shape, meter=meter_of(config, code=name if trust_remote_code and config.get("auto_map") else None))
+    code = name if trust_remote_code and config.get("auto_map") else None
+    return replace(shape, meter=BlockMeter(json.dumps(dict(config)), code))
 
 
 @dataclass(frozen=True)
@@ -77,6 +73,7 @@ class BlockMeter:
     model: str
     """Its config.json."""
     code: str | None = None
+    """The folder or hub name whose own code defines it."""
 
     def __call__(
         self,
@@ -123,6 +120,7 @@ class BlockMeter:
             settings,
             code=self.code,
             loss="chunked",
+            kernels="plain",
             weights=wide[numbers.weights],
             eval_mask=row_mask(padded=evaluated, masks=step.masks) if way == "evaluated" else None,
         )
@@ -159,7 +157,6 @@ class Blocks:
         return high if high.batch == rows else between(found[found.index(high) - 1], high, rows)
 
     def _remembered(self, batches: tuple[int, ...], length: int) -> list[MeasuredPass]:
-        """Passes that were measured, in this process or before; others are measured now."""
         decides = {
             "settings": self.settings.as_json(), "way": self.way, "places": self.places,
             "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,

@@ -35,7 +35,7 @@ def run_blocks(
     the libraries cannot run them."""
     found = []
     with situated(settings, real=real, depth=len(places)) as (loop, skeleton):
-        model, _ = loop.loaded(skeleton)
+        model = loop.loaded(skeleton)
         blocks = list(build.block_list(build.base_of(model))[1])
         for rows, length in passes:
             look = _Look(loop, model, blocks, way)
@@ -86,7 +86,7 @@ class _Look:
             self._loop.evaluates(self._model, rows, length)
             self._tail = self._log.peak
             return False
-        loss, _ = self._loop.loss(self._model, self._loop.batch(rows, length))
+        loss = self._loop.loss(self._model, self._loop.batch(rows, length))
         self._tail, self._is_forward = self._log.peak, False
         is_kept = self._log.lives(self._first_key)
         self._log.peak = self._log.current
@@ -168,7 +168,7 @@ class _Look:
             if self._start[layer]:
                 raise TraceUnavailable("the model calls a block more than once in a pass")
             hidden = _tensor(args) if args else _tensor(kwargs.get("hidden_states"))
-            self._start[layer], self._input[layer] = self._log.current, _size(hidden)
+            self._start[layer], self._input[layer] = self._log.current, hidden.nbytes
             if layer == 0:
                 self._first_key = self._log.key_of(hidden)
                 if hidden.requires_grad:
@@ -194,7 +194,7 @@ class _Look:
             self._shut_backward()
             if layer == len(self._blocks) - 1:
                 self._tail_back = self._log.peak
-            self._back[layer] = (self._log.current, _size(gradient), self._gradients())
+            self._back[layer] = (self._log.current, gradient.nbytes, self._gradients())
             self._log.peak, self._open = self._log.current, layer
 
         return hook
@@ -212,15 +212,10 @@ class _Look:
 
 
 def _bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(_size(one.grad) for one in parameters if one.grad is not None)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
+    return sum(one.grad.nbytes for one in parameters if one.grad is not None)
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """The hidden states of a block's arguments or output: the first tensor."""
     while isinstance(value, tuple | list):
         value = value[0]
     if not isinstance(value, torch.Tensor):
@@ -232,7 +227,7 @@ def operators(settings: StepSettings, passes: Iterable[tuple[int, int]], *, dept
     """How many operators each pass of an evaluation runs."""
     found = []
     with situated(settings, depth=depth) as (loop, skeleton):
-        model, _ = loop.loaded(skeleton)
+        model = loop.loaded(skeleton)
         for rows, length in passes:
             before = loop.log.operators
             loop.evaluates(model, rows, length)

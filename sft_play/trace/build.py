@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,12 +72,8 @@ def furnish(model: Any, settings: StepSettings) -> Any:
     """The skeleton as the trainer would step it: loaded in module order, ties kept, in training mode."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
-    if settings.fp32_rest:
-        _upcast_rest(model)
-    if settings.fp32_norms:  # by class and name, as TRL's `peft_module_casting_to_bf16` did
-        norms = [one for name, one in model.named_modules() if isinstance(one, nn.LayerNorm) or "norm" in name]
-        for parameter in (one for norm in norms for one in norm.parameters(recurse=False) if not one.is_meta):
-            parameter.data = parameter.data.to(torch.float32)
+    for change in LOADED:
+        change(model, settings)
     if _is_lora(settings):
         _materialise(model, replaced, adapters=True)
     elif settings.peft is not None:
@@ -191,7 +188,6 @@ def _require_attention(model_class: Any, attention: str) -> None:
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
-    """NF4 fakes where transformers would put bitsandbytes' layers, chosen by its own functions."""
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
@@ -239,40 +235,19 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _upcast_rest(model: Any) -> None:
-    """As PEFT's `prepare_model_for_kbit_training`, which recognises packed weights by a class that fakes lack."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            continue  # an adapter: PEFT makes it later
-        parameter.requires_grad = False
-        if parameter.dtype in (torch.float16, torch.bfloat16) and not hasattr(parameter, "quant_type"):
-            parameter.data = parameter.data.to(torch.float32)
-
-
 # --- adapters ---------------------------------------------------------------------------------------------------------
-_NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_path", "inference_mode", "peft_version")
-
-
 def peft_config_of(plain: Mapping[str, Any]) -> Any:
-    """PEFT's config of plain data; `DORA` is LoRA with `use_dora`. Raises TraceUnavailable: no such method."""
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
-    given = json.loads(json.dumps(dict(plain)))
-    kind = str(given.get("peft_type", "LORA")).upper()
-    if kind == "DORA":
-        kind, given["use_dora"] = "LORA", True
-    kinds = {str(getattr(key, "value", key)): value for key, value in mapping.items()}
-    if kind not in kinds:
-        raise TraceUnavailable(f"this version of PEFT does not know method {kind}")
-    names = set(inspect.signature(kinds[kind].__init__).parameters)
-    options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
-    if "task_type" in names and "task_type" not in given:
-        options["task_type"] = "CAUSAL_LM"
-    if options.get("layers_to_transform") == []:
-        options["layers_to_transform"] = None
-    if kind == "ADALORA":
-        options["rank_pattern"] = None
-        options.setdefault("total_step", 1000)
-    return kinds[kind](**options)
+    """PEFT's config of plain data. Raises TraceUnavailable: no such method."""
+    kind = str(plain.get("peft_type", "LORA")).upper()
+    if kind not in METHODS:
+        raise TraceUnavailable(f"adapters of {kind} are not traced")
+    return METHODS[kind](json.loads(json.dumps({key: value for key, value in plain.items() if key != "peft_type"})))
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "LORA": lambda given: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **given})
+}
+"""PEFT's configs by method; benchmarks add those of other scripts."""
 
 
 def _with_adapters(model: Any, settings: StepSettings) -> Any:
@@ -368,8 +343,12 @@ def _fused_head(base: Any) -> None:
 
 LOSSES: dict[str, Callable[[Any], object]] = {"chunked": _fused_head, "logits": lambda base: None}
 """What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
+KERNELS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
+"""What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do."""
 OLDER: list[Callable[[Any, StepSettings], None]] = []
 """What changes a model on the meta device into that of an older version of transformers; benchmarks fill it."""
+LOADED: list[Callable[[Any, StepSettings], None]] = []
+"""What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it."""
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:

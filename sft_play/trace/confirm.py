@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -26,13 +24,13 @@ from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
 from sft_play.process.heap import importing
-from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 18
+TRACE_VERSION = 19
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 10
+SHAPE_VERSION = 11
 """The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
@@ -99,7 +97,10 @@ def settings_of(
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
-        mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
+        # text in full blocks is never packed
+        mask="packed"
+        if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
+        else row_mask(padded=step.padded, masks=step.masks),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
         kernels=planned_kernels(config, shape, layout, on_gpu=step.on_gpu).counted.memory,
@@ -115,12 +116,11 @@ def settings_of(
         mixed_precision=precision.compute if half else None,
         gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
         reduces_in=chosen.reduced if is_fsdp and chosen.compressed else None,
-        device=Device(capability=step.capability or (9, 0)),
+        capability=step.capability or (9, 0),
     )
 
 
 def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
-    """How the run multiplies experts; code of a class's own is traced as it is."""
     chosen = planned_experts(config, shape, precision)
     if chosen is None or shape.own_experts:
         return "stacked"
@@ -130,13 +130,6 @@ def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Lite
 
 
 RowMask = Literal["ones", "padded", "positions"]
-
-
-def _mask(config: RunConfig, *, padded: bool, masks: bool = True, varlen: bool = False) -> Literal["packed"] | RowMask:
-    """How the collator separates rows; text in full blocks is never packed."""
-    if varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
-        return "packed"
-    return row_mask(padded=padded, masks=masks)
 
 
 def row_mask(*, padded: bool, masks: bool) -> RowMask:
@@ -172,36 +165,25 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # --- remembered -------------------------------------------------------------------------------------------------------
-def _trace(settings: StepSettings) -> TracedPeak:
-    with importing():
-        from sft_play.trace.step import trace_step
-    return trace_step(settings)
+def cached_trace(settings: StepSettings) -> TracedPeak:
+    """`step.trace_step`, remembered; raises as that does."""
+
+    def measured() -> TracedPeak:
+        with importing():
+            from sft_play.trace import step
+        return step.trace_step(settings)
+
+    return remembered("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK, measured)
 
 
-def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> ModelShape:
-    with importing():
-        from sft_play.trace.meta_shape import shape_on_meta
-    return shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
+def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
+    """`meta_shape.shape_on_meta`, remembered, but not with remote code; raises as that does."""
 
+    def measured() -> ModelShape:
+        with importing():
+            from sft_play.trace import meta_shape
+        return meta_shape.shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
 
-def cached_trace(
-    settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
-) -> TracedPeak:
-    """`step.trace_step`, remembered in `folder` (None: in the cache); raises as that does."""
-    decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
-    return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
-
-
-def cached_shape(
-    config: Mapping[str, Any],
-    *,
-    name: str,
-    trust_remote_code: bool = False,
-    folder: Path | None = None,
-    measure: Callable[..., ModelShape] = _measure_shape,
-) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered so, but not with remote code; raises as that does."""
-    measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
     decides = {"config": config, "shape": SHAPE_VERSION}
-    shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)
+    shape = remembered("shapes", decides, _SHAPE, measured, keeps=not trust_remote_code)
     return dataclasses.replace(shape, name=name)

@@ -66,7 +66,6 @@ def _statistics(x: Any) -> Any:
 
 
 def _by_value_head(k: Any, v: Any) -> Any:
-    """A tensor of keys, one for each value head."""
     return k.new_empty(*v.shape[:3], k.shape[3])
 
 
@@ -106,7 +105,6 @@ def _gradients(q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: i
 
 
 def _summed(gradient: Any, key: Any) -> Any:
-    """A gradient of every value head, summed over those of a key head."""
     heads = key.shape[2]
     if gradient.shape[2] == heads:
         return gradient

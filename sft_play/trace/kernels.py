@@ -5,7 +5,6 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 
 from sft_play.planner.attention import SdpaCall, SdpaKernel, sdpa_kernel
 from sft_play.planner.memory.operations import round_up
-from sft_play.trace.settings import StepSettings
+from sft_play.trace.settings import TraceUnavailable
 
 aten = torch.ops.aten
 
@@ -22,13 +21,7 @@ aten = torch.ops.aten
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
 def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
     """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns."""
-    rule = _WORKSPACES.get(func)
-    return () if rule is None else rule(args)
-
-
-def _softmax_backward(args: Any) -> tuple[int, ...]:
-    """`grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
-    return (args[0].numel() * args[0].element_size(),)
+    return _WORKSPACES[func](args) if func in _WORKSPACES else ()
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
@@ -73,25 +66,19 @@ def _efficient_backward(args: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _embedding_backward(args: Any) -> tuple[int, ...]:
-    """Sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)."""
-    return (8 * args[1].numel(),) * 4
-
-
-def _index_put(args: Any) -> tuple[int, ...]:
-    """Accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)."""
-    accumulates = len(args) > 3 and args[3]
-    return (8 * args[2].shape[0],) * 4 if accumulates and args[2].dim() else ()
-
-
-_WORKSPACES = {
-    aten._softmax_backward_data.default: _softmax_backward,
+_WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
+    # `grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)
+    aten._softmax_backward_data.default: lambda args: (args[0].nbytes,),
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    aten._index_put_impl_.default: _index_put,
+    # sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)
+    aten.embedding_dense_backward.default: lambda args: (8 * args[1].numel(),) * 4,
+    # accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)
+    aten._index_put_impl_.default: lambda args: (
+        (8 * args[2].shape[0],) * 4 if len(args) > 3 and args[3] and args[2].dim() else ()
+    ),
 }
 
 
@@ -99,9 +86,9 @@ _WORKSPACES = {
 class CudaAttention:
     """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`): [batch, heads, tokens, size]."""
 
-    def __init__(self, settings: StepSettings, cudnn: Callable[[], bool]) -> None:
+    def __init__(self, capability: tuple[int, int], cudnn: Callable[[], bool]) -> None:
         """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
-        self._capability, self._expands, self._cudnn = settings.device.capability, settings.expand_kv, cudnn
+        self._capability, self._cudnn = capability, cudnn
 
     def __call__(
         self,
@@ -118,17 +105,15 @@ class CudaAttention:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
-        if self._expands and key.shape[1] != query.shape[1]:
-            times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        kernel = self._kernel(query, key, value, attn_mask, enable_gqa)
+        kernel = self.kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return flash(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
-            return _composite(query, key, value, attn_mask, is_causal, scale)
+            raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
         return _masked(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
-    def _kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+    def kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+        """CUDA's choice for these tensors."""
         call = SdpaCall(
             query.shape[-1], value.shape[-1], masked=mask is not None, trains=_learns(query, key, value),
             grouped=enable_gqa and key.shape[1] != query.shape[1], half=query.dtype in (torch.float16, torch.bfloat16),
@@ -183,27 +168,6 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
-def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
-    """`_scaled_dot_product_attention_math` (native/transformers/attention.cpp): half inputs are computed in fp32."""
-    kind = query.dtype
-    if kind in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
-    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    if is_causal:
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        mask = torch.zeros_like(square, dtype=query.dtype).masked_fill_(square.logical_not(), float("-inf"))
-    query = query * root
-    if key.shape[1] != query.shape[1]:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    key = key * root
-    with torch.autocast("cpu", enabled=False):
-        weights = query @ key.transpose(-2, -1)
-        if mask is not None:
-            weights = weights + mask
-        return (torch.softmax(weights, -1) @ value).to(kind)
 
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------

@@ -122,7 +122,7 @@ def measure(
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_number(hf_config, "head_dim") or max(1, hidden // heads),
+        head_dim=_number(hf_config, "qk_head_dim") or _number(hf_config, "head_dim") or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_number(hf_config, "max_position_embeddings"),
@@ -168,7 +168,6 @@ def _measure_blocks(
 
 
 def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
-    """The block with what of it gets adapters and 4 bits; `at`: the beginning of its modules' full names."""
     linears = (
         replace(
             one,
@@ -250,7 +249,6 @@ def _field(hf_config: Any, name: str) -> Any:
 
 
 def _number(hf_config: Any, name: str) -> int | None:
-    """A size from the config; the first one where it differs by layer."""
     value = _field(hf_config, name)
     value = value[0] if isinstance(value, list | tuple) and value else value
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -74,7 +74,7 @@ def _powers(original: Any, situation: Situation) -> Any:
 
 
 def _grouped_products(original: Any, situation: Situation) -> Any:
-    is_new = situation.settings.device.capability >= GROUPED_SINCE
+    is_new = situation.settings.capability >= GROUPED_SINCE
     own = original if is_new else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
@@ -105,13 +105,12 @@ PATCHES: list[Patch] = [
     Patch("attention by CUDA's choice", "torch.nn.functional:scaled_dot_product_attention",
           "query key value attn_mask dropout_p is_causal scale enable_gqa",
           "the CPU kernel saves other tensors; CUDA's operators have fake kernels",
-          lambda original, situation: kernels.CudaAttention(situation.settings, lambda: situation.cudnn)),
+          lambda original, situation: kernels.CudaAttention(
+              situation.settings.capability, lambda: situation.cudnn
+          )),
     Patch("dropout", "torch.nn.functional:dropout", "input p training inplace",
           "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
           lambda original, situation: replacements.cuda_dropout),
-    Patch("softmax of fp16 in fp32", "torch.nn.functional:softmax", "input dim _stacklevel dtype",
-          "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
-          replacements.cuda_softmax),
     Patch("fake tensors count as real ones for masks", "transformers.masking_utils:is_tracing", "tensor",
           "transformers builds every S x S mask when it believes it is traced",
           lambda original, situation: lambda tensor=None: False),

@@ -21,21 +21,20 @@ BROADCAST_BUCKET = 250 << 20
 # --- DDP --------------------------------------------------------------------------------------------------------------
 class Buckets:
     """DDP's second copy of all gradients, cut again after the first backward pass; its reducer is C++ and reads data,
-    so they are made here. With `gradient_as_bucket_view` the gradients live in them and nothing is added."""
+    so they are made here."""
 
-    def __init__(self, model: nn.Module, settings: StepSettings, log: StorageLog) -> None:
-        self._log, self._settings = log, settings
+    def __init__(self, model: nn.Module, log: StorageLog) -> None:
+        self._log = log
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        log.passing((min(BROADCAST_BUCKET, sum(_nbytes(one) for one in model.parameters())),))
+        log.passing((min(BROADCAST_BUCKET, sum(one.nbytes for one in model.parameters())),))
         self._buckets: list[tuple[int, int]] = []
         self._rebuilt = False
         # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
-        if not settings.gradient_as_bucket_view:
-            self._make([1 << 62])
+        self._make([1 << 62])
 
     def after_backward(self) -> None:
         """After the first pass the order of the gradients is known: last layers first, 1 MiB and then 25 MiB."""
-        if self._rebuilt or self._settings.gradient_as_bucket_view:
+        if self._rebuilt:
             return
         for key, nbytes in self._buckets:
             self._log.dies(key, nbytes)
@@ -44,7 +43,7 @@ class Buckets:
         self._rebuilt = True
 
     def _make(self, limits: list[int]) -> None:
-        sizes = bucket_sizes([(str(one.dtype), _nbytes(one)) for one in self._trained], limits)
+        sizes = bucket_sizes([(str(one.dtype), one.nbytes) for one in self._trained], limits)
         self._buckets = [(self._log.born(nbytes), nbytes) for nbytes in sizes]
 
 
@@ -61,10 +60,6 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
             closed.append(open_buckets.pop(kind))
             limit_of[kind] = min(at + 1, len(limits) - 1)
     return closed + list(open_buckets.values())
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * int(tensor.element_size())
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ def _plugin(model: Any, settings: StepSettings, whole: list[Any]) -> Any:
         set_auto_wrap_policy=lambda model: None,
         auto_wrap_policy=transformer_auto_wrap_policy,
         transformer_cls_names_to_wrap=[type(build.decoder_layers(build.base_of(model))[0]).__name__],
-        reshard_after_forward=settings.reshard_after_forward,
+        reshard_after_forward=True,
         cpu_offload=OffloadPolicy(),
         mixed_precision_policy=policy,
         ignored_modules=whole or None,

@@ -61,36 +61,6 @@ class GroupedProduct(torch.autograd.Function):
         return tuple(torch.empty(shape, dtype=dtype) if asked else None for shape, asked in pairs)
 
 
-class _HalfSoftmax(torch.autograd.Function):
-    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Any) -> Any:
-        out = torch.empty(logits.shape, dtype=torch.float32)
-        ctx.save_for_backward(out)
-        ctx.dtype = logits.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (out,) = ctx.saved_tensors
-        product = grads[0] * out
-        grad = torch.empty(out.shape, dtype=ctx.dtype)
-        del product
-        return grad
-
-
-def cuda_softmax(original: Any, _: Situation) -> Any:
-    """CUDA's softmax: fp16 to fp32 is one kernel, without an fp32 copy of the input."""
-
-    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        if dtype is torch.float32 and input.dtype is torch.float16:
-            return _HalfSoftmax.apply(input)
-        return original(input, dim=dim, dtype=dtype)
-
-    return softmax
-
-
 def flash_mask(original: Any, situation: Situation) -> Any:
     """The mask that flash attention gets: None unless rows are padded."""
 

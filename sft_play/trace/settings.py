@@ -1,4 +1,4 @@
-"""What a trace runs: a frozen description of one training step, whoever wrote the script that it describes.
+"""What a trace runs: a frozen description of one training step. Benchmarks add what other scripts did.
 
 Torch-free, hashable by its JSON, and the key of the cache. Dtypes are torch's names (`bfloat16`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sft_play.planner.precision import DtypeName
@@ -19,15 +19,6 @@ class TraceUnavailable(Exception):
 
 BY_BOUNDARIES = ("varlen", "one_by_one")
 """The two ways of this toolkit's own attention."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
-
-    capability: tuple[int, int] = (9, 0)
-    capacity: int | None = None
-    expandable_segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,6 @@ class StepSettings:
     """Tokens that the vocabulary gets; with adapters their rows train."""
     micro_batch: int = 1
     seq_len: int = 2048
-    lengths: tuple[int, ...] = ()
-    """Tokens of a row in each micro-batch in turn, repeating; empty: always `seq_len`."""
     grad_accum: int = 1
     optimizer_steps: int = 2
     # --- dtypes -----------------------------------------------------------------------------------------------------
@@ -57,10 +46,6 @@ class StepSettings:
     """None: what PEFT and TRL do in the mode (fp32 on unquantised bases, bf16 on NF4)."""
     casts_inputs: bool = False
     """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do unless they are told."""
-    fp32_rest: bool = False
-    """`prepare_model_for_kbit_training`: norms, embedding and head in fp32."""
-    fp32_norms: bool = False
-    """The same, and embedding and head put back to `weights` (TRL before 1.0, `peft_module_casting_to_bf16`)."""
     double_quant: bool = True
     quant_compute: DtypeName = "bfloat16"
     quant_storage: str = "uint8"
@@ -76,15 +61,12 @@ class StepSettings:
     ] = "chunked"  # fmt: skip
     """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; the others those of older versions
     of transformers: shifted, before 4.50, copied, float replaced the half logits, half stayed in their dtype."""
-    label_fraction: float = 1.0
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
     """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
     call for each chat."""
     mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
     restart; positions: position ids that do not."""
-    expand_kv: bool = False
-    """The script repeats K and V to all heads before attention."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
     attention does not run (training/model/sdpa.py)."""
@@ -92,30 +74,18 @@ class StepSettings:
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
-    """A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings' states in fp32;
-    lora_fa is AdamW, one tensor at a time, and freezes every LoRA A."""
+    """A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings' states in fp32."""
     clip: bool = True
     experts: Literal["stacked", "cast", "eager", "loop"] = "stacked"
     """stacked: transformers' grouped products; cast: the same in autocast's dtype (training/prepare/experts.py); eager:
     one expert after another; loop: that with separate linear layers, as before transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
-    """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
+    """Of norms, gated activations and rotations: the model's own, or liger-kernel's, which no plan's trace runs."""
     delta_rule: Literal["plain", "fla"] = "plain"
     """Of gated delta rules: the class's own code, or flash-linear-attention's kernels (`trace.delta_rule`)."""
-    holds_outputs: bool = False
-    """The loop keeps the model's outputs (its logits) through backward and step."""
-    holds_until_next: bool = False
-    """With `holds_outputs`: they live until the next micro-batch's outputs take their name."""
-    empty_cache_after_load: bool = True
-    empty_cache_every_step: bool = False
-    """The loop calls `torch.cuda.empty_cache` after each optimizer step."""
     sync_each_batch: bool = False
     """Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else full ones are kept
     until the last."""
-    zero_grad_late: bool = False
-    """The loop clears the gradients when the next step starts, not when a step ends."""
-    peak_from: Literal["loaded", "start", "second_step"] = "loaded"
-    """When the script resets its counters: after loading, never, or after a first step."""
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
@@ -131,11 +101,8 @@ class StepSettings:
     """FSDP2's param_dtype, where it is not `mixed_precision`."""
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
-    checkpoints_wrappers: bool = False
-    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper, and gathers its weights once more."""
-    reshard_after_forward: bool = True
-    gradient_as_bucket_view: bool = False
-    device: Device = field(default_factory=Device)
+    capability: tuple[int, int] = (9, 0)
+    """CUDA's, of the GPU that is simulated."""
 
     def as_json(self) -> str:
         """A canonical text: equal settings give equal texts."""
@@ -152,8 +119,6 @@ class TracedPeak:
     """Highest (allocated, reserved) inside each phase: build, forward, backward, optimizer, evaluation."""
     resident: int
     """Allocated bytes after loading."""
-    params: int
-    trained_params: int
     reserved_either: int = 0
     """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments."""
     seconds: float = 0.0

@@ -17,38 +17,34 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, liger, patches, replacements
+from sft_play.trace import build, fakes, kernels, patches, replacements
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
-from sft_play.trace.storages import StorageLog, replay
+from sft_play.trace.storages import Peaks, StorageLog, replay
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
-    cannot run it on fake tensors; SimulatedOutOfMemory: the device does not hold it."""
+    cannot run it on fake tensors."""
     start = time.perf_counter()
-    log, facts = record(settings)
-    own = settings.device.expandable_segments
-    peaks = replay(
-        log.events, expandable_segments=own, capacity=settings.device.capacity, count_from=settings.peak_from
-    )
-    other = replay(log.events, expandable_segments=not own, count_from=settings.peak_from)
+    with situated(settings) as (run, skeleton):
+        run.whole(skeleton)
+    peaks, other = run.replayed()
     return TracedPeak(
         allocated=peaks.allocated,
         reserved=peaks.reserved,
         reserved_either=max(peaks.reserved, other.reserved),
         phases=peaks.phases,
         resident=peaks.after["build"],
-        params=facts["params"],
-        trained_params=facts["trained_params"],
         seconds=round(time.perf_counter() - start, 3),
     )
 
 
-def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> tuple[StorageLog, dict[str, int]]:
-    """The events of the step, and counts of parameters. For comparison, `real` runs it on real CPU tensors instead, a
-    sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
+def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> StorageLog:
+    """The events of the step. For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real
+    group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
     with situated(settings, real=real, mesh=mesh) as (run, skeleton):
-        return run.log, run.whole(skeleton)
+        run.whole(skeleton)
+    return run.log
 
 
 @contextlib.contextmanager
@@ -59,9 +55,12 @@ def situated(
     the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
+    if settings.kernels not in build.KERNELS:
+        raise TraceUnavailable("Liger's kernels run on a GPU alone")
     from sft_play.training.model import sdpa
 
-    log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
+    loop = LOOPS[type(settings)]
+    log = loop.log_of(workspace=kernels.workspace)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
@@ -72,8 +71,7 @@ def situated(
         stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
         model = build.skeleton(settings, depth=depth)
         stack.enter_context(build.without_packages(build.base_of(model), settings))
-        if settings.kernels == "liger":
-            stack.enter_context(liger.replaced(model))
+        stack.enter_context(build.KERNELS[settings.kernels](model))
         if _is_sharded(settings) and mesh is None:
             from sft_play.trace import ranks
 
@@ -82,73 +80,68 @@ def situated(
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        yield Loop(situation, mesh), model
+        yield loop(situation, mesh), model
 
 
 class Loop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
+    log_of = StorageLog
+
     def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
         self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
-        self._held: Any = None
-        self._passes = 0
 
-    def whole(self, skeleton: Any) -> dict[str, int]:
-        """Run it with this model; returns counts of parameters."""
+    def whole(self, skeleton: Any) -> None:
+        """Run it with this model."""
         settings, log = self.settings, self.log
-        model, counts = self.loaded(skeleton)
-        if settings.empty_cache_after_load:
-            log.empty_cache()
+        model = self.loaded(skeleton)
+        log.empty_cache()
         log.mark("prepare")
-        buckets = self._buckets(model)
-        log.born(cublas_workspace(settings.device.capability))  # the thread that runs forward
-        optimizer = make_optimizer(settings, model, log)
+        buckets = self.buckets(model)
+        log.born(cublas_workspace(settings.capability))  # the thread that runs forward
+        optimizer = self.optimizer(model)
         for step in range(settings.optimizer_steps):
-            if settings.zero_grad_late:
-                optimizer.zero_grad(set_to_none=True)
             for micro in range(settings.grad_accum):
                 log.mark("forward", step)
-                with self._synchronised(model, micro == settings.grad_accum - 1):
-                    self._micro_batch(model, step)
+                with self.synchronised(model, micro == settings.grad_accum - 1):
+                    self.passes(model, step, settings.seq_len)
                 if step == micro == 0:
-                    log.born(cublas_workspace(settings.device.capability))  # autograd's own thread
+                    log.born(cublas_workspace(settings.capability))  # autograd's own thread
                 buckets()
             log.mark("optimizer", step)
-            self._update(model, optimizer)
-            log.wait()  # a script reads the loss or the norm of a step
-            if not settings.holds_until_next:
-                self._held = None
-            if settings.empty_cache_every_step:
-                log.empty_cache()
+            self.update(model, optimizer)
         if settings.eval_batch:
             log.empty_cache()  # as the trainer does between the moments of a run
             log.mark("evaluation", settings.optimizer_steps - 1)
             self.evaluates(model, settings.eval_batch, settings.seq_len)
         log.mark("end", settings.optimizer_steps - 1)
-        return counts
 
-    def loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
+    def loaded(self, skeleton: Any) -> Any:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
-            model = build.furnish(skeleton, self.settings)
-            return model, _counts(model)
+            return build.furnish(skeleton, self.settings)
         from sft_play.trace import ranks
 
         with self.log.hidden():
             model = build.furnish(skeleton, self.settings)
-            counts, largest = _counts(model), ranks.largest_unit(model, self.settings)
+            largest = ranks.largest_unit(model, self.settings)
             model = ranks.DIVIDED[self.settings.strategy](model, self.settings, self.mesh)
         self.log.passing((largest,))
         for tensor in ranks.shards(model):
             self.log.see(tensor)
-        return model, counts
+        return model
 
-    def _buckets(self, model: Any) -> Callable[[], None]:
+    def buckets(self, model: Any) -> Callable[[], None]:
+        """What DDP does after a backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
         from sft_play.trace import ranks
 
-        return ranks.Buckets(model, self.settings, self.log).after_backward
+        return ranks.Buckets(model, self.log).after_backward
+
+    def optimizer(self, model: Any) -> Any:
+        """The optimizer of the run."""
+        return make_optimizer(self.settings, model, self.log)
 
     def batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
@@ -169,49 +162,40 @@ class Loop:
                 batch["chat_lengths"] = (length,) * rows
         return batch
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch as the script computes it, and what it keeps of the outputs."""
+    def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss of a batch."""
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
             if self.settings.loss == "chunked":
                 out = model(**batch, use_cache=False, fused_lm_head=True)
-                loss = (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
-                return loss, None
-            out = model(**batch, use_cache=False)
-        return out.loss, out.logits if self.settings.holds_outputs else None
+                return (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
+            return model(**batch, use_cache=False).loss
 
     @contextlib.contextmanager
-    def _synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+    def synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
         """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
         if is_last or self.settings.sync_each_batch or not _is_sharded(self.settings):
             yield
-        elif hasattr(model, "no_sync"):  # the first FSDP
-            with model.no_sync():
-                yield
         else:
             model.set_requires_gradient_sync(False)
             yield
             model.set_requires_gradient_sync(True)
 
-    def _micro_batch(self, model: Any, step: int) -> None:
-        lengths = self.settings.lengths or (self.settings.seq_len,)
-        length = lengths[self._passes % len(lengths)]
-        self._passes += 1
-        loss, self._held = self.loss(model, self.batch(self.settings.micro_batch, length))
+    def passes(self, model: Any, step: int, length: int) -> None:
+        """A micro-batch of rows of this length, forwards and backwards."""
+        loss = self.loss(model, self.batch(self.settings.micro_batch, length))
         if self.settings.grad_accum > 1:
             loss = loss / self.settings.grad_accum
         self.log.mark("backward", step)
         loss.backward()
 
-    def _update(self, model: Any, optimizer: Any) -> None:
-        if self.settings.clip and hasattr(model, "clip_grad_norm_"):  # the first FSDP
-            model.clip_grad_norm_(1.0)
-        elif self.settings.clip:
+    def update(self, model: Any, optimizer: Any) -> None:
+        """The end of a step."""
+        if self.settings.clip:
             trained = [one for one in model.parameters() if one.requires_grad]
             torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
         optimizer.step()
-        if not self.settings.zero_grad_late:
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
 
     def evaluates(self, model: Any, rows: int, length: int) -> None:
         """A pass of an evaluation."""
@@ -222,23 +206,17 @@ class Loop:
         self.situation.evaluating = False
         model.train()
 
+    def replayed(self) -> tuple[Peaks, Peaks]:
+        """Peaks in the allocator's two modes, fixed-size segments and expandable ones."""
+        return replay(self.log.events), replay(self.log.events, expandable_segments=True)
+
+
+LOOPS: dict[type[StepSettings], type[Loop]] = {StepSettings: Loop}
+"""The loop of each kind of settings; benchmarks add that of other scripts."""
+
 
 def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy.startswith("fsdp")
-
-
-def _counts(model: Any) -> dict[str, int]:
-    return {
-        "params": sum(_elements(one) for one in model.parameters()),
-        "trained_params": sum(_elements(one) for one in model.parameters() if one.requires_grad),
-    }
-
-
-def _elements(parameter: Any) -> int:
-    """Weights that a parameter stands for; packed ones count in full."""
-    if hasattr(parameter, "quant_type"):
-        return int(parameter.numel()) * int(parameter.element_size()) * 2
-    return int(parameter.numel())
 
 
 _WIDE = "_wide_embeddings"
@@ -247,16 +225,11 @@ _WIDE = "_wide_embeddings"
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
-    if settings.optimizer == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states: dict[str, Callable[[int], tuple[int, ...]]] = {
         "adamw_8bit": fakes.adam_8bit_states,
         "paged_adamw_8bit": fakes.paged_adam_8bit_states,
         "lion_32bit_bnb": lambda elements: (4 * elements,),
-        "adamw_32bit_bnb": lambda elements: (4 * elements, 4 * elements),
         "none": lambda elements: (),
     }
     name, wide = settings.optimizer.removesuffix(_WIDE), list[Any]()
@@ -274,12 +247,10 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=1e-3, foreach=True)
     if settings.optimizer == "adamw_fused":
         return torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    if settings.optimizer in ("adamw_foreach", "lora_fa"):
-        return torch.optim.AdamW(trained, lr=1e-4, foreach=settings.optimizer == "adamw_foreach")
+    if settings.optimizer == "adamw_foreach":
+        return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
     raise TraceUnavailable(f"no optimizer {settings.optimizer!r} is known to the trace")
 
 
@@ -318,7 +289,6 @@ def _collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off the libraries' advice to users of models: nothing trains here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

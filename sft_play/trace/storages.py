@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_iter
 
 from sft_play.trace.allocator import CachingAllocator
 
-BIRTH, DEATH, MARK, EMPTY_CACHE, USED, WAIT = 0, 1, 2, 3, 4, 5
+BIRTH, DEATH, MARK, EMPTY_CACHE = 0, 1, 2, 3
 """Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache
-is emptied, another stream uses a storage (key, stream), the host waits until the work submitted by then is done (an
-event's index, or -1: all work)."""
+is emptied."""
 
 Event = tuple[int, object, int, int]
-"""(kind, key or phase's name, bytes or step or an event's index, stream); 0 is the model's own stream."""
+"""(kind, key or phase's name, bytes or step, stream); 0 is the model's own stream."""
 
 
 @dataclass
@@ -40,43 +39,27 @@ class Peaks:
     """Allocated bytes when a phase first ended."""
 
 
-def replay(
-    events: Iterable[Event],
-    *,
-    expandable_segments: bool = False,
-    capacity: int | None = None,
-    count_from: Literal["loaded", "start", "second_step"] = "loaded",
-) -> Peaks:
-    """Peaks of the events, counted from then on; raises SimulatedOutOfMemory where `capacity` is too little."""
-    allocator = CachingAllocator(expandable_segments=expandable_segments, capacity=capacity)
-    peaks, phase, counts = Peaks(), "build", count_from == "start"
+def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> Peaks:
+    """Peaks of the events, counted once the model is loaded."""
+    allocator = CachingAllocator(expandable_segments=expandable_segments)
+    peaks, phase = Peaks(), "build"
     malloc, free = allocator.malloc, allocator.free
-    events = list(events)
-    # moments that a later WAIT refers to by the event's index
-    awaited = {number for kind, _, number, _ in events if kind == WAIT}
-    moments: dict[int, int | None] = {-1: None}
-    for index, (kind, key, number, stream) in enumerate(events):
-        if index in awaited:
-            moments[index] = allocator.moment()
+    for kind, key, number, stream in events:
         if kind == BIRTH:
             malloc(key, number, stream)
         elif kind == DEATH:
             free(key)
-        elif kind == USED:
-            allocator.record_stream(key, stream)
-        elif kind == WAIT:
-            allocator.synchronise(moments[number])
         elif kind == EMPTY_CACHE:
             allocator.empty_cache()
-        else:
-            _close(peaks, phase, allocator, counts)
+        elif kind == MARK:
+            close(peaks, phase, allocator, counts=phase != "build")
             phase = str(key)
-            counts = counts or count_from == "loaded" or number >= 1
-    _close(peaks, phase, allocator, counts)
+    close(peaks, phase, allocator, counts=phase != "build")
     return peaks
 
 
-def _close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -> None:
+def close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -> None:
+    """The end of a phase."""
     old = peaks.phases.get(phase, (0, 0))
     peaks.phases[phase] = (max(old[0], allocator.peak_allocated), max(old[1], allocator.peak_reserved))
     peaks.after.setdefault(phase, allocator.allocated)
@@ -98,18 +81,15 @@ _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
 
 class StorageLog(TorchDispatchMode):
     """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and `peak` are live bytes,
-    not rounded to blocks; `labelled`: the share of a fake boolean index that counts as true; `is_padded` answers
-    whether a mask has padding."""
+    not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
+    padding."""
 
-    def __init__(
-        self, *, workspace: Workspace | None = None, labelled: float = 1.0, is_padded: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, *, workspace: Workspace | None = None, is_padded: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
         self.operators = 0
         self._workspace = workspace
-        self._labelled = labelled
         self.is_padded = is_padded
         self._live: dict[int, tuple[int, int]] = {}
         self._next_key = 0
@@ -139,16 +119,6 @@ class StorageLog(TorchDispatchMode):
         if stream not in self._streams:
             self._streams.append(stream)
         return self._streams.index(stream)
-
-    def used(self, tensor: torch.Tensor, stream: object) -> None:
-        """`tensor.record_stream(stream)`."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
-            self.events.append((USED, entry[0], 0, self._number(stream)))
-
-    def wait(self, until: int = -1) -> None:
-        """The host waits for the work submitted before the event of this index (-1: all of it)."""
-        self.events.append((WAIT, None, until, 0))
 
     def born(self, nbytes: int) -> int:
         """A buffer of the run that is not a tensor here; returns its key for `dies`."""
@@ -255,10 +225,6 @@ class StorageLog(TorchDispatchMode):
         self._live[new_storage._cdata] = entry
         weakref.finalize(new_storage, self._died, new_storage._cdata).atexit = False
 
-    def chosen(self, mask: torch.Tensor) -> int:
-        """True positions of a mask; on fake tensors, which have no values, the share of labelled tokens."""
-        return max(1, round(self._labelled * int(mask.numel()))) if isinstance(mask, FakeTensor) else int(mask.sum())
-
 
 def _engine_adds_in_place(args: Any) -> bool:
     """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
@@ -281,15 +247,20 @@ def _engine_adds_in_place(args: Any) -> bool:
 
 
 # --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
+def _chosen(mask: torch.Tensor) -> int:
+    """True positions of a mask; all of a fake one, which has no values."""
+    return int(mask.numel()) if isinstance(mask, FakeTensor) else int(mask.sum())
+
+
 def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
     given = [one for one in args[1] if one is not None]
     if len(given) != 1 or given[0].dtype != torch.bool:
         return func(*args, **kwargs)
     mask = given[0]
-    log.passing((8 * log.chosen(mask) * mask.dim(),))
+    log.passing((8 * _chosen(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
-        positions = [torch.empty(log.chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
+        positions = [torch.empty(_chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
         indices = [one for place in args[1] for one in ([place] if place is None else positions)]
         args = (args[0], indices, *args[2:])
     return func(*args, **kwargs)
@@ -298,7 +269,7 @@ def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
 def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(args[1], FakeTensor):
         return func(*args, **kwargs)
-    return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
+    return torch.empty(_chosen(args[1]), dtype=args[0].dtype)
 
 
 def _is_unpadded(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
 
@@ -48,12 +47,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory of a GPU; `peak_bytes` where the driver keeps accounts."""
+    """A process that holds memory of a GPU."""
 
     pid: int
     name: str | None
     used_bytes: int | None
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,10 +135,6 @@ class Seen:
     driver_cuda: str | None = None
     """The newest CUDA that the driver can run."""
     topology: Topology | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
     def only(self, indices: Sequence[int]) -> Seen:
         """The same with only these GPUs, in this order; the topology is the machine's, where there are several."""

@@ -175,12 +175,10 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     cap = ask(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
     link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
             for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
-    # newer packages have a second function and will drop the first with CUDA 14
-    questions = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
-    degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
+    degrees = ask(nvml, "nvmlDeviceGetTemperature", handle, _SENSOR_GPU)
     return {
         "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
-        "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
+        "temperature_celsius": None if degrees is None else int(degrees),
         "pcie": Pcie(*link),
         "processes": _processes(nvml, handle),
     }
@@ -208,19 +206,11 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
         before, now = used.get(int(item.pid)), item.usedGpuMemory
         # one process can be in both lists, with the same memory
         used[int(item.pid)] = max(before or 0, int(now)) if now is not None else before
-    keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
-    processes = []
-    for pid, held in sorted(used.items()):
-        name = _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid))
-        stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
-        processes.append(
-            GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
-        )
-    return tuple(processes)
+    names = {pid: _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid)) for pid in used}
+    return tuple(GpuProcess(pid, names[pid], held) for pid, held in sorted(used.items()))
 
 
-def _process_name(pid: int, by_driver: str | None = None) -> str | None:
-    """The name of a process: from this machine's process table, else the driver's; None if unknown."""
+def _process_name(pid: int, by_driver: str | None) -> str | None:
     # in a container the driver lists pids of the host, which this process table does not have
     try:
         return psutil.Process(pid).name()
@@ -284,8 +274,7 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
 
 
 def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
-    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None where they are not
-    told."""
+    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None: not told."""
     links: Counter[str] = Counter()
     if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
         return None

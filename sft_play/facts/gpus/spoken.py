@@ -55,7 +55,6 @@ def _machines() -> list[tuple[str, str]]:
 
 
 def _machine(name: str) -> str | None:
-    """The GPUs of a cloud's type of machine."""
     said = re.sub(r"^(ml\.|standard_|(google |free )(?=colab))", "", name.lower().strip())
     for pattern, machine in _machines():
         if match := re.fullmatch(pattern, said):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
 from sft_play.facts.gpus.gpu_catalog import find
-from sft_play.facts.host import answer_of
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -54,10 +53,7 @@ def _probe_gpus() -> tuple[Found, ...]:
     for gpu in seen.gpus:
         if gpu.trouble:  # a GPU that fell off the bus does not hide the others
             logger.warning("%s and is left out", obstacle(gpu))
-        items = _of_nvml(gpu)
-        if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
-            items = _named_instances(items[0]) or items
-        listed += items
+        listed += _of_nvml(gpu)
     return tuple(listed)
 
 
@@ -75,12 +71,12 @@ def obstacle(gpu: SeenGpu) -> str | None:
         is_sized = any(_instance_bytes(item) for item in gpu.instances)
         return None if is_sized else f"{head}: NVML tells the memory of none of its MIG instances"
     if not gpu.total_bytes and not _catalogue_bytes(gpu.name):
-        return f"{head}: NVML does not tell its memory ({_memory_refusal(gpu)}), and the catalogue has no {gpu.name}"
+        return f"{head}: {_untold(gpu)}, and the catalogue has no {gpu.name}"
     return None
 
 
-def _memory_refusal(gpu: SeenGpu) -> str:
-    return gpu.withheld.get("memory", "no answer")
+def _untold(gpu: SeenGpu) -> str:
+    return f"NVML does not tell its memory ({gpu.withheld.get('memory', 'no answer')})"
 
 
 def _of_nvml(gpu: SeenGpu) -> list[Found]:
@@ -96,7 +92,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         total, note = card.total_bytes, ""
         if not total:
             total = _catalogue_bytes(name)
-            note = f"GPU {gpu.index}: NVML does not tell its memory ({_memory_refusal(gpu)}); "
+            note = f"GPU {gpu.index}: {_untold(gpu)}; "
             note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
         return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
     instances = []
@@ -111,21 +107,15 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
 
 
 def _instance_bytes(item: Instance) -> int:
-    return item.total_bytes or _profile_bytes(item.profile)
-
-
-def _profile_bytes(profile: str) -> int:
-    match = re.search(r"(\d+)gb", profile)
-    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
+    match = re.search(r"(\d+)gb", item.profile)
+    return item.total_bytes or (int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0)
 
 
 def _catalogue_bytes(name: str | None) -> int:
-    """The least memory of the GPUs of a name; 0: there is none."""
     return min((entry.driver_bytes for entry in find(name or "")), default=0)
 
 
 def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """What a CUDA process sees of the driver's list, in its order, and what a person should know about it."""
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     visible = found if variable is None else _visible(found, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if item.usable)
@@ -167,17 +157,3 @@ def _matches(item: Found, entry: str) -> bool:
     if entry.startswith("MIG-"):
         return item.uuid.startswith(entry)
     return entry != "" and (item.parent or item.uuid).startswith(entry)
-
-
-def _named_instances(split: Found) -> list[Found]:
-    """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
-    instances: list[Found] = []
-    is_below = False
-    for line in answer_of("nvidia-smi", "-L").splitlines():
-        if match := re.match(r"GPU (\d+):", line):
-            is_below = int(match[1]) == split.gpu.index
-        elif is_below and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
-            size, name = _profile_bytes(match[1]), f"{split.gpu.name} MIG {match[1]}"
-            gpu = replace(split.gpu, name=name, total_bytes=size, free_bytes=None, mig=match[1])
-            instances.append(Found(match[2], gpu, split.uuid))
-    return instances

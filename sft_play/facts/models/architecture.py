@@ -155,8 +155,9 @@ def local_folder(name: str) -> Path | None:
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
         path = path.expanduser()
-    if _is_dir(path):
-        return path
+    with contextlib.suppress(OSError):  # a name too long for the file system
+        if path.is_dir():
+            return path
     first = Path(path.parts[0]) if path.parts else path
     # a hub id is owner/name or a bare name: anything else can only be a path
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists())
@@ -165,13 +166,6 @@ def local_folder(name: str) -> Path | None:
     if is_path:
         raise ModelError(f"model path {one_line(name)} does not exist or is no folder (looked from {Path.cwd()})")
     return None
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name too long for the file system
-        return False
 
 
 def _read_config(folder: Path, name: str) -> Config:
@@ -191,8 +185,7 @@ def _read_config(folder: Path, name: str) -> Config:
 
 
 def _untagged(value: Config) -> Any:
-    """A number that JSON lacks, from the tag that transformers writes for it (`_encode_special_floats`, 5.23); any
-    other object as it is."""
+    """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
     tag = value.get("__float__")
     return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
 
@@ -303,14 +296,11 @@ class KnownModel:
     params: int | None = None
 
 
-def _known_models() -> dict[str, KnownModel]:
-    known: dict[str, KnownModel] = {}
-    for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")):
-        known |= dict.fromkeys(row["names"], KnownModel(row["config"], row["source"], row["params"]))
-    return known
-
-
-KNOWN_MODELS: dict[str, KnownModel] = _known_models()
+KNOWN_MODELS: dict[str, KnownModel] = {
+    name: KnownModel(row["config"], row["source"], row["params"])
+    for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    for name in row["names"]
+}
 """By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
 
 A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,

@@ -15,7 +15,7 @@ from sft_play.facts.models.config_fields import (
     refuse_other_models,
 )
 from sft_play.facts.models.families import EXPERT_WEIGHTS, FAMILIES, Experts, Family, marked
-from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape, Stacked
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
@@ -55,16 +55,8 @@ class _Builder:
         self.hidden = fields.need("hidden_size")
         self.num_layers = fields.need("num_hidden_layers")
         self.heads = fields.need("num_attention_heads")
-        self.mla = None
-        if family.mla:
-            self.mla = Mla(
-                q_rank=fields.count("q_lora_rank"),
-                kv_rank=fields.need("kv_lora_rank"),
-                nope_dim=fields.need("qk_nope_head_dim"),
-                rope_dim=fields.need("qk_rope_head_dim"),
-                value_dim=fields.need("v_head_dim"),
-            )
-        self.kv_heads = self._kv_heads()
+        self.kv_heads = fields.count("num_key_value_heads") or self.heads
+        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
         self.head_dim = self._head_dim()
 
     def shape(self) -> ModelShape:
@@ -103,16 +95,8 @@ class _Builder:
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
             attention_dropout=fields.share("attention_dropout"),
-            mla=self.mla,
             outer_params=self.hidden,  # the last norm
         )
-
-    def _kv_heads(self) -> int:
-        if self.mla is not None:
-            return self.heads
-        kv_heads = self.fields.count("num_key_value_heads") or self.heads
-        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", kv_heads)
-        return kv_heads
 
     def _require_multiple(self, name: str, number: int, other: str, unit: int) -> None:
         if number % unit:
@@ -122,16 +106,12 @@ class _Builder:
             )
 
     def _head_dim(self) -> int:
-        if self.mla is not None:
-            return self.mla.nope_dim + self.mla.rope_dim
         own = self.fields.count("head_dim")
         if own is None:
             self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
         return own or self.hidden // self.heads
 
     def _rotary_dim(self) -> int:
-        if self.mla is not None:
-            return self.mla.rope_dim
         rope = self.fields.values.get("rope_parameters")
         share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
         share = self.fields.real("partial_rotary_factor") if share is None else share
@@ -157,8 +137,6 @@ class _Builder:
 
     def _attention(self) -> tuple[Linear, ...]:
         family, bias = self.family, self.fields.flag(self.family.qkv_bias)
-        if self.mla is not None:
-            return self._latent_attention(self.mla, bias)
         # q is not always the hidden width: Gemma's and Qwen3's heads are wider together
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         out = Linear("self_attn.o_proj", q, self.hidden, self.fields.flag(family.out_bias))
@@ -167,28 +145,12 @@ class _Builder:
         widths = zip(family.qkv, (q, kv, kv), strict=True)
         return (*(Linear(path, self.hidden, width, bias) for path, width in widths), out)
 
-    def _latent_attention(self, mla: Mla, bias: bool) -> tuple[Linear, ...]:
-        """DeepSeek's: queries, keys and values through narrow projections, with norms between."""
-        q, at = self.heads * (mla.nope_dim + mla.rope_dim), "self_attn."
-        if mla.q_rank is None:
-            queries: tuple[Linear, ...] = (Linear(f"{at}q_proj", self.hidden, q),)
-        else:
-            queries = (Linear(f"{at}q_a_proj", self.hidden, mla.q_rank, bias), Linear(f"{at}q_b_proj", mla.q_rank, q))
-        return (
-            *queries,
-            Linear(f"{at}kv_a_proj_with_mqa", self.hidden, mla.kv_rank + mla.rope_dim, bias),
-            Linear(f"{at}kv_b_proj", mla.kv_rank, self.heads * (mla.nope_dim + mla.value_dim)),
-            Linear(f"{at}o_proj", self.heads * mla.value_dim, self.hidden, bias),
-        )
-
     def _mlp(self, paths: tuple[str, ...], width: int, *, bias: bool) -> tuple[Linear, ...]:
         wide = 2 * width if self.family.fused_gate else width
         into = tuple(Linear(path, self.hidden, wide, bias) for path in paths[:-1])
         return (*into, Linear(paths[-1], width, self.hidden, bias))
 
     def _qk_norms(self) -> int:
-        if self.mla is not None:  # norms of the compressed keys and queries
-            return self.mla.kv_rank + (self.mla.q_rank or 0)
         if not self.fields.flag(self.family.qk_norm):
             return 0
         if self.family.qk_norm_size == "width":

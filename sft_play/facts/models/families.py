@@ -66,7 +66,6 @@ class Family:
     """head: one weight for all heads; width: as many as the heads are wide together."""
     window: WindowRule = "none"
     sinks: bool = False
-    mla: bool = False
     experts: Experts | None = None
 
     @property
@@ -142,7 +141,6 @@ FAMILIES: dict[str, Family] = {
         _BIASED, norm="gemma", window="every_2", sinks=True,
         experts=Experts(width="intermediate_size", router_bias=True, expert_bias=True, clamped=True),
     ),
-    "deepseek_v3": replace(_BIASED, mla=True, experts=_AFTER_DENSE),
     "glm4_moe": Family(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
 }  # fmt: skip
 """Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small

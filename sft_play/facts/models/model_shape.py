@@ -160,18 +160,6 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention (DeepSeek): ranks and head sizes; `q_rank` is None where queries are not
-    compressed."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none. `layers`
     describes the blocks, and every count comes from it; the single fields above it describe the whole model, or its
@@ -216,7 +204,6 @@ class ModelShape:
     sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
-    mla: Mla | None = None
     attention_dropout: float = 0.0
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
@@ -274,6 +261,11 @@ class ModelShape:
         """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
         (modeling_llama4.py, Llama4TextMoe)."""
         return self.num_experts if self.own_experts else self.experts_per_token
+
+    @cached_property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made from one narrow projection (DeepSeek's attention): of different widths."""
+        return any(linear.name == "kv_b_proj" for linear, _ in self.linears)
 
     @property
     def q_width(self) -> int:

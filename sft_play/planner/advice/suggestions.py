@@ -184,7 +184,6 @@ def _changes(request: PlanRequest) -> list[str]:
 
 
 def _smaller_batches(train: TrainConfig) -> list[str]:
-    """Fewer rows per pass; the effective batch stays, also where it follows from the two given factors."""
     if train.effective_follows:
         rows = int(train.batch_size) * int(train.grad_accum)
         return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
@@ -284,7 +283,6 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 
 
 def _name_of(machine: Hardware) -> str:
-    """The HARDWARE= value of the machine: its memory where the catalogue's differs, its RAM where it was given."""
     gpu = machine.gpus[0]
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
     entry = next(iter(find(name)), None)

@@ -231,11 +231,8 @@ def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
 
 
 def cache_bytes(shape: ModelShape, width: int) -> int:
-    """Bytes of one token's keys and values in all attention layers; latent attention's are cached decompressed."""
-    heads, size = shape.num_kv_heads, 2 * shape.head_dim
-    if shape.mla is not None:
-        heads, size = shape.num_heads, shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.value_dim
-    return width * heads * size * sum(kind.count for kind in shape.layers if kind.attention != "none")
+    """Bytes of one token's keys and values in all attention layers."""
+    return 2 * width * shape.kv_width * sum(kind.count for kind in shape.layers if kind.attention != "none")
 
 
 def answer_tokens(shape: ModelShape, precision: Precision, step: Step, memory: MemoryEstimate) -> int:

@@ -40,7 +40,6 @@ class Gathering:
 
     @property
     def _tied(self) -> int:
-        """A tied embedding, which stays gathered with the tail from the forward to the backward pass; else 0."""
         return 0 if self.embedding else self.tail
 
     def forward(self, layer: int) -> int:

@@ -32,7 +32,6 @@ def _normalised(run: Pass, wide: Ref) -> Ref:
 
 
 def _by_weight(run: Pass, x: Ref) -> Ref:
-    """weight * x: x is held where the weight trains."""
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
     width = x.width if run.spec.norm == "gemma" else max(x.width, run.spec.numbers.weights)
     size, e, full, wanted = x.elements, x.width, run.spec.full, x.node is not None
@@ -146,8 +145,7 @@ def _dora(run: Pass, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
 
 
 def _dora_weights(run: Pass, x: Ref, spec: LinearSpec) -> list[Ref]:
-    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, in x's dtype); the norm of
-    their sum takes two more."""
+    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
     numbers, e = run.spec.numbers, x.width
     low = numbers.autocast or e
     identity = run.tape.new(spec.inputs * spec.inputs, numbers.adapters)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
@@ -48,23 +48,17 @@ def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
     moments that grow with the batch at different rates, so that the line between two of them is not below it."""
     share = (batch - low.batch) / (high.batch - low.batch)
 
-    def mixed(one: int, other: int) -> int:
-        return round(one + share * (other - one))
+    def mixed(one: Any, other: Any) -> Any:
+        if isinstance(one, bool):
+            return one
+        if isinstance(one, int):
+            return round(one + share * (other - one))
+        if isinstance(one, tuple):
+            return tuple(map(mixed, one, other))
+        return type(one)(*(mixed(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)))
 
-    return MeasuredPass(
-        batch,
-        mixed(low.before, high.before),
-        mixed(low.embedded, high.embedded),
-        _mixed(low.first, high.first, mixed),
-        tuple(_mixed(*pair, mixed) for pair in zip(low.layers, high.layers, strict=True)),
-        _mixed(low.tail, high.tail, mixed),
-        mixed(low.last, high.last),
-        low.on_cpu,
-    )
-
-
-def _mixed(one: LayerBytes, other: LayerBytes, mixed: Callable[[int, int], int]) -> LayerBytes:
-    return LayerBytes(*(mixed(getattr(one, field.name), getattr(other, field.name)) for field in fields(LayerBytes)))
+    found: MeasuredPass = mixed(low, high)
+    return found
 
 
 def walk_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Walk:

@@ -54,7 +54,6 @@ def _experts(run: Pass, x: Ref) -> Ref:
 
 
 def _routing(run: Pass, x: Ref, rows: int) -> Ref:
-    """Each row's weight: probabilities of all experts in fp32, of which the largest are taken."""
     spec = run.spec
     chances = run.tape.op((x,), run.tokens * spec.experts, 4, holds_output=True)
     return run.tape.op((chances,), rows, 4 if spec.routes_in_fp32 else x.width)

@@ -13,7 +13,7 @@ from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, one_gradient, 
 
 def attention(run: Pass, x: Ref) -> Ref:
     """Self-attention with its projections."""
-    q, k, v = _latent(run, x) if "kv_b" in run.linears else _query_key_value(run, x)
+    q, k, v = _query_key_value(run, x)
     q, k = _turned(run, q, k)
     out = _attend(run, q, k, v)
     by_cat = run.spec.rotary_by_cat and not _turns_in_place(run)
@@ -46,7 +46,7 @@ def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
     if not spec.rotary:
         return q, k
     if _turns_in_place(run):
-        copies, by_head = "qkv" in run.linears, spec.kernel in ("eager", "math")
+        copies, by_head = "qkv" in run.linears, spec.kernel == "eager"
         sums = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _masked_cudnn(spec))
         q = liger_rotation(run.tape, q, copies=copies, copies_gradient=by_head)
         return q, liger_rotation(run.tape, k, copies=copies, copies_gradient=by_head or sums)
@@ -58,17 +58,6 @@ def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
 def _masked_cudnn(spec: BlockSpec) -> bool:
     """cuDNN's kernel behind a mask, for which transformers repeats keys and values."""
     return spec.kernel == "cudnn" and spec.masked
-
-
-def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
-    spec, heads = run.spec, run.tokens * run.spec.heads
-    is_compressed = "q_a" in run.linears
-    q = linear(run, norm(run, linear(run, x, "q_a")), "q_b") if is_compressed else linear(run, x, "q")
-    compressed = linear(run, x, "kv_a")
-    wide = linear(run, norm(run, compressed), "kv_b")
-    k = run.tape.op((wide, compressed), heads * spec.head_dim, wide.width)
-    v = run.parts(wide, heads * spec.value_dim)[0]
-    return q, k, v
 
 
 def _rotated(run: Pass, x: Ref) -> Ref:
@@ -87,8 +76,6 @@ def _attend(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
         return _flash(run, q, k, v)
     if kernel == "varlen":
         return _varlen(run, q, k, v)
-    if kernel == "math":
-        return _math(run, q, k, v)
     groups = run.spec.heads // run.spec.kv_heads
     if groups > 1 and (kernel != "cudnn" or _masked_cudnn(run.spec)):
         k, v = _repeated(run, k, groups), _repeated(run, v, groups)
@@ -105,7 +92,6 @@ def _repeated(run: Pass, x: Ref, groups: int) -> Ref:
 
 
 def _view_with_own_gradient(run: Pass, x: Ref) -> Ref:
-    """The same storage, whose gradient is a tensor of its own, not the incoming one."""
     out = run.tape.view(x)
     if out.node is not None:
         out.node.backward = fresh(x)
@@ -153,7 +139,6 @@ def _varlen(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
 
 
 def _gathered(run: Pass, x: Ref, places: Ref) -> Ref:
-    """x[places]: the tokens that are not padding, as many as all in the worst case."""
     return run.tape.op((x,), x.elements, x.width, saved=(places,), backward=run.put_back(x, run.tokens))
 
 
@@ -199,29 +184,12 @@ def _fused(run: Pass, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = No
         return out
 
     held = [q, k, v, statistics] + ([bias] if bias is not None else [])
-    elements = run.tokens * spec.heads * spec.value_dim
+    elements = run.tokens * spec.heads * spec.head_dim
     return run.tape.op((q, k, v), elements, q.width, saved=held, backward=backward, holds_output=True)
 
 
 def _scores(run: Pass) -> int:
     return run.batch * run.spec.heads * run.length * run.length
-
-
-def _math(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
-    """PyTorch's math kernel: fp32 throughout, with the full causal mask and scores."""
-    spec, width = run.spec, q.width
-    # q and k are each scaled by the root of the factor (attention.cpp, _scaled_dot_product_attention_math)
-    q, k, v = run.scaled(run.to(q, 4)), run.to(k, 4), run.to(v, 4)
-    groups = spec.heads // spec.kv_heads
-    if groups > 1:
-        k, v = _repeated(run, k, groups), _repeated(run, v, groups)
-    k = run.scaled(k)
-    scores = run.tape.op((q, k), _scores(run), 4, saved=(q, k))
-    bias = run.tape.new(run.length**2, 4)
-    scores = run.tape.op((scores,), scores.elements, 4, backward=shared(1))
-    del bias
-    scores = _softmax(run, scores)
-    return run.to(_weighted(run, scores, v), width)
 
 
 def _softmax(run: Pass, scores: Ref) -> Ref:
@@ -267,7 +235,7 @@ def _with_sinks(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
 
 
 def _weighted(run: Pass, scores: Ref, v: Ref) -> Ref:
-    elements = run.tokens * run.spec.heads * run.spec.value_dim
+    elements = run.tokens * run.spec.heads * run.spec.head_dim
     return run.tape.op((scores, v), elements, v.width, saved=(scores, v))
 
 

@@ -71,8 +71,6 @@ class Step:
     """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
-    repeats_kv: bool = True
-    """Keys and values are repeated for all heads where grouped ones would use PyTorch's math kernel, as in training."""
     cudnn: bool = False
     """sdpa runs cuDNN's kernel (`planner.attention`): all training batches have one shape, and evaluation's do where
     its rows are blocks of text too."""
@@ -173,7 +171,6 @@ class Walk:
                 capability=step.capability,
                 on_gpu=step.on_gpu,
                 gathers=padded and not packed,
-                repeats=step.repeats_kv,
                 cudnn=step.cudnn and (packed or self.config.task_mode == "cpt"),
             )
             spec = block_spec(kind, self.shape, mode=tuning.mode, lora=lora)
@@ -197,7 +194,6 @@ class Walk:
         )
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        """Every block's bytes, and the width of each one's input and of the last one's output."""
         blocks: list[BlockBytes] = []
         copied = self.trained.embedding and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         widths = [self.numbers.adapters if copied else self.width]
@@ -385,7 +381,6 @@ class Walk:
         yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
 
     def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
-        """From the loss back to the embedding; gradients of parameters arrive and stay, what blocks held is freed."""
         gathering = self.gathering
         head = self._head(self.step.micro_batch, grad=True)
         gathered = gathering.head if gathering else 0

@@ -19,7 +19,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.spelling import did_you_mean
 
-AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "math", "eager"]
+AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "eager"]
 """varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
 
 
@@ -56,9 +56,8 @@ class BlockSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
     linears: tuple[tuple[str, LinearSpec], ...]
-    """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; latent attention's own."""
+    """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up."""
     norm: NormKind = "rms"
     norm_after: bool = False
     """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
@@ -155,30 +154,26 @@ def kernel_of(
     capability: tuple[int, int] | None,
     on_gpu: bool,
     gathers: bool = False,
-    repeats: bool = True,
     cudnn: bool = False,
 ) -> AttentionKernel:
     """The kernel that runs: torch's choice for sdpa, or the one that was asked for. `gathers`: rows are padded, which
-    flash-attn 2 takes without their padding; `repeats`: keys and values are repeated where `repeats_kv` says so."""
+    flash-attn 2 takes without their padding. Keys and values are repeated where `repeats_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half=half)
-    if repeats and sdpa_kernel(call, capability, cudnn=cudnn) == "math":
-        call = replace(call, grouped=False)
-    return sdpa_kernel(call, capability, cudnn=cudnn)
+    kernel = sdpa_kernel(call, capability, cudnn=cudnn)
+    kernel = sdpa_kernel(replace(call, grouped=False), capability, cudnn=cudnn) if kernel == "math" else kernel
+    return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
 def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
     """What transformers asks of PyTorch's sdpa for this model."""
-    width = value_width = shape.head_dim
-    if shape.mla is not None:
-        width, value_width = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
     # heads that are grouped in a way that transformers would leave to PyTorch
-    grouped = shape.num_heads != shape.num_kv_heads and shape.mla is None and shape.head_dim <= FLASH_HEAD
-    return SdpaCall(width, value_width, grouped=grouped and not masked, masked=masked, half=half)
+    grouped = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_HEAD
+    return SdpaCall(shape.head_dim, shape.head_dim, grouped=grouped and not masked, masked=masked, half=half)
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
@@ -191,18 +186,14 @@ def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tup
 @lru_cache(maxsize=4096)
 def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfig) -> BlockSpec:
     """A block of this kind with the adapters of this mode; how it runs is left at the defaults."""
-    key_dim, value_dim = shape.head_dim, shape.head_dim
-    if shape.mla is not None:
-        key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
     full = mode == "full"
     adapted = () if full else lora.target_modules
     norms = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
         heads=shape.num_heads,
-        kv_heads=shape.num_heads if shape.mla is not None else shape.num_kv_heads,
-        head_dim=key_dim,
-        value_dim=value_dim,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         linears=tuple(
             (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, adapted) else 0))
             for role, linear in roles(kind, shape).items()
@@ -228,8 +219,6 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
     )
 
 
-_LATENT = {"q_proj": "q", "q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b",
-           "o_proj": "o"}  # fmt: skip
 _ATTENTION = {4: "qkvo", 2: ("qkv", "o")}
 _MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 """Roles by how many layers there are: families name them differently, but list them in one order."""
@@ -241,8 +230,7 @@ def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
         return {}
     attention = [linear for linear in kind.linears if linear.is_attention]
     rest = [linear for linear in kind.linears if not linear.is_attention]
-    names = [_LATENT[one.name] for one in attention] if shape.mla is not None else _ATTENTION[len(attention)]
-    return dict(zip((*names, *_MLP[len(rest)]), (*attention, *rest), strict=True))
+    return dict(zip((*_ATTENTION[len(attention)], *_MLP[len(rest)]), (*attention, *rest), strict=True))
 
 
 def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:

@@ -278,8 +278,7 @@ class _Roofline:
         return {"matrix": matrix, "memory": moving, "dequantise": dequantise, "kernel_starts": starts}
 
     def _slow_code(self, places: float) -> dict[str, float]:
-        """Seconds of a pass that faster code would save: experts that run one after another, and linear attention
-        without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
+        """Seconds of a pass that faster code would save; a CPU runs linear attention in one way only."""
         shape, passes, seconds = self.shape, 2.0 + self.again, {}
         chosen = planned_experts(self.config, shape, self.precision)
         if chosen is not None and chosen.name == "eager" and not shape.own_experts:
@@ -373,8 +372,7 @@ class _Roofline:
         return int(moved), exposed
 
     def _tensor_parallel(self, passes: Passes, accum: int) -> tuple[float, float]:
-        """Bytes and seconds of all-reduces in every block; the next product needs their result, so nothing hides
-        them."""
+        """Bytes and seconds of all-reduces in every block; nothing hides them: the next product needs their result."""
         ranks, again = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
         calls = self.shape.num_layers * (4 + again) * accum  # two a block forward, and two backward
         sent = 2 * (ranks - 1) / ranks * passes.places * self.shape.hidden_size * self._width * calls
@@ -408,7 +406,6 @@ def _seconds(one: Collective, rates: Rates) -> float:
 
 
 def _exposed(collective_s: float, hidden_s: float) -> float:
-    """Seconds of a collective that `hidden_s` of computation beside it does not hide."""
     return collective_s - min(OVERLAP_SHARE * collective_s, hidden_s)
 
 
@@ -420,9 +417,8 @@ def slowest(ranks: int) -> float:
 
 def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
     """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
-    the node's network. A ring enters and leaves a node once, so what passes between nodes is one message and not one of
-    each rank; `per_node`: ranks of a node in the group, where its other GPUs are in groups of their own, which share
-    the network."""
+    the node's network, which a ring enters and leaves once. `per_node`: ranks of a node in the group, where its other
+    GPUs are in groups that share the network."""
     inside = rates.link * rates.link_share
     if ranks <= rates.gpus_per_node:
         return inside

@@ -91,16 +91,13 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
     ranks, reach = layout.gradient_ranks, layout.tensor_parallel  # neighbours are of one tensor-parallel group
     if ranks == 1:
         return Traffic()
-    params = trained_params(config, shape) / layout.tensor_parallel
+    params = trained(config, shape, Numbers()).params / layout.tensor_parallel
     gradients = params * BYTES[chosen.reduced]
-    if layout.is_zero and not layout.shards_params:
-        reduced = (Collective("all_reduce", gradients, ranks, _buckets(gradients)),)
-        updated = params * BYTES[precision.compute]
-        after = (Collective("all_gather", updated, ranks, _buckets(updated)),)
-        return Traffic(reduced=reduced, after=after, times=chosen.times)
     if not layout.shards_params:
         reduced = (Collective("all_reduce", gradients, ranks, _buckets(gradients)),)
-        return Traffic(reduced=reduced, times=chosen.times)
+        updated = params * BYTES[precision.compute]
+        after = (Collective("all_gather", updated, ranks, _buckets(updated)),) if layout.is_zero else ()
+        return Traffic(reduced=reduced, after=after, times=chosen.times)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
@@ -120,11 +117,6 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
     return Traffic(each=(weights,), reduced=tuple(back), times=chosen.times)
 
 
-def trained_params(config: RunConfig, shape: ModelShape) -> int:
-    """Parameters that train."""
-    return trained(config, shape, Numbers()).params
-
-
 def _buckets(size: float) -> int:
     return math.ceil(size / BUCKET_BYTES)
 
@@ -137,17 +129,15 @@ def base_weights(config: RunConfig, shape: ModelShape, width: int) -> float:
 
 
 def _weights(config: RunConfig, shape: ModelShape, width: int) -> float:
-    adapters = 0 if config.tuning.mode == "full" else width * trained_params(config, shape)
+    adapters = 0 if config.tuning.mode == "full" else width * trained(config, shape, Numbers()).params
     return base_weights(config, shape, width) + adapters
 
 
 def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
-    """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and for the backward pass again those that are not used
-    within `ZERO_REUSE_PARAMS` of them: between a block and its backward pass are the later blocks, forward, backward
-    and, where they are checkpointed, once more forward. A checkpointed block larger than half of that releases its
-    first layers between its second forward and its backward pass. For packed weights DeepSpeed counts bytes."""
-    whole = _weights(config, shape, BYTES[precision.compute])
-    layers = shape.num_layers
+    """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and again for the backward pass those behind which more
+    than `ZERO_REUSE_PARAMS` lie until then; a checkpointed block larger than half of that releases its first layers
+    before its backward pass. For packed weights DeepSpeed counts bytes."""
+    whole, layers = _weights(config, shape, BYTES[precision.compute]), shape.num_layers
     again = step.recomputed(layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)

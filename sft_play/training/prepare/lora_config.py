@@ -1,5 +1,5 @@
-"""Which weights a run trains: linear layers get adapters by its LoRA config, every name checked against the model; of
-all that a mode would train, `tuning.trainable` chooses by patterns: dotted pieces of a name, globs and ranges
+"""Which weights a run trains: linear layers get adapters by its LoRA config, whose targets the plan has checked; of all
+that a mode would train, `tuning.trainable` chooses by patterns: dotted pieces of a name, globs and ranges
 (`layers.0-3`); `lora` means the adapters, `norm` every norm."""
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 from sft_play.training.prepare.experts import meant_experts
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
-_SHOWN_NAMES = 24
-"""Names of linear layers that an error lists at most."""
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}
 """Pieces that stand for a glob."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -32,19 +29,17 @@ def peft_config_of(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
 ) -> tuple[PeftLoraConfig, list[str]]:
     """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
-    tokens. Raises ModelError: a target or a module to save matches nothing, or a module gets both."""
+    tokens. Raises ModelError: a module to save matches nothing, or gets adapters, or no layer could take one."""
     lora = config.tuning.lora
     places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
-    if lora.target_modules != "auto":
-        _check_targets(lora.target_modules, layers, places, skeleton)
     targets = places.given(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_saved(config, skeleton)
     start = "" if lora.init == "default" else _checked_start(lora, targets, layers)
     notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{start} on {', '.join(sorted(targets))}"]
-    stacked = _stacked_targets(config, skeleton)
+    stacked = meant_experts(skeleton, lora.adapted_parameters) if lora.adapted_parameters else []
     if stacked:
         kinds = sorted({name.rpartition(".")[2] for name in stacked})
         notes.append(f"Adapters: one on {' and '.join(kinds)} of every expert (tuning.lora.target_parameters)")
@@ -87,41 +82,6 @@ def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> di
     if model.config.tie_word_embeddings and len(own) == len(names):
         own = [inputs]
     return {names[part]: list(rows) for part in own} or None
-
-
-def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:
-    head = output_head(model)
-    head_names = [name for name, module in model.named_modules() if module is head]
-    problems = []
-    for target in wanted:
-        if any(_matches(target, name) for name in head_names):
-            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif any(_matches(target, name) for name in layers):
-            continue
-        elif why := next((why for path, why in places.left_out if _matches(target, path)), None):
-            problems.append(f"{one_line(target)}: {why}")
-        else:
-            problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
-    if problems:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers})[:_SHOWN_NAMES])
-        raise ModelError(
-            f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes these"
-        )
-
-
-def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
-    lora = config.tuning.lora
-    wanted = lora.adapted_parameters
-    if not wanted:
-        return []
-    names = sorted({name.rpartition(".")[2] for name in meant_experts(skeleton, "auto")})
-    lost = [one for one in (["auto"] if wanted == "auto" else wanted) if not meant_experts(skeleton, [one])]
-    if lost and (wanted != "auto" or not names):
-        has = f"its stacked experts are: {', '.join(names)}" if names else "it has no experts in one tensor"
-        what = one_line(", ".join(lost))
-        key = "experts" if lora.experts and not lora.target_parameters else "target_parameters"
-        raise ModelError(f"tuning.lora.{key}: {what} matches nothing in {config.model.name}; {has}")
-    return meant_experts(skeleton, wanted)
 
 
 def _check_saved(config: RunConfig, model: nn.Module) -> None:

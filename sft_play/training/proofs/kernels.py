@@ -19,7 +19,6 @@ from sft_play.facts.installed import LIGER
 from sft_play.log import one_line
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
-from sft_play.training.prepare.device_checks import warn_of_need
 from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers, worst
 from sft_play.training.proofs.small_model import small_config, small_model
 
@@ -58,7 +57,7 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
 
 def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Taken:
     """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
-    all ranks do the same."""
+    all ranks do the same. Raises ConfigError where they were asked for by name, and differ."""
     if _left_by:  # another stage of this process
         _put_back(_left_by.pop())
     if config.train.kernels == "none":
@@ -74,10 +73,9 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
 
     proof, reason = agreed(tried)
     if reason is not None:
-        say = logger.warning if config.train.kernels == "liger" else logger.debug
-        say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason)
-        plain = plan.kernels.plain_bytes if plan.kernels else None
-        warn_of_need(plan, plain, "Kernels: Liger's were planned; with the plain ones")
+        if config.train.kernels == "liger":
+            raise ConfigError(f"train.kernels: liger: {reason}; use train.kernels=auto, or none")
+        logger.debug("Kernels: the plain ones; train.kernels=auto: %s", reason)
         return Taken(reason=reason)
     _left_by.append(_names_of_module(model))
     replaced = _swap(model)

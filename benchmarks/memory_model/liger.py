@@ -1,5 +1,9 @@
 """Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do, which
-need not be installed (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, transformers/monkey_patch.py)."""
+need not be installed (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, transformers/monkey_patch.py). The plan's own
+count of their bytes is compared with it.
+
+Importing it lets the tracer run them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 import torch
 
 from sft_play.planner.kernels import LIGER_VERSION, MULTIPROCESSORS, REPLACED
+from sft_play.trace import build
 from sft_play.trace.settings import TraceUnavailable
 
 HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
@@ -121,3 +126,6 @@ def _gated_mlp(self: Any, x: Any) -> Any:
         gate, up = up.chunk(2, dim=-1)
         return self.down_proj(Gate.apply(gate, up))
     return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+build.KERNELS["liger"] = replaced
