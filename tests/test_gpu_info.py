@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page
+from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Pcie
 from sft_play.facts.hardware import named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
@@ -274,6 +275,16 @@ def test_processes_that_are_not_known_here_have_no_name(nvml):
     nvml(Fake(processes=[(2**22 + 7, None)]))
     row = next(line for line in seen_text().splitlines() if str(2**22 + 7) in line)
     assert row.split() == ["0", str(2**22 + 7), "n/a", "n/a"]
+
+
+def test_programs_that_hang_or_fail_are_no_answer(bare, tmp_path):
+    slow = bare / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o755)
+    assert host.answer_of("slow", timeout_s=0.3) == ""
+    slow.write_text("#!/bin/sh\necho half\nexit 9\n")
+    assert host.answer_of("slow") == ""
+    assert host.answer_of("no-such-program") == ""
 
 
 # --- MIG --------------------------------------------------------------------------------------------------------------

@@ -249,3 +249,15 @@ def test_the_only_instance_is_meant_by_a_uuid_that_the_driver_does_not_tell(mach
     machine("nvmlDeviceGetUUID", "no permission", split=True, parent=False)
     monkeypatch.setattr(Machine, "_nvmlDeviceGetCount", lambda self: 1)
     assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == ["3g.40gb"]
+
+
+@pytest.mark.parametrize("how", ["no permission", "unknown"])
+def test_nvidia_smi_names_the_instances_that_nvml_withholds(machine, monkeypatch, how):
+    machine("nvmlDeviceGetMigDeviceHandleByIndex", how, split=True)
+    lists = f"GPU 0: {A100} (UUID: GPU-0)\nGPU 1: {A100} (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-one)\n"
+    monkeypatch.setattr(visible_gpus, "answer_of", lambda *words: lists if words == ("nvidia-smi", "-L") else "")
+    (gpu,) = detect({}).gpus
+    assert (gpu.index, gpu.mig, gpu.total_bytes, gpu.capability) == (1, "1g.10gb", int(10 * GIB * 0.95), (8, 0))
+    assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": "MIG-one"}).gpus] == ["1g.10gb"]
+    monkeypatch.setattr(visible_gpus, "answer_of", lambda *_: f"GPU 0: {A100} (UUID: GPU-0)\n")
+    assert detect({}).gpus == ()

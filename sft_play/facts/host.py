@@ -1,4 +1,4 @@
-"""The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL."""
+"""The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL, and what its programs say."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+TIMEOUT_S = 10.0
+"""After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does."""
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 """The kernel's release; WSL's own kernel has Microsoft's name in it."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -23,6 +26,26 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
+    """What a program prints; empty where it does not exist, fails, or does not answer in time."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    try:
+        answer = subprocess.run(
+            [path, *words],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,  # a tool that asks something must not wait for the terminal
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
 
 
 def on_wsl(osrelease: Path | None = None) -> bool:

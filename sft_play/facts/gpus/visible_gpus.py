@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
 from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.host import answer_of
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,10 @@ def _probe_gpus() -> tuple[Found, ...]:
     for gpu in seen.gpus:
         if gpu.trouble:  # a GPU that fell off the bus does not hide the others
             logger.warning("%s and is left out", obstacle(gpu))
-        listed += _of_nvml(gpu)
+        items = _of_nvml(gpu)
+        if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
+            items = _named_instances(items[0]) or items
+        listed += items
     return tuple(listed)
 
 
@@ -157,3 +161,17 @@ def _matches(item: Found, entry: str) -> bool:
     if entry.startswith("MIG-"):
         return item.uuid.startswith(entry)
     return entry != "" and (item.parent or item.uuid).startswith(entry)
+
+
+def _named_instances(split: Found) -> list[Found]:
+    """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
+    instances: list[Found] = []
+    is_below = False
+    for line in answer_of("nvidia-smi", "-L").splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            is_below = int(match[1]) == split.gpu.index
+        elif is_below and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
+            size, name = _profile_bytes(match[1]), f"{split.gpu.name} MIG {match[1]}"
+            gpu = replace(split.gpu, name=name, total_bytes=size, free_bytes=None, mig=match[1])
+            instances.append(Found(match[2], gpu, split.uuid))
+    return instances
