@@ -318,6 +318,26 @@ class TestTables:
         assert found[2_000].data == {"messages": table["messages"][2_000].as_py(), "n": 2_000}  # the null is left out
         assert found[2_001].data["note"] == "x"
 
+    @pytest.mark.parametrize("kind", ["arrow", "stream"])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_damaged_offset_of_arrow_is_an_error_of_the_data(self, tmp_path, kind, seed):
+        """Read as it stands it lies far behind the file, and ends the process by SIGBUS."""
+        import random
+
+        import pyarrow as pa
+
+        draw = random.Random(seed)
+        texts = ["x" * draw.randint(1, 9) for _ in range(40)]
+        offsets = [sum(map(len, texts[:n])) for n in range(len(texts) + 1)]
+        sink = pa.BufferOutputStream()
+        with (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(sink, pa.schema([("text", "string")])) as file:
+            file.write_table(pa.table({"text": texts}))
+        content = bytearray(sink.getvalue().to_pybytes())
+        at = content.index(b"".join(one.to_bytes(4, "little") for one in offsets)) + 4 * draw.randint(1, len(texts))
+        content[at : at + 4] = draw.randint(2**20, 2**31 - 1).to_bytes(4, "little")
+        (tmp_path / "a.arrow").write_bytes(content)
+        assert "is Arrow that cannot be read" in refusal(tmp_path / "a.arrow")
+
     def test_values_that_json_has_not_become_values_that_it_has(self, tmp_path):
         import datetime
         import decimal

@@ -204,11 +204,11 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
 
     def batches() -> Iterator[Any]:
         with pa.memory_map(str(path)) as source:
-            if is_stream:
-                yield from pa.ipc.open_stream(source)
-            else:
-                reader = pa.ipc.open_file(source)
-                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+            reader = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
+            of_file = () if is_stream else (reader.get_batch(at) for at in range(reader.num_record_batches))
+            for batch in reader if is_stream else of_file:
+                batch.validate(full=True)  # a damaged offset would be read behind the file, and end the process
+                yield batch
 
     yield from _from_batches(batches(), str(path), name, "Arrow", 1)
 
