@@ -101,7 +101,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
     instances = []
     for item in gpu.instances:
-        total = _instance_bytes(item)
+        total = item.total_bytes or _profile_bytes(item.profile)
         profile = item.profile or f"{total / GIB:.0f}gb"
         instance = replace(
             card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
@@ -110,9 +110,9 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
     return instances
 
 
-def _instance_bytes(item: Instance) -> int:
-    match = re.search(r"(\d+)gb", item.profile)
-    return item.total_bytes or (int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0)
+def _profile_bytes(profile: str) -> int:
+    match = re.search(r"(\d+)gb", profile)
+    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
 
 
 def _catalogue_bytes(name: str | None) -> int:
