@@ -101,13 +101,17 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
     instances = []
     for item in gpu.instances:
-        total = item.total_bytes or _profile_bytes(item.profile)
+        total = _instance_bytes(item)
         profile = item.profile or f"{total / GIB:.0f}gb"
         instance = replace(
             card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
         )
         instances += [Found(item.uuid, instance, uuid)] if total else []
     return instances
+
+
+def _instance_bytes(item: Instance) -> int:
+    return item.total_bytes or _profile_bytes(item.profile)
 
 
 def _profile_bytes(profile: str) -> int:
