@@ -127,11 +127,10 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
         assert learns(adapted, dtype) == []
     for name in NAMED[kind][1]:
         chosen = run_with(tmp_path, f"tuning.lora.target_modules=[{name}]")
-        with pytest.raises(ModelError, match=f"{name}: (an adapter there|it gets no|the class reads)") as run:
-            build_model_spec(chosen, precision, tokenizer_size=100)
-        with pytest.raises(ConfigError) as plan:
+        with pytest.raises(ConfigError, match=f"{name}: (an adapter there|it gets no|the class reads)"):
             check_targets(chosen, shape)
-        assert str(plan.value).partition(". ")[0] == str(run.value).partition(". ")[0]
+        with pytest.raises(ModelError, match="no linear layers that an adapter could take"):  # a plan comes before
+            build_model_spec(chosen, precision, tokenizer_size=100)
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "recurrent_gemma", "zamba2"])

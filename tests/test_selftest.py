@@ -612,15 +612,6 @@ def test_the_plan_says_what_it_learned_from_the_self_test():
     assert sum("make gpu-selftest measured 0.70" in reason for reason in taught.reasons) == 1
 
 
-def test_a_run_of_the_users_is_not_forgotten_for_the_self_tests_sake(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration, "KEPT", 5)
-    calibration.add(measured(model="mine", measured_reserved=1200))
-    for _ in range(10):
-        calibration.add(measured(measured_reserved=3000))
-    assert [run.model for run in calibration.load()].count("mine") == 1
-
-
 def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "user"))
     bench = Bench(tmp_path, tmp_path, on_gpu=True)

@@ -143,8 +143,8 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
     # before any document is read, so that a folder of text does not fail at its first web page
     missing = [package for package, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        install = f"pip install 'sft-play[documents]' there ({sys.prefix})"
-        raise DataError(f"make dapt-docx needs packages that are not installed: {', '.join(missing)}; {install}")
+        needed = f"make dapt-docx needs packages that are not installed in {sys.prefix}: {', '.join(missing)}"
+        raise DataError(f"{needed}; install them there: pip install 'sft-play[documents]'")
     asked = config.data.documents
     folder = Path(asked.out_dir)
     own = [folder / name for name in (TRAIN, VAL, REPORT)]

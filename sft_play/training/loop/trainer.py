@@ -238,11 +238,9 @@ def build_trainer(
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
-    base = trainer.model if peft_config is None else trainer.model.get_base_model()
-    if peft_config is not None:
-        name_backbone(base)
+        name_backbone(trainer.model.get_base_model())
     if kind is None and plan.choice.step.loss == "logits":
-        whole_head(base)
+        whole_head(trainer.model if peft_config is None else trainer.model.get_base_model())
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
