@@ -125,7 +125,7 @@ def test_steps_that_are_all_bad_end_the_run(train, monkeypatch):  # noqa: F811
     assert all(torch.isfinite(t).all() for t in saved(folder, 2 + most - 1).values())
     spoil(monkeypatch, {1: math.nan, 2: math.nan})
     code, printed, _ = train("short", *same, "train.max_steps=2")
-    assert (code, "all 2 steps had values that are not finite, and nothing was learned" in printed) == (2, True)
+    assert (code, "all 2 steps had values that are not finite: nothing was learned" in printed) == (2, True)
 
 
 @pytest.mark.parametrize("what", ["weight", "state"])
