@@ -42,6 +42,7 @@ GIB = 2**30
         (["plan", "--config", "configs"], "is a folder"),
         (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H200"),
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
+        (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
         (
             ["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"],
             "--hardware is not a flag of train; it belongs to plan, ",

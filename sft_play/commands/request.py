@@ -178,10 +178,11 @@ _CONFIGS = Path("configs")
 def _config_path(text: str) -> Path:
     """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
-    if path.is_file() or path.name != text or path.with_suffix(".yaml").is_file():
+    # os.path says no of a name that is too long, where Path raises
+    if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
     shipped = _CONFIGS / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
-    return shipped if shipped.is_file() else path
+    return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
 _FREE = frozenset({"STYLE", "SYSTEM"})
