@@ -111,6 +111,10 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
             )
 
 
+HIGH_EVALUATION = {"gemma4_text": (0.015, 0.03)}
+"""Classes whose evaluation is planned high, with the share: a plan that comes near it fails here too."""
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in sorted(CLASSES)]
 )
@@ -124,9 +128,11 @@ def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
         found = estimate(run(mode), shape, BF16, step)
         # live bytes: the allocator rounds blocks up to the next MiB, which counts in small models
         peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step)))
-        assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01), (mode, layers)
-        evaluated = found.moments["evaluation"] / peaks["evaluation 1"] - 1
-        assert -0.01 < evaluated < (0.03 if kind == "gemma4_text" else 0.01), (mode, layers)  # what its blocks share
+        least, most = HIGH_EVALUATION.get(kind, (-0.01, 0.01))
+        largest = max(peaks, key=peaks.__getitem__)
+        is_high = largest == "evaluation 1"  # where that is the peak, so is the whole
+        assert -0.01 <= found.allocated / peaks[largest] - 1 <= (most if is_high else 0.01), (mode, layers)
+        assert least <= found.moments["evaluation"] / peaks["evaluation 1"] - 1 <= most, (mode, layers)
 
 
 @pytest.mark.slow
