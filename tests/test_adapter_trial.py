@@ -93,6 +93,53 @@ def learns(model, dtype: torch.dtype) -> list[str]:
     return [name for name, one in named if one.grad is None or not one.grad.any()]
 
 
+def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
+    """DeepSeek-V4's published layers sum up 4 and 128 tokens; the trial's rows are shorter than that."""
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sft_play.errors import TrainingError
+    from sft_play.training.loop.callbacks import GradientCheck
+
+    config = AutoConfig.for_model("deepseek_v4")
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    places, _ = adapter_trial.adapter_places(skeleton)
+    late = adapter_trial.of_long_rows(skeleton)
+    assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
+    assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
+    assert any(name.endswith("position_bias") for name in late)
+    small = AutoModelForCausalLM.from_config(small_model.small_config(config))
+    small = get_peft_model(small, adapter_trial.LoraConfig(r=2, target_modules=list(places.targets)))
+    state, check = SimpleNamespace(global_step=0), GradientCheck(late)
+    for length, waits in ((3, True), (24, False)):
+        ids = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(length))
+        small(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if waits:
+            with pytest.raises(TrainingError, match=r"compressor\.(kv|gate)_proj\.lora_B"):
+                GradientCheck().on_pre_optimizer_step(None, state, None, model=small)
+        check.on_pre_optimizer_step(None, state, None, model=small)
+        check.on_train_end(None, state, None)
+        assert ("only in longer rows" in caplog.text) == waits
+        caplog.clear()
+        for name, one in small.named_parameters():
+            if ".lora_B." in name:  # as after a step
+                one.data.normal_(std=0.02)
+    for _ in range(2):  # lora_A, whose lora_B was zero
+        small(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        check.on_pre_optimizer_step(None, state, None, model=small)
+    assert check.done
+
+
+def test_a_small_model_has_no_parameter_for_layers_that_are_not_there():
+    """Zamba2 has an adapter of its own for every layer that shares a block, by a list of their numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(small_model.small_config(AutoConfig.for_model("zamba2")))
+    adapter_trial._step(model, 0)
+    assert [name for name, one in model.named_parameters() if one.grad is None] == []
+
+
 @pytest.mark.parametrize("kind", sorted(NAMED))
 def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     """The classes that a run with `target_modules: auto` died on, and others beside them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,23 @@ def test_a_class_that_lets_a_chat_see_another_is_refused(kind):
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
         require_packable(CONFIG_MAPPING[kind](**options), attention="eager")
     assert "use data.packing=none" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "doge", "llama4_text"])
+def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
+    """It chooses among tokens of all chats, or weighs them by their place in the row, from a size of its config on."""
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.training.proofs.masking import require_packable
+
+    name = {"deepseek_v32": "index_topk", "doge": "keep_window_size", "llama4_text": "floor_scale"}[kind]
+    size = random.Random(kind).randrange(64, 4096)
+    config = CONFIG_MAPPING[kind](**{name: size})
+    for longest in (16, size):
+        assert "apart" in require_packable(config, attention="sdpa", longest=longest)
+    for longest in (size + 1, 10 * size, None):
+        with pytest.raises(ConfigError, match=f"{kind} does not keep .*; use model.max_seq_len={size}, up to which it"):
+            require_packable(config, attention="sdpa", longest=longest)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ def train(
         metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.told.append(functools.partial(_remember, job))
         with trainer.step_memory.noted():
-            trained = _train(job, trainer, before, watch, checkpoint, metrics)
+            check = GradientCheck(prepared.model_spec.of_long_rows)
+            trained = _train(job, trainer, before, watch, checkpoint, metrics, check)
             after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
         watch.beat.note(trainer.state.global_step, "saving the trained weights")
         summary = summary_of(job, trainer, trained, before, after, watch)
@@ -119,6 +120,7 @@ def _train(
     watch: Watch,
     checkpoint: Path | None,
     metrics: Sequence[str],
+    check: GradientCheck,
 ) -> Trained:
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
@@ -135,7 +137,7 @@ def _train(
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
-        *(GradientCheck(), updates, lines, progress, stop),
+        *(check, updates, lines, progress, stop),
         *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=step, metrics=metrics),
     ):
         trainer.add_callback(callback)

@@ -90,9 +90,30 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
             saved = {tower.in_whole(name): tensor for name, tensor in saved.items()}
         return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
     weights: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("model*.safetensors")):
+    for file in _whole_files(checkpoint):
         weights |= load_file(file)
     return weights
+
+
+def _whole_files(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("model*.safetensors"))
+
+
+def fill_whole(model: nn.Module, checkpoint: Path) -> None:
+    """Load whole weights into a model that is not divided, file by file; raises TrainingError where they differ."""
+    missing, unexpected = set(model.state_dict()), list[str]()
+    for file in _whole_files(checkpoint):
+        weights = load_file(file)
+        missing -= set(weights)
+        unexpected += model.load_state_dict(weights, strict=False).unexpected_keys
+    require_all(model, missing, unexpected)
+
+
+def require_all(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raises TrainingError where a checkpoint lacks a tensor of the model, other than a tied one, or has another."""
+    if names := [*sorted(set(missing) - tied_names(model)), *unexpected]:
+        shown = ", ".join(names[:4])
+        raise TrainingError(f"the checkpoint does not match the model: {shown}; it was written by another version")
 
 
 def is_saved_twice(name: str) -> bool:

@@ -9,7 +9,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sft_play.process import failures
 from sft_play.process.endings import StopSignals, elapsed_s
 from sft_play.process.waiting import waiting
 from sft_play.training.loop.finite import fp16_fault as _fp16_fault
+from sft_play.training.proofs.adapter_trial import pattern_of
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
 from sft_play.units import duration_of
@@ -35,10 +36,13 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
-    left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero."""
+    left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
+    that only longer rows give one are waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_long_rows: Collection[str] = ()) -> None:
+        """`of_long_rows`: names of parameters, with * for numbers."""
         self._waiting: dict[str, nn.Parameter] | None = None
+        self._of_long_rows = of_long_rows
 
     @property
     def done(self) -> bool:
@@ -67,6 +71,8 @@ class GradientCheck(TrainerCallback):
         # any_rank is a collective: all ranks walk through the same names in the same order
         ready = [name for name in self._waiting if not self._is_early(name, named)]
         without = [name for name in ready if not _has_gradient(self._waiting[name])]
+        late = {name for name in without if pattern_of(name) in self._of_long_rows}
+        without, ready = ([name for name in names if name not in late] for names in (without, ready))
         if without:
             learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
             if learnt and not any(_has_gradient(parameter) for parameter in learnt):
@@ -79,6 +85,12 @@ class GradientCheck(TrainerCallback):
             )
         for name in ready:
             del self._waiting[name]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say what no row was long enough for."""
+        if late := [name for name in self._waiting or {} if pattern_of(name) in self._of_long_rows]:
+            logger.warning("%d trainable tensors had no gradient, and are as they were: this class reads them only in "
+                           "longer rows (%s)", len(late), ", ".join(late[:3]))  # fmt: skip
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:

@@ -45,7 +45,13 @@ def load_trainer(
         plan,
         job.folder,
         has_eval=prepared.splits.val is not None,
-        engine=engines.engine_arguments(plan, config, layer_class=model_spec.layer_class, deepspeed=job.deepspeed),
+        engine=engines.engine_arguments(
+            plan,
+            config,
+            layer_class=model_spec.layer_class,
+            deepspeed=job.deepspeed,
+            skips=bool(model_spec.of_long_rows),
+        ),
     )
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
     context_parallel.join_group(plan.choice.layout, arguments.device)

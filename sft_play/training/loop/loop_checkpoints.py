@@ -20,7 +20,7 @@ from accelerate.utils import is_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from sft_play.errors import SftPlayError, TrainingError
+from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
@@ -365,14 +365,15 @@ class CheckpointedLoop(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already; an
-        # adapter it reads with PEFT, which renames tensors as those of the base's published files and loses some
+        # adapter it reads with PEFT, which renames tensors as those of the base's published files and loses some; and a
+        # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
             sharded_checkpoints.load_weights(self.model, path, group=distributed.patient(), moved=self.beat.moved)
         elif not self.is_fsdp_enabled and full_state_dict.is_adapter(self.model):
             full_state_dict.fill_adapter(self.model, path)
         elif not self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            full_state_dict.fill_whole(self.model, path)
         else:
             weights = full_state_dict.read_weights(path, self.model) if distributed.is_first() else {}
             full_state_dict.fill_weights(self.model, weights)
@@ -397,7 +398,4 @@ class CheckpointedLoop(Trainer):
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        missing = sorted(set(load_result.missing_keys) - full_state_dict.tied_names(self.model))
-        if missing or load_result.unexpected_keys:
-            names = ", ".join([*missing, *load_result.unexpected_keys][:4])
-            raise TrainingError(f"the checkpoint does not match the model: {names}; it was written by another version")
+        full_state_dict.require_all(self.model, load_result.missing_keys, load_result.unexpected_keys)

@@ -24,7 +24,7 @@ OVERRIDDEN: Names = {
     "_run_epoch": ("_inner_training_loop",),
     "_get_grad_norm": ("_run_epoch",),
     "_save_rng_state": ("_save_checkpoint",),
-    "_issue_warnings_after_load": ("_load_from_checkpoint", "_load_best_model"),
+    "_issue_warnings_after_load": ("_load_best_model",),
 }
 """Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on."""
 USED: Names = {

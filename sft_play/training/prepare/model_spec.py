@@ -37,7 +37,7 @@ from sft_play.training.model.language_model import Tower, fit_ties, language_con
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
-from sft_play.training.proofs.adapter_trial import without_gradient
+from sft_play.training.proofs.adapter_trial import of_long_rows, without_gradient
 from sft_play.training.proofs.masking import boundaries_of, padding_of, require_packable
 
 
@@ -74,6 +74,8 @@ class ModelSpec:
     """How experts are multiplied; None where there are none."""
     untrained: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
+    of_long_rows: frozenset[str] = frozenset()
+    """Parameters that only longer rows give a gradient, with * for numbers."""
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
     is_dequantised: bool = False
@@ -140,6 +142,7 @@ def build_model_spec(
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
         untrained,
+        of_long_rows(skeleton, trust_remote_code=config.model.trust_remote_code),
         new_rows,
         is_dequantised,
     )  # fmt: skip
@@ -174,16 +177,16 @@ def _trained(
 def _measured(
     config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
 ) -> tuple[Attention, bool, list[str]]:
-    notes, trusted = [], config.model.trust_remote_code
+    notes, trusted, longest = [], config.model.trust_remote_code, config.model.max_seq_len
     if wants_packing(config):
-        notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
+        notes.append(require_packable(hf_config, attention=attention.name, longest=longest, trust_remote_code=trusted))
     if by_boundaries and attention.name == "sdpa":
-        boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
+        boundaries = boundaries_of(hf_config, longest=longest, trust_remote_code=trusted)
         notes.append(f"Attention: {boundaries.reason}")
         attention = replace(attention, name=varlen.ATTENTION) if not boundaries.needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
-        padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
+        padding = padding_of(hf_config, attention=attention.name, longest=longest, trust_remote_code=trusted)
         notes.append(f"Attention: {padding.reason}")
         masks = padding.needed
     return attention, masks, notes

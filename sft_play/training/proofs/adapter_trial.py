@@ -28,10 +28,17 @@ from sft_play.facts.models.families import FAMILIES, why_no_adapter
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
 from sft_play.training.model.fused_head import fused_head
-from sft_play.training.proofs.small_model import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model, small_model
+from sft_play.training.proofs.small_model import (
+    MOST_PARAMETERS,
+    VOCABULARY,
+    kind_of,
+    longest_usual,
+    on_small_model,
+    small_model,
+)
 
 _FOUND = TypeAdapter(dict[str, str])
-VERSION = 3
+VERSION = 4
 """Part of the key of what is remembered: raised whenever this module would answer otherwise."""
 LEARNS_NOTHING = "it gets no gradient"
 PAST_ADAPTER = "the class reads its weight past the adapter"
@@ -40,6 +47,8 @@ AHEAD = 1e-3
 transformers 5.23 below 1e-4 in fp32; XLNet 0.04, CPMAnt 4.7)."""
 _LENGTH, _ROWS, _DRAWS = 24, 2, 4
 """Tokens and rows of a batch, and batches until every expert should have had a token."""
+_FEW = 3
+"""Tokens of rows that are too short for what reads them in groups."""
 _VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Fields of a config that say nothing of the class's code."""
 
@@ -114,6 +123,19 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
         return frozenset()
 
 
+def of_long_rows(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
+    """Names (* for numbers) of parameters that short rows give no gradient and longer ones do: what sums up tokens in
+    groups of a size that the config sets. A run waits for theirs."""
+    hf_config = model.config
+    if str(hf_config.model_type) in FAMILIES or longest_usual(hf_config) is None:
+        return frozenset()
+    try:
+        of_short = frozenset(_tried(hf_config, _try_short_rows, trust_remote_code))
+    except _Untried:
+        return frozenset()
+    return of_short - without_gradient(model, trust_remote_code=trust_remote_code)
+
+
 def own_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether a class's logits are others than TRL's head computes of its last hidden states (a layer between, a factor
     or a cap that TRL does not know, words left out); False where no small model computes."""
@@ -139,6 +161,12 @@ def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     return {"": f"log-probabilities differ by {apart:.2g} of their spread"} if apart > AHEAD else {}
 
 
+def pattern_of(trained: str) -> str:
+    """The name, with * for numbers, of the parameter that a trained tensor is or adapts."""
+    adapted, adapter, _ = trained.removeprefix("base_model.model.").partition(".lora_")
+    return any_number(adapted) + (".weight" if adapter else "")
+
+
 def freeze(model: nn.Module, patterns: Collection[str]) -> None:
     """Take the parameters of these names, with * for numbers, out of training."""
     for name, parameter in model.named_parameters():
@@ -146,11 +174,15 @@ def freeze(model: nn.Module, patterns: Collection[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+def _try_short_rows(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    return _try_in_full(small, length=_FEW, trust_remote_code=trust_remote_code)
+
+
+def _try_in_full(small: Any, *, length: int = _LENGTH, trust_remote_code: bool = False) -> dict[str, str]:
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         for draw in range(_DRAWS):
-            _step(model, draw)
+            _step(model, draw, length)
         names: dict[str, bool] = {}
         for name, parameter in model.named_parameters():
             names[any_number(name)] = names.get(any_number(name), False) or parameter.grad is not None
@@ -250,8 +282,8 @@ def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str,
     return dict.fromkeys(sorted(without), LEARNS_NOTHING)
 
 
-def _step(model: Any, draw: int) -> None:
-    ids = torch.randint(3, VOCABULARY, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(draw))
+def _step(model: Any, draw: int, length: int = _LENGTH) -> None:
+    ids = torch.randint(3, VOCABULARY, (_ROWS, length), generator=torch.Generator().manual_seed(draw))
     model.train()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     if loss.requires_grad:

@@ -18,7 +18,15 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.training.model import varlen
 from sft_play.training.prepare.experts import balance_coefficient
-from sft_play.training.proofs.small_model import MOST_TRAINED, VOCABULARY, kind_of, on_small_model, passed, small_model
+from sft_play.training.proofs.small_model import (
+    MOST_TRAINED,
+    VOCABULARY,
+    kind_of,
+    longest_usual,
+    on_small_model,
+    passed,
+    small_model,
+)
 
 TELLING = 0.05
 """Least difference that a chat's beginning must make to its end: in a model below it, no leak would show."""
@@ -40,14 +48,23 @@ _PADDED = (42, 19)
 """Tokens of two rows: the second has more padding than the small windows are long."""
 _PACKS = ((19, 23), (30,), (11, 9, 5))
 """Tokens of the chats of each row: some longer than the small windows, so that these begin inside them."""
-_INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
+_INSTEAD = "data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 
-def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
-    """A line that a model of this config keeps the chats of one row apart, with the measured difference; flash
-    attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be measured."""
+def require_packable(
+    hf_config: Any, *, attention: str, longest: int | None = None, trust_remote_code: bool = False
+) -> str:
+    """A line that a model of this config keeps the chats of one row (of at most `longest` tokens) apart, with the
+    measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be
+    measured."""
     kind = kind_of(hf_config)
-    found, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
+
+    def measured_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
+        return on_small_model(
+            hf_config, measure_apart, attention=attention, longest=tokens, trust_remote_code=trust_remote_code
+        )
+
+    found, problem = measured_up_to(longest)
     leak, seen = found or (0.0, 0.0)
     if found is not None and not seen >= TELLING:
         problem = f"a token hardly depends on those before it there, by {seen:.1g} of the spread"
@@ -55,12 +72,15 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
         problem = "a small model of its class computes numbers that are not finite"
     if problem:
         raise ConfigError(f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured "
-                          f"({problem}); {_INSTEAD}")  # fmt: skip
+                          f"({problem}); use {_INSTEAD}")  # fmt: skip
     measured = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
-    if leak >= APART_TOLERANCE:
-        raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}; "
-                          f"{_INSTEAD}")  # fmt: skip
-    return f"Packing: {kind} keeps the chats of a row apart ({measured}, alone, packed, or after another chat)"
+    if leak < APART_TOLERANCE:
+        return f"Packing: {kind} keeps the chats of a row apart ({measured}, alone, packed, or after another chat)"
+    first = longest_usual(hf_config)
+    shorter, _ = measured_up_to(first) if first and (longest is None or first < longest) else (None, "")
+    keeps = f"model.max_seq_len={first}, up to which it does, or " if shorter and shorter[0] < APART_TOLERANCE else ""
+    raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}; "
+                      f"use {keeps}{_INSTEAD}")  # fmt: skip
 
 
 def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
@@ -124,20 +144,25 @@ class Difference:
         return self.logits <= self.tolerance and self.gradients <= self.tolerance and self.half <= 0
 
 
-def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> Mask:
-    """Whether padded rows of a model of this config need their mask; what cannot be measured keeps it."""
+def padding_of(hf_config: Any, *, attention: str, longest: int | None = None, trust_remote_code: bool = False) -> Mask:
+    """Whether padded rows, of at most `longest` tokens, of a model of this config need their mask; what cannot be
+    measured keeps it."""
     found = on_small_model(
-        hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, attention=attention
-    )
+        hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, longest=longest,
+        attention=attention,
+    )  # fmt: skip
     return _judged(
         kind_of(hf_config), *found, kept="padded rows keep their mask",
         freed="padded rows need no mask, as attention is causal and padding at the end",
     )  # fmt: skip
 
 
-def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Mask:
-    """Whether packs need a mask beside their boundaries (`varlen`); what cannot be measured keeps it."""
-    found = on_small_model(hf_config, measure_boundaries, trust_remote_code=trust_remote_code, most=MOST_TRAINED)
+def boundaries_of(hf_config: Any, *, longest: int | None = None, trust_remote_code: bool = False) -> Mask:
+    """Whether packs, of at most `longest` tokens, need a mask beside their boundaries (`varlen`); what cannot be
+    measured keeps it."""
+    found = on_small_model(
+        hf_config, measure_boundaries, trust_remote_code=trust_remote_code, most=MOST_TRAINED, longest=longest
+    )
     return _judged(
         kind_of(hf_config), *found, kept="chats of one row keep a mask between them",
         freed="chats of one row need no mask: they are told apart by their boundaries",

@@ -40,6 +40,12 @@ _TURNED = 8
 """Size of the part of a head that turns with the position, where the config has one apart."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+_REACHES = {
+    "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 4, "keep_window_size": 8,
+    "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8,
+}  # fmt: skip
+"""Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
+their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer."""
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MOST_LAYERS = 12
 """Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6)."""
@@ -58,15 +64,17 @@ def on_small_model(
     trust_remote_code: bool = False,
     most: int = MOST_PARAMETERS,
     whole_depth: bool = False,
+    longest: int | None = None,
     **options: Any,
 ) -> tuple[Found | None, str]:
     """What `look` finds with the config of a small model of the class: few narrow layers of every kind, or full width
-    where the class refuses; None where none of at most `most` parameters computes, and why. Once a process."""
+    where the class refuses; None where none of at most `most` parameters computes, and why. Once a process. `longest`:
+    tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = look, type(hf_config), settings, most, whole_depth, tuple(sorted(options.items()))
+    key = look, type(hf_config), settings, most, whole_depth, longest, tuple(sorted(options.items()))
     if key not in _looked_at:
-        _looked_at[key] = _look(hf_config, look, most, options, whole_depth)
+        _looked_at[key] = _look(hf_config, look, most, options, whole_depth, longest)
     found: tuple[Found | None, str] = _looked_at[key]
     return found
 
@@ -75,12 +83,12 @@ _looked_at: dict[Hashable, Any] = {}
 
 
 def _look(
-    hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any], whole_depth: bool
+    hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any], whole_depth: bool, longest: int | None
 ) -> tuple[Any, str]:
     problem = "no small model of its class computes"
     for is_whole, is_narrow in [(True, True)] * whole_depth + [(False, True), (False, False)]:
         try:
-            small = _short(hf_config, is_whole=is_whole)
+            small = _short(hf_config, is_whole=is_whole, longest=longest)
             if is_narrow:
                 _narrow(small)
             _require_small(small, options["trust_remote_code"], most)
@@ -157,7 +165,7 @@ def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
         raise ValueError(f"its smallest model here has {parameters:,} parameters, too many to try")
 
 
-def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
+def _short(hf_config: Any, *, is_whole: bool = False, longest: int | None = None) -> Any:
     """With a small vocabulary and short windows; all layers, or enough of the first to have one of every kind."""
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
@@ -170,7 +178,28 @@ def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
         value = field_of(small, name)
         if isinstance(value, int) and not isinstance(value, bool):
             setattr(small, name, min(value, _WINDOW))
+    _set(small, {name: size for name, size in _REACHES.items() if _binds(field_of(small, name), longest)})
+    if rates := _rates(small):
+        small.compress_rates = {
+            kind: min(rate, _WINDOW) if _binds(rate, longest) else rate for kind, rate in rates.items()
+        }
     return small
+
+
+def longest_usual(hf_config: Any) -> int | None:
+    """Tokens of the longest row of which a class computes as of short ones; None where it does so of any."""
+    sizes = [field_of(hf_config, name) for name in _REACHES] + list(_rates(hf_config).values())
+    return min((size for size in sizes if _binds(size, None)), default=None)
+
+
+def _binds(size: Any, longest: int | None) -> bool:
+    """Whether a size of `_REACHES` is set, and rows are longer."""
+    return isinstance(size, int) and size > 0 and (longest is None or size < longest)
+
+
+def _rates(config: Any) -> dict[str, int]:
+    rates = field_of(config, "compress_rates")
+    return rates if isinstance(rates, dict) else {}
 
 
 def _cut_layers(small: Any, layers: int) -> None:
@@ -185,6 +214,9 @@ def _cut_layers(small: Any, layers: int) -> None:
         small.num_kv_shared_layers, kept = shared, 2 * shared
     for name, value in lists.items():
         setattr(small, name, value[:kept])
+    for name, value in vars(small).items():
+        if name.endswith("layer_ids") and isinstance(value, list | tuple):  # numbers of layers
+            setattr(small, name, [layer for layer in value if layer < kept])
     overrides = _own_sizes(small)
     if overrides:
         small.per_layer_config = None

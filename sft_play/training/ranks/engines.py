@@ -26,12 +26,12 @@ from sft_play.training.ranks import distributed
 
 
 def engine_arguments(
-    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None
+    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None, skips: bool = False
 ) -> dict[str, Any]:
-    """The Trainer's arguments that turn the plan's layout on."""
+    """The Trainer's arguments that turn the plan's layout on. `skips`: some rows give some tensors no gradient."""
     if plan.layout == "single" and deepspeed is None:
         return {}
-    arguments: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters}
+    arguments: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters or skips}
     on_cpu = plan.hardware.device == "cpu"
     if on_cpu:
         arguments["ddp_backend"] = "gloo"
