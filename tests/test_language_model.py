@@ -8,14 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.registry import small_base
 from sft_play.finished.load import load_folder
+from sft_play.training.checkpoints.full_state_dict import load_adapter
 from sft_play.training.checkpoints.model_saving import put_into_whole, write_weights
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
-from sft_play.training.model.language_model import OLDER_LAYOUTS, PEFT_PREFIX, Tower, language_config, tower_of
+from sft_play.training.model.language_model import (
+    OLDER_LAYOUTS,
+    PEFT_PREFIX,
+    Tower,
+    language_config,
+    lost_by_peft,
+    tower_of,
+)
 from sft_play.training.proofs.adapter_trial import linear_layers
 from tests.test_merge import qwen3_5_moe_with_images
 
@@ -90,6 +99,26 @@ def test_a_checkpoint_s_adapter_is_read_under_its_own_names(tmp_path):
     CheckpointedLoop._load_from_checkpoint(trainer, str(tmp_path))
     assert len(own) > 8
     assert all(torch.equal(one, wanted[name]) for name, one in own.items())
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("kind", ["laguna", "llama", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_that_peft_would_lose_are_named_and_loaded(kind, dtype, tmp_path):
+    """A base of text too: chat, eval and serve read its adapters."""
+    model = small_base(kind).to(dtype)
+    base = copy.deepcopy(model)
+    lora = LoraConfig(r=2, target_modules=["o_proj", "gate_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(model, lora)
+    model.save_pretrained(tmp_path)
+    wanted = {name: one for name, one in model.named_parameters() if "lora_" in name}
+    by_peft = dict(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).named_parameters())
+    lost = {name for name, one in wanted.items() if not torch.equal(one, by_peft[name].to(one.dtype))}
+    named = lost_by_peft(base, load_file(tmp_path / "adapter_model.safetensors"))
+    assert {name.replace(".weight", ".default.weight") for name in named} == lost
+    assert bool(lost) == (kind == "laguna")
+    loaded = dict(load_adapter(base, tmp_path).named_parameters())
+    assert all(torch.equal(one, loaded[name].to(one.dtype)) for name, one in wanted.items())
 
 
 @pytest.mark.parametrize("places", [(("model.", "model.language_model."),), (("", "language_model."),)])

@@ -222,7 +222,9 @@ class Blocks:
         sizes = (2 * self._chunk, self._chunk)
         passes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
         found = iter(self._run(passes))
-        return [between(few, many, rows) for rows, few, many in zip(batches, found, found, strict=True)]
+        return [
+            replace(between(few, many, rows), ends=()) for rows, few, many in zip(batches, found, found, strict=True)
+        ]
 
     def _on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
         """Few real tokens, in rows of two lengths, carried on to all tokens."""
@@ -236,7 +238,9 @@ class Blocks:
             for one, size in zip(self._run([(1, size) for size in ON_CPU], real=True), ON_CPU, strict=True)
         )
         masks = 0 if self._is_flat else length * length
-        return [_masked(replace(between(few, more, rows * length), batch=rows), rows * masks) for rows in batches]
+        return [
+            _masked(replace(between(few, more, rows * length), batch=rows, ends=()), rows * masks) for rows in batches
+        ]
 
 
 def _masked(found: MeasuredPass, squares: int) -> MeasuredPass:

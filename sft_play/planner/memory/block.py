@@ -149,12 +149,11 @@ def head_bytes(
     """The tail for `batch` full rows of `length` tokens, all scored but the first token."""
     tape = Tape(grad=grad)
     run = Pass(tape, spec, batch, length, accumulating=accumulating)
-    x = tape.leaf(batch * length * spec.hidden, width)
-    normed = norm(run, x)
+    x = norm(run, tape.leaf(batch * length * spec.hidden, width))  # the model's own forward keeps no other name for it
     scored = max(1, batch * (length - 1))
-    out = _chunked(run, normed, words, scored) if loss == "chunked" else _whole(run, normed, words)
+    out = _chunked(run, x, words, scored) if loss == "chunked" else _whole(run, x, words)
     forward = tape.meter.peak
-    del x, normed
+    del x
     node = out.node
     if not grad or node is None:
         return LayerBytes(forward)

@@ -41,6 +41,8 @@ class MeasuredPass:
     on, such as those of an input that all blocks read, count as kept by the first."""
     on_cpu: bool = False
     """Carried on from a few real tokens."""
+    ends: tuple[int, ...] = ()
+    """The batches on whose line it lies; none where it was run itself."""
 
 
 def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
@@ -57,8 +59,8 @@ def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
             return tuple(map(mixed, one, other))
         return type(one)(*(mixed(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)))
 
-    found: MeasuredPass = mixed(low, high)
-    return found
+    found: MeasuredPass = mixed(replace(low, ends=()), replace(high, ends=()))
+    return replace(found, ends=(low.batch, high.batch))
 
 
 def walk_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Walk:
@@ -90,6 +92,9 @@ class MeasuredWalk(Walk):
     def _batch(self, batch: int, specs: Sequence[BlockSpec], *, trains: bool) -> int:
         return self._measured(self._way(0) if trains else "evaluated", batch).before
 
+    def _masks(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+        return 0  # what ends with the last block is not in the measured tail
+
     def _embedded(self, batch: int) -> int:
         return self._measured("kept", batch).embedded
 
@@ -102,10 +107,19 @@ class MeasuredWalk(Walk):
         # a few tokens do not show how many it takes at once, and whole logits were not run
         if found.on_cpu or self.step.loss != "chunked":
             return usual
-        # its tiles are full from some batch on, so that it is not below the line between two batches; what a class has
-        # beside the usual last norm and head was run
-        forward, backward = max(found.tail.forward, usual.forward), max(found.tail.backward, usual.backward)
-        return LayerBytes(forward, usual.kept, backward, found.tail.gradients)
+        if not found.ends:
+            return replace(found.tail, kept=usual.kept)
+        # its tiles are full from some batch on, so that it bends between two batches, as the usual last norm and head
+        # do; what a class has beside them grows on a line
+        run = [self._head(rows, grad=grad) for rows in found.ends]
+        bent = [super(MeasuredWalk, self)._head(rows, grad=grad) for rows in found.ends]
+        share = (batch - found.ends[0]) / (found.ends[1] - found.ends[0])
+
+        def carried(name: Literal["forward", "backward"]) -> int:
+            low, high = (getattr(one, name) - getattr(other, name) for one, other in zip(run, bent, strict=True))
+            return int(getattr(usual, name) + round(low + share * (high - low)))
+
+        return LayerBytes(carried("forward"), usual.kept, carried("backward"), found.tail.gradients)
 
     def _way(self, layer: int) -> Way:
         return "recomputed" if layer < self.recomputed else "kept"

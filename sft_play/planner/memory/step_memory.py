@@ -273,16 +273,19 @@ class Walk:
         return self.resident.gradients * gradients // max(1, whole)
 
     def _batch(self, batch: int, specs: Sequence[BlockSpec], *, trains: bool) -> int:
-        """Token ids, labels and mask of a batch, and the S x S masks that all blocks share: one for each kind of
-        attention, booleans for sdpa, numbers for eager."""
+        """Token ids, labels and mask of a batch, and the masks that all blocks share."""
+        return TOKEN_BYTES * batch * self.step.length + self._masks(batch, specs)
+
+    def _masks(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+        """The S x S masks that all blocks share: one for each kind of attention, booleans for sdpa, numbers for eager.
+        They end with the forward pass of the blocks, before the head."""
         step, squares = self.step, batch * self.step.length**2
-        own = TOKEN_BYTES * batch * step.length
         if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
-            return own
+            return 0
         pairs = zip(self.shape.layers, specs, strict=True)
         shared = (kind for kind, spec in pairs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
         kinds = {kind.attention for kind in shared}
-        return own + len(kinds) * squares * (self.width if step.attention == "eager" else 1)
+        return len(kinds) * squares * (self.width if step.attention == "eager" else 1)
 
     # --- moments -----------------------------------------------------------------------------------------------------
     def _at(self, name: Moment, gradients: int, activations: int, **more: int) -> tuple[Moment, Terms]:
@@ -442,6 +445,7 @@ class Walk:
         before = gathering.before_tail if gathering else 0
         yield self._at("evaluation", there, live, gather_buffers=before)
         gathered = gathering.tail if gathering else 0
+        batch -= self._masks(rows, specs)
         yield self._at("evaluation", there, batch + cast, loss_head=head.forward, gather_buffers=gathered)
 
 

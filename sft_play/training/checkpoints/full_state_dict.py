@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from sft_play.errors import TrainingError
-from sft_play.training.model.language_model import PEFT_PREFIX, tower_in
+from sft_play.training.model.language_model import PEFT_PREFIX, lost_by_peft, tower_in
 from sft_play.training.ranks.distributed import is_first
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -139,17 +139,18 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """A model with the adapter in a folder, in eval mode; a language model's may be named as in its whole class."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
-    tower = tower_in(model)
-    if tower is None:
+    tower, names = tower_in(model), list(load_file(folder / ADAPTER_FILE))
+    if tower is None and not lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()
     config = PeftConfig.from_pretrained(str(folder))
-    config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
-    rows: Any = config.trainable_token_indices or {}
-    config.trainable_token_indices = {tower.in_tower(name): numbers for name, numbers in rows.items()} or None
-    experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
-    names = map(tower.in_tower, load_file(folder / ADAPTER_FILE))
-    layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
-    config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in experts}
+    if tower is not None:
+        config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
+        rows: Any = config.trainable_token_indices or {}
+        config.trainable_token_indices = {tower.in_tower(name): numbers for name, numbers in rows.items()} or None
+        experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
+        inside = map(tower.in_tower, names)
+        layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in inside if ".lora_A." in name}
+        config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in experts}
     adapted = get_peft_model(model, config)
     fill_adapter(adapted, folder)
     return adapted.eval()

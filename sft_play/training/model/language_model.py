@@ -11,7 +11,7 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.conversion_mapping import (
     get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -113,6 +113,14 @@ def tower_of(whole: Any, language_model: Any) -> Tower | None:
     ours = next(path for path, module in language_model.named_modules() if module is decoder)
     theirs = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
     return Tower(whole, ((f"{ours}.", f"{theirs}."),), renamings)
+
+
+def lost_by_peft(published: Any, names: Iterable[str]) -> list[str]:
+    """Of the tensors in an adapter's file those that PEFT (0.21) loses when it loads them: it renames all as tensors of
+    the base's published files, though they are named as in the class (`published`, on the meta device) already."""
+    renamings = [one for one in get_model_conversion_mapping(published) if isinstance(one, WeightRenaming)]
+    own = {name: _without_prefix(name)[1] for name in names}
+    return [name for name, inside in own.items() if apply_renamings(inside, renamings) != inside]
 
 
 def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:

@@ -18,6 +18,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -31,9 +32,10 @@ from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
+from sft_play.training.checkpoints.full_state_dict import adapter_names
 from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
-from sft_play.training.model.language_model import Tower, fit_ties, language_config, tower_of
+from sft_play.training.model.language_model import Tower, fit_ties, language_config, lost_by_peft, tower_of
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
@@ -215,6 +217,21 @@ def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
         model.sft_tower = model_spec.tower
         adapter = model_spec.peft_config
         return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
+
+
+def lost_in_peft(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
+    """How many of the adapter's tensors PEFT loses when it loads them, and what to do; empty where it loses none."""
+    whole = model_spec.tower.whole if model_spec.tower else model_spec.hf_config
+    if model_spec.peft_config is None or get_checkpoint_conversion_mapping(whole.model_type) is None:
+        return ""
+    adapted = empty_model(model_spec, trust_remote_code=trust_remote_code)
+    published = model_spec.tower.skeleton() if model_spec.tower else adapted.get_base_model()
+    names = adapter_names(adapted)
+    lost = lost_by_peft(published, names) if published is not None else []
+    if not lost:
+        return ""
+    return (f"PEFT alone would load it without {len(lost)} of {len(names)} tensors, as it renames those of this class "
+            "wrongly: give others the model of make merge; the commands here load them all")  # fmt: skip
 
 
 def location(config: RunConfig) -> str:

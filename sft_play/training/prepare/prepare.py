@@ -27,7 +27,7 @@ from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
 from sft_play.training.prepare.device_checks import warn_of_need
-from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec
+from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, lost_in_peft
 from sft_play.training.prepare.origin import Origin, origin_of
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.training.proofs.kernels import check_kernels
@@ -97,6 +97,8 @@ def prepare(job: RunJob) -> Prepared:
             model_spec = replace(model_spec, notes=(*model_spec.notes, origin.note))
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
+        if lost := lost_in_peft(model_spec, trust_remote_code=config.model.trust_remote_code):
+            logger.warning("Adapter: %s", lost)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
         prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, origin)
         if job.folder.stage is None:
