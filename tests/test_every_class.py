@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.registry import NEEDED
+from benchmarks.registry import NEEDED, OUT
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import named
@@ -17,8 +17,10 @@ from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.measured_walk import MeasuredPass
 from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.runs.files import read_json
 from sft_play.trace.meta_shape import measure
 from sft_play.training.model.nf4_experts import ExpertQuantizer
+from sft_play.training.proofs.masking import _PADDED
 from sft_play.training.proofs.small_model import field_of, small_config
 
 NOT_BUILT = {"emu3", "mllama", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"}
@@ -120,6 +122,48 @@ def test_a_small_config_is_one_that_its_class_reads(kinds):
             assert field_of(again, name) == field_of(small, name), (kind, name)
         seen += 1
     assert seen == 3 if kinds else seen > 140
+
+
+WIDTHS = {
+    "adapter_rank", "additional_vocab_size", "attention_hidden_size", "block_multiple_of", "d_model",
+    "decoder_ffn_dim", "dense_intermediate_size", "dff", "dim_model_base", "embed_dim", "ffn_dim",
+    "ffn_hidden_size", "head_dim", "hidden_size", "intermediate_size", "intermediate_size_mlp", "kv_channels",
+    "laurel_rank", "mamba_d_ssm", "moe_hidden_size", "moe_shared_expert_intermediate_size", "n_embd",
+    "n_routed_experts", "num_experts", "o_lora_rank", "query_pre_attn_scalar", "router_hidden_size",
+    "shared_experts_intermediate_size", "shared_intermediate_size", "swa_head_dim", "swa_num_attention_heads",
+    "unpadded_vocab_size", "vocab_size", "vocab_size_per_layer_input", "word_embed_proj_dim", "zero_expert_num",
+}  # fmt: skip
+ROWS = {"max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx", "max_seq_len",
+        "model_max_length", "context_length"}  # fmt: skip
+OTHERS = {"max_window_layers", "rope_theta", "cls_token_id", "sep_token_id"}
+HALVED = {"local_attention"}
+"""ModernBERT's, whose `sliding_window` is made of it and is short."""
+
+
+def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
+    """A size of a config that is longer than the rows of proofs is a width, or the longest row that there may be: what
+    begins at a number of tokens (windows, chosen tokens, groups) is short in a small model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    def sizes(fields):
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                yield from sizes(value)
+            elif isinstance(value, int) and not isinstance(value, bool) and value > max(_PADDED):
+                yield name
+
+    found, seen = {}, 0
+    for kind, row in read_json(OUT)["classes"].items():
+        if "plan" not in row:
+            continue
+        try:
+            small = small_config(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config())
+        except Exception:  # it has no defaults
+            continue
+        found |= dict.fromkeys(sizes(vars(small)), kind)
+        seen += 1
+    assert {name: kind for name, kind in found.items() if name not in WIDTHS | ROWS | OTHERS | HALVED} == {}
+    assert seen > 190
 
 
 @pytest.mark.parametrize(
