@@ -71,8 +71,10 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
                 f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
                 "language model; this toolkit trains causal language models"
             )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # its buffers in the dtype that a run loads in, nearly always
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            )
     except ModelError:
         raise
     except Exception as error:  # each model class checks its config in its own way
