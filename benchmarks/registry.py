@@ -407,7 +407,7 @@ the language model is trained, and what is written is of that class, its other p
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
 
 {planned} classes are planned, {trained} of them do all of it in all three modes; {refused} are refused by name, and
-{not_built} cannot be built small. FastVLM, Gemma 3n and Perception LM have parts for images from the package timm, which
+{not_built} cannot be built small. FastVLM, Gemma 3n and Perception LM have parts for images from the package timm: it
 must be installed to walk them here and to load their whole classes; training their language models does without it.
 
 | class | plan | trace | LoRA | QLoRA | full |

@@ -130,14 +130,16 @@ WIDTHS = {
     "adapter_rank", "additional_vocab_size", "attention_hidden_size", "block_multiple_of", "d_model",
     "decoder_ffn_dim", "dense_intermediate_size", "dff", "dim_model_base", "embed_dim", "ffn_dim",
     "ffn_hidden_size", "head_dim", "hidden_size", "intermediate_size", "intermediate_size_mlp", "kv_channels",
-    "laurel_rank", "mamba_d_ssm", "moe_hidden_size", "moe_shared_expert_intermediate_size", "n_embd",
-    "n_routed_experts", "num_experts", "o_lora_rank", "query_pre_attn_scalar", "router_hidden_size",
+    "laurel_rank", "make_ngram_vocab_size_divisible_by", "mamba_d_ssm", "moe_hidden_size",
+    "moe_shared_expert_intermediate_size", "n_embd",
+    "n_routed_experts", "ngram_vocab_size_base", "num_experts", "num_sliding_attention_heads", "o_lora_rank",
+    "ple_embed_dim", "share_expert_dim", "split_ngram_parts", "query_pre_attn_scalar", "router_hidden_size",
     "shared_experts_intermediate_size", "shared_intermediate_size", "swa_head_dim", "swa_num_attention_heads",
     "unpadded_vocab_size", "vocab_size", "vocab_size_per_layer_input", "word_embed_proj_dim", "zero_expert_num",
 }  # fmt: skip
 ROWS = {"max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx", "max_seq_len",
         "model_max_length", "context_length"}  # fmt: skip
-OTHERS = {"max_window_layers", "rope_theta", "cls_token_id", "sep_token_id"}
+OTHERS = {"seed", "max_window_layers", "rope_theta", "cls_token_id", "sep_token_id"}
 HALVED = {"local_attention"}
 """ModernBERT's, whose `sliding_window` is made of it and is short."""
 
@@ -197,8 +199,6 @@ def test_two_blocks_that_share_their_weights_are_kept():
     assert small.layers_block_type.count("hybrid") == 2
     assert small.attention_head_dim * small.num_attention_heads == small.attention_hidden_size == 2 * small.hidden_size
     assert small_on_meta("zamba") is not None
-
-
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ BASES = {
 
 @pytest.mark.slow
 def test_adapters_of_weights_that_blocks_share_are_not_merged(tmp_path):
-    """Each of Zamba's hybrid blocks has an adapter of its own, and all have the same weights: none of them is merged."""
+    """Each of Zamba's hybrid blocks has an adapter of its own, and all have the same weights: none is merged."""
     base = make_base(tmp_path / "base", small_base("zamba"))
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     with pytest.raises(ModelError, match=r"blocks of a ZambaForCausalLM share .*\.shared_transf\..* serve the base"):

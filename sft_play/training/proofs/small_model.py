@@ -32,7 +32,8 @@ _NARROW = {
     "qk_nope_head_dim": 16, "qk_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
-    "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32,
+    "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
+    "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
 }  # fmt: skip
 """Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so."""
 _HEADS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
@@ -42,7 +43,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _REACHES = {
     "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 4, "keep_window_size": 8,
-    "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8,
+    "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
 }  # fmt: skip
 """Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
 their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer."""
