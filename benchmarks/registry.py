@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import SftPlayError
+from sft_play.errors import ModelError, SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.model_shape import ModelShape
@@ -62,6 +62,11 @@ LARGEST = 150_000_000
 """Parameters of a model that is still tried where its class refuses small sizes."""
 VOCABULARY = 512
 _ROTATION = {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+_QWEN4 = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 64,
+    "indexer_compress_ratio": 8, "ple_layer_ids": [2], "ngram_vocab_size_base": 100, "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "cohere_compass": {"text_config": {"rope_parameters": _ROTATION}},
@@ -70,18 +75,42 @@ NEEDED: dict[str, dict[str, Any]] = {
         "d_model": 64, "n_heads": 4, "n_layers": 2, "ffn_config": {"ffn_hidden_size": 64},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
     },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "gemma3n": {"vision_config": {"architecture": "mobilenetv3_small_050"}},  # as published: 300 million parameters
+    "granite4_vision": {"downsample_rate": "1/4", "deepstack_layer_map": [[-1, 0]]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},  # one expert, by its defaults
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "minimax_m3_vl": {"projector_hidden_size": 64},
     "ministral": {"head_dim": 128},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
     "nemotron": {"num_key_value_heads": 8},
+    "paddleocr_vl": {
+        "text_config": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [16, 24, 24]}
+        }
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_lang_large_patch14_448",
+            "model_args": {"embed_dim": 64, "depth": 1, "num_heads": 4},
+        }
+    },
     "qwen2_5_omni_thinker": {"vision_start_token_id": 5},  # as published; their classes read it and have no default
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "step3p7": {
+        "vision_config": {"mlp_ratio": 1.0},
+        "text_config": {
+            "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12, "num_hidden_layers": 48,
+            "sliding_window": 512, "num_sliding_attention_heads": 96,
+        }
+    },
 }  # fmt: skip
 """Sizes for which the config class has no default, or none that works."""
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -149,11 +178,10 @@ def _small(whole: Any, narrow: str) -> Any:
     small.vocab_size = VOCABULARY
     if hasattr(small, "vocab_size_per_layer_input"):
         small.vocab_size_per_layer_input = VOCABULARY
-    if text is whole:
-        return small
     for name in whole.sub_configs:
         if getattr(whole, name, None) is text:
             setattr(whole, name, small)
+    whole = small if text is whole else whole
     _shorten(whole, small, _BESIDE if narrow == "all" else {})
     return whole
 
@@ -168,7 +196,7 @@ def _shorten(whole: Any, text: Any, widths: Mapping[str, int]) -> None:
             part.per_layer_config = None
         blocks = getattr(part, "num_hidden_layers", None)
         lists = [name for name, value in vars(part).items() if isinstance(value, list | tuple) and len(value) == blocks]
-        sizes = {"depth": 1, "num_hidden_layers": 1, "num_layers": 1, **widths}
+        sizes = {"depth": 1, "num_hidden_layers": 1, "num_layers": 1, "num_blocks": 1, **widths}
         for size, value in sizes.items():
             if isinstance(getattr(part, size, None), int):
                 setattr(part, size, value)
@@ -199,15 +227,22 @@ def wide_config(kind: str) -> dict[str, Any]:
     Raises:
         Exception: whatever the class says of its sizes.
     """
-    narrow = dict(small_model._NARROW)
-    counts = {name for name in narrow if "num_" in name or "vocab" in name or name.startswith("index_n")}
-    small_model._NARROW.update({name: WIDER * size for name, size in narrow.items() if name not in counts})
-    try:
-        config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), "text")
-    finally:
-        small_model._NARROW.update(narrow)
+    with _wider(small_model._NARROW), _wider(_BESIDE):
+        config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields
+
+
+@contextlib.contextmanager
+def _wider(sizes: dict[str, int]) -> Iterator[None]:
+    """Widths `WIDER` times as large, counts as they are."""
+    narrow = dict(sizes)
+    counts = {name for name in narrow if "num_" in name or "vocab" in name or name.endswith("_heads")}
+    sizes.update({name: WIDER * size for name, size in narrow.items() if name not in counts})
+    try:
+        yield
+    finally:
+        sizes.update(narrow)
 
 
 def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,8 +265,8 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
             8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers,
             loss="logits" if shape.own_logits else "chunked",
         )  # fmt: skip
-        predicted = estimate(run, shape, BF16, step).allocated
-        with contextlib.suppress(TraceUnavailable):
+        with contextlib.suppress(TraceUnavailable, *(() if masks else (ModelError,))):
+            predicted = estimate(run, shape, BF16, step).allocated
             return round(predicted / record(settings_of(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
 
@@ -372,7 +407,8 @@ the language model is trained, and what is written is of that class, its other p
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
 
 {planned} classes are planned, {trained} of them do all of it in all three modes; {refused} are refused by name, and
-{not_built} cannot be built small from the defaults of their configs.
+{not_built} cannot be built small. FastVLM, Gemma 3n and Perception LM have parts for images from the package timm: it
+must be installed to walk them here and to load their whole classes; training their language models does without it.
 
 | class | plan | trace | LoRA | QLoRA | full |
 |---|---|---|---|---|---|
@@ -451,7 +487,8 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
         try:
             row[mode] = life(kind, mode, folder)
         except Refused as error:
-            row[mode] = _note(str(error))
+            of_peft = str(error).startswith(("merge: its", "reload: in plain PEFT")) and _of_peft(kind, folder)
+            row[mode] = (of_peft or "") + _note(str(error))
         except Exception as error:  # transformers or PEFT, with what was written
             row[mode] = f"reload: {_of_base(kind, folder / 'base')}{type(error).__name__}: {_line(error)}"
     return row
@@ -464,6 +501,21 @@ def _of_base(kind: str, base: Path) -> str:
     except Exception:  # each class in its own way
         return "the base itself fails in plain transformers: "
     return ""
+
+
+def _of_peft(kind: str, folder: Path) -> str:
+    """Where plain PEFT loses an adapter that it made and wrote of the base itself: what says so."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    made = LoraConfig(r=4, target_modules=r".*\blayers\..*\.q_proj", init_lora_weights=False)
+    try:
+        model = get_peft_model(_plain(kind, folder / "base"), made).eval()
+        model.save_pretrained(folder / "plain")
+        again = PeftModel.from_pretrained(_plain(kind, folder / "base"), folder / "plain").eval()
+        is_lost = not torch.allclose(_logits(model), _logits(again), atol=1e-4)
+    except Exception:  # a class without such layers
+        return ""
+    return "plain PEFT loses an adapter that it wrote itself: " if is_lost else ""
 
 
 def _line(error: Exception) -> str:

@@ -4,6 +4,8 @@ an error."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.proofs.masking import _PADDED
 from sft_play.training.proofs.small_model import field_of, small_config
 
-NOT_BUILT = {"emu3", "mllama", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"}
+NOT_BUILT = {"emu3", "mllama"}
 """Types whose class cannot be built from its config's own defaults (transformers 5.23), of sound and images too."""
 SAMPLE = ("nemotron_h", "jetmoe", "jamba", "granitemoehybrid", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2")
 """Experts of all layouts, a hybrid, a class without attention."""
@@ -128,14 +130,16 @@ WIDTHS = {
     "adapter_rank", "additional_vocab_size", "attention_hidden_size", "block_multiple_of", "d_model",
     "decoder_ffn_dim", "dense_intermediate_size", "dff", "dim_model_base", "embed_dim", "ffn_dim",
     "ffn_hidden_size", "head_dim", "hidden_size", "intermediate_size", "intermediate_size_mlp", "kv_channels",
-    "laurel_rank", "mamba_d_ssm", "moe_hidden_size", "moe_shared_expert_intermediate_size", "n_embd",
-    "n_routed_experts", "num_experts", "o_lora_rank", "query_pre_attn_scalar", "router_hidden_size",
+    "laurel_rank", "make_ngram_vocab_size_divisible_by", "mamba_d_ssm", "moe_hidden_size",
+    "moe_shared_expert_intermediate_size", "n_embd",
+    "n_routed_experts", "ngram_vocab_size_base", "num_experts", "num_sliding_attention_heads", "o_lora_rank",
+    "ple_embed_dim", "share_expert_dim", "split_ngram_parts", "query_pre_attn_scalar", "router_hidden_size",
     "shared_experts_intermediate_size", "shared_intermediate_size", "swa_head_dim", "swa_num_attention_heads",
     "unpadded_vocab_size", "vocab_size", "vocab_size_per_layer_input", "word_embed_proj_dim", "zero_expert_num",
 }  # fmt: skip
 ROWS = {"max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx", "max_seq_len",
         "model_max_length", "context_length"}  # fmt: skip
-OTHERS = {"max_window_layers", "rope_theta", "cls_token_id", "sep_token_id"}
+OTHERS = {"seed", "max_window_layers", "rope_theta", "cls_token_id", "sep_token_id"}
 HALVED = {"local_attention"}
 """ModernBERT's, whose `sliding_window` is made of it and is short."""
 
@@ -164,6 +168,37 @@ def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
         seen += 1
     assert {name: kind for name, kind in found.items() if name not in WIDTHS | ROWS | OTHERS | HALVED} == {}
     assert seen > 190
+
+
+@pytest.mark.parametrize("parts", [3, 4])
+@pytest.mark.parametrize("kind", ["hunyuan_vl", "paddleocr_vl", "qwen2_5_vl"])
+def test_a_small_head_turns_with_all_axes_of_a_large_one(kind, parts):
+    """Half a head is divided among time, height and width, HunYuan's among the numbers of images, too: given in its
+    config (HunyuanOCR: four times 16), or the class's own where it has some."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    draw = random.Random(parts)
+    cuts = sorted(draw.sample(range(1, 64), parts - 1))
+    sections = [high - low for low, high in itertools.pairwise([0, *cuts, 64])]
+    rotation = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    config = CONFIG_MAPPING[kind](text_config={**sizes, "rope_parameters": rotation}).get_text_config()
+    small = small_config(config)
+    head = field_of(small, "head_dim") or small.hidden_size // small.num_attention_heads
+    assert len(small.rope_parameters["mrope_section"]) == parts
+    assert sum(small.rope_parameters["mrope_section"]) == head // 2 < 64
+
+
+def test_two_blocks_that_share_their_weights_are_kept():
+    """Zamba refuses to have one of them alone."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING["zamba"]()
+    small = small_config(config)
+    assert small.layers_block_type == config.layers_block_type[: small.num_hidden_layers]
+    assert small.layers_block_type.count("hybrid") == 2
+    assert small.attention_head_dim * small.num_attention_heads == small.attention_hidden_size == 2 * small.hidden_size
+    assert small_on_meta("zamba") is not None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.registry import small_base
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import limit_of, merge_test
@@ -127,6 +128,27 @@ BASES = {
     "text tower": (gemma3_with_images, {}),
     "text tower with experts": (qwen3_5_moe_with_images, {}),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_adapters_of_weights_that_blocks_share_are_not_merged(tmp_path):
+    """Each of Zamba's hybrid blocks has an adapter of its own, and all have the same weights: none is merged."""
+    base = make_base(tmp_path / "base", small_base("zamba"))
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    with pytest.raises(ModelError, match=r"blocks of a ZambaForCausalLM share .*\.shared_transf\..* serve the base"):
+        merge_run(run)
+    assert not (tmp_path / "run" / "merged").exists()
+
+
+@pytest.mark.slow
+def test_tensors_that_are_joined_in_ram_are_merged_over(tmp_path):
+    """Qwen4's table of n-grams lies in files in parts, which transformers joins on the CPU wherever the model is."""
+    base = make_base(tmp_path / "base", small_base("qwen4_exp_text"))
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    merged = merge_run(run)
+    assert merged.streamed
+    assert any("ngram_embedding.shard_" in name for name in load_file(merged.path / "model.safetensors"))
+    torch.testing.assert_close(logits(load_folder(merged.path)), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import config_json
@@ -16,6 +17,8 @@ from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import StepSettings
+from sft_play.training.model.language_model import language_config
+from sft_play.training.proofs.small_model import small_config
 
 SMALL = {
     "hidden_size": 64,
@@ -95,6 +98,19 @@ def test_an_unknown_type_is_measured_whole(kind):
     assert "measured on its class" in shape.note
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["xglm", "openai-gpt", "gpt_neo", "llama", "kosmos-2.5"])
+def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
+    """Tables of positions are in the dtype of the weights; rotary frequencies and masks have their own."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = small_config(CONFIG_MAPPING[kind]().get_text_config())
+    with torch.device("meta"):
+        loaded = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
+    shape = shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
+    assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_numbers > 0
+
+
 @pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])
 def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     """Their `time_step_limit` ends at infinity, which JSON lacks."""
@@ -149,7 +165,11 @@ def test_experts_and_routers_are_no_linear_layers():
         ({"model_type": "jamba", **SMALL, "num_hidden_layers": 10**9}, "no model is that large"),
         ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
         ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
-        ({"model_type": "idefics", **SMALL}, "does not know as a causal language model"),
+        ({"model_type": "chameleon", **SMALL}, "does not know as a causal language model"),
+        ({"model_type": "idefics", **SMALL}, "blocks read an image in every pass"),
+        ({"model_type": "reformer", **SMALL}, "rows of one length alone"),
+        ({"model_type": "musicgen_melody"}, "a model of music"),
+        ({"model_type": "evolla"}, "reads a protein"),
         ({"hidden_size": 64}, "no model_type"),
         ([], "holds a list"),
     ],

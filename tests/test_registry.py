@@ -40,20 +40,21 @@ UNTRACED = {
     "dbrx",
     "jetmoe",
     "longcat_flash",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "step3p7",
 }
-"""Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU."""
+"""Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU. They
+loop over experts by the tokens that each has (JetMoE by their numbers), Qwen4 over the tokens that each token sees."""
 FAR_FROM_TRACE = {
     "gpt_oss",
     "modernbert-decoder",
     "nemotron",
-    "openai-gpt",
-    "xglm",
-    "zamba2",
 }
-"""Classes whose estimate is more than 1% above their trace, by 1.9% at most: in full, or small models; XGLM in QLoRA
-too."""
+"""Classes whose estimate is more than 1% above their trace, by 1.9% at most: in full, or small models."""
 BROKEN = {
     "blip-2",
+    "deepseek_ocr2",
     "deepseek_v4",
     "inkling2",
     "inkling2_text",
@@ -65,7 +66,7 @@ BROKEN = {
     "mistral_large4",
     "rwkv",
     "unlimited_ocr",
-    "zamba2",
+    "zamba",
 }
 """Classes that are planned, and fail at something after it: docs/models.md says at what."""
 
@@ -78,6 +79,8 @@ def test_a_class_still_does_what_the_table_says(kind, book, tmp_path, monkeypatc
     found, known = walked(kind, tmp_path), book["classes"].get(kind)
     if known is None:
         pytest.skip("not in the table yet")
+    if "timm" in found.get("not_built", ""):
+        pytest.skip("its part for images needs timm")
     assert found.keys() == known.keys()
     for mode in MODES:
         assert isinstance(found.get(mode), str) == isinstance(known.get(mode), str), found.get(mode)

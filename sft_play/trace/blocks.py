@@ -100,7 +100,9 @@ class _Look:
             raise TraceUnavailable("the model does not call each of its first blocks")
         embedded = 0 if is_kept or self._way == "evaluated" else self._input[0]
         held = self._held(embedded)
-        if held[-1] < held[0]:  # such as states that a class keeps on its modules, and replaces when it runs again
+        # such as states that a class keeps on its modules, and replaces when it runs again; behind the first block what
+        # the model's own code held before it may be gone
+        if held[-1] < held[1]:
             raise TraceUnavailable("less is held behind its blocks than before them")
         layers = [self._layer(layer, held, embedded) for layer in range(len(self._blocks))]
         # a later block of a kind is like all but the first, and but the last, where there is another

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
@@ -80,6 +81,15 @@ def furnish(model: Any, settings: StepSettings) -> Any:
         model = _with_adapters(model, settings)
     _prepare_step(model, settings)
     return model.train()
+
+
+def fill_buffers(model: Any) -> None:
+    """What a class computes its buffers to be, where tensors are real: some look up rows of tables by them."""
+    base = base_of(model)
+    for module in base.modules():
+        is_real = any(one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values())
+        if is_real and all(one.is_floating_point() for one in module.parameters(recurse=False)):  # none in 4 bits
+            base._init_weights(module)
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -28,8 +28,12 @@ from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, 
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
+from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import adapter_places, any_number, own_logits, read_past, without_gradient
+from sft_play.training.proofs.adapter_trial import adapter_places, any_number, own_logits, without_gradient
+
+_FOLLOWS = torch.bfloat16
+"""The dtype of weights in a model that is measured."""
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
@@ -71,10 +75,9 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
                 f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
                 "language model; this toolkit trains causal language models"
             )
-        with torch.device("meta"):  # its buffers in the dtype that a run loads in, nearly always
-            model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
-            )
+        with torch.device("meta"):
+            # not fp32, so that buffers which stay in fp32 are told from those that follow the weights
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=_FOLLOWS, trust_remote_code=trust_remote_code)
     except ModelError:
         raise
     except Exception as error:  # each model class checks its config in its own way
@@ -148,8 +151,13 @@ def measure(
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         note=f"that of {type(model).__name__}, measured on its class",
     )
-    buffers = sum(one.nbytes for one in model.buffers())
-    return replace(shape, outer_params=count(model) - shape.params, buffer_bytes=buffers)
+    following = [one for one in model.buffers() if one.dtype == _FOLLOWS]
+    return replace(
+        shape,
+        outer_params=count(model) - shape.params,
+        buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _FOLLOWS),
+        buffer_numbers=sum(one.numel() for one in following),
+    )
 
 
 def _measure_blocks(
@@ -159,7 +167,8 @@ def _measure_blocks(
     packages: Container[str],
     without_adapter: Container[str],
 ) -> list[LayerKind]:
-    (path, blocks), unpacked = block_list(model), read_past(model)
+    path, blocks = block_list(model)
+    unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
     named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
     measured = []
@@ -174,7 +183,7 @@ def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked
         replace(
             one,
             adaptable=at + one.path not in without_adapter,
-            packs=one.packs and any_number(at + one.path) not in unpacked,
+            packs=one.packs and at + one.path not in unpacked and any_number(at + one.path) not in unpacked,
         )
         for one in kind.linears
     )

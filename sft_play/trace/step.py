@@ -119,7 +119,10 @@ class Loop:
     def loaded(self, skeleton: Any) -> Any:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
-            return build.furnish(skeleton, self.settings)
+            model = build.furnish(skeleton, self.settings)
+            with self.log.hidden():
+                build.fill_buffers(model)
+            return model
         from sft_play.trace import ranks
 
         with self.log.hidden():

@@ -216,7 +216,9 @@ class ModelShape:
     untrained: int = 0
     """Of all parameters: those that a full training gives no gradient, by the class's own code."""
     buffer_bytes: int = 0
-    """Bytes of what the class keeps beside its parameters, whole on every rank: causal masks, tables of positions."""
+    """Bytes of what the class keeps beside its parameters, whole on every rank, in a dtype of its own: causal masks."""
+    buffer_numbers: int = 0
+    """How many numbers it keeps so in the dtype of the weights: tables of positions."""
     stored_dtype: str | None = None
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""

@@ -46,6 +46,12 @@ class AdaptedModel:
         self.rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         """Of tables of embeddings of which only rows were trained: their numbers, and the rows."""
         self._fill(self._empty())
+        shared = next((name for name, source in tied.items() if {name, source} <= self.layers.keys()), None)
+        if shared is not None:
+            raise ModelError(
+                f"the adapter cannot be merged: blocks of a {type(self.plain).__name__} share {tied[shared]}, and each "
+                "has changes of its own to it; serve the base with the adapter"
+            )
         self.untied = {name: source for name, source in tied.items() if self._are_apart(name, source)}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
         self.tied = frozenset(tied) - set(self.untied)

@@ -89,6 +89,9 @@ class MergedWeights:
             if name in tensors:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
+        for target, stack in self._stacks.items():
+            if stack.is_joined_in_ram and set(stack.keys) <= tensors.keys():  # where these would need their data
+                tensors[target] = stack.joined({key: tensors.pop(key) for key in stack.keys})
         own, extra = type(adapted.plain), set(tensors) - set(self._tensors)
         config = copy.deepcopy(adapted.plain.config)
         config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied
@@ -205,6 +208,11 @@ class _Stack:
         """One more of its tensors, and the pattern of the converter that it matches."""
         self.keys.append(key)
         self._patterns[key] = pattern
+
+    @property
+    def is_joined_in_ram(self) -> bool:
+        """Whether transformers joins them on the CPU wherever the model is, as Qwen4's table of n-grams."""
+        return bool(getattr(self._converter, "force_cpu", False))
 
     def joined(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The model's tensor of those of the files."""

@@ -218,7 +218,8 @@ class Resident:
 def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
     """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
     without = _resident(config, shape, widths, layout)
-    return replace(without, weights=without.weights + shape.buffer_bytes)
+    buffers = shape.buffer_bytes + widths.weights * shape.buffer_numbers
+    return replace(without, weights=without.weights + buffers)
 
 
 def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:

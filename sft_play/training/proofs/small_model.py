@@ -32,7 +32,8 @@ _NARROW = {
     "qk_nope_head_dim": 16, "qk_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
-    "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32,
+    "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
+    "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
 }  # fmt: skip
 """Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so."""
 _HEADS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
@@ -42,7 +43,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _REACHES = {
     "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 4, "keep_window_size": 8,
-    "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8,
+    "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
 }  # fmt: skip
 """Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
 their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer."""
@@ -207,7 +209,7 @@ def _cut_layers(small: Any, layers: int) -> None:
         name: value for name, value in vars(small).items() if isinstance(value, list | tuple) and len(value) == layers
     }
     kinds = [[str(item) for item in value] for value in lists.values()]
-    firsts = [value.index(item) + 1 for value in kinds for item in set(value)] if kinds else [_MOST_LAYERS]
+    firsts = [_shown_by(value, item) for value in kinds for item in set(value)] if kinds else [_MOST_LAYERS]
     kept = min(layers, max(2, min(_MOST_LAYERS, max(firsts))))
     if field_of(small, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
         shared = max(value.index(item) + 1 for value in kinds for item in set(value)) if kinds else 1
@@ -227,6 +229,13 @@ def _cut_layers(small: Any, layers: int) -> None:
         small.attention_types = [[[kind for kinds, _ in small.attention_types for kind in kinds][:kept], 1]]
         small.num_hidden_layers = len(small.attention_types[0][0])
         small.attention_layers = small.attention_types[0][0]
+
+
+def _shown_by(kinds: list[str], kind: str) -> int:
+    """How many of the first layers show one of a kind: two of Zamba's hybrid ones, which share their weights."""
+    first = kinds.index(kind) + 1
+    is_shared = kind == "hybrid" and "linear_attention" in kinds
+    return kinds.index(kind, first) + 1 if is_shared and kind in kinds[first:] else first
 
 
 def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
@@ -277,9 +286,10 @@ def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> 
     for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
         if isinstance(rotation.get(name), list):
             rotation[name] = rotation[name][:frequencies]
-    if "mrope_section" in getattr(small, "ignore_keys_at_rope_validation", ()):
-        # how many frequencies turn with time, height and width
-        rotation["mrope_section"] = [frequencies // 4, frequencies // 4, frequencies - 2 * (frequencies // 4)]
+    if "mrope_section" in {*rotation, *getattr(small, "ignore_keys_at_rope_validation", ())}:
+        # how many frequencies turn with each of time, height and width; HunYuan's with the number of the image, too
+        others = [frequencies // 4] * (len(rotation.get("mrope_section") or "thw") - 1)
+        rotation["mrope_section"] = [*others, frequencies - sum(others)]
 
 
 def _in_proportion(size: int, turned: int) -> int:
@@ -291,12 +301,16 @@ def _states(small: Any) -> dict[str, int]:
     """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
     times = next((value for name in ("mamba_expand", "expand") if isinstance(value := field_of(small, name), int)), 2)
     inner = times * _NARROW["hidden_size"]
-    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8)
+    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8)
+    # Zamba's, of no size of their own, are computed head by head and token by token
+    sizes["n_mamba_heads"] = 8 if field_of(small, "mamba_headdim") else 2
     sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner // 8)
     sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
     sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner}
     sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
-    sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32}  # Zamba's: of twice the hidden width
+    if field_of(small, "attention_hidden_size"):  # Zamba's: of twice the hidden width
+        width = 2 * _NARROW["hidden_size"]
+        sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW["num_attention_heads"]}
     for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
         value = field_of(small, name)
         sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
