@@ -171,9 +171,12 @@ def _measure_blocks(
     unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
     named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
-    measured = []
+    measured, boundaries = [], 0
     for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
+        # Inkling 2's blocks read the states at all boundaries before them
+        boundaries += getattr(block, "is_block_boundary", False) is True
+        kind = replace(kind, settings=f"{kind.settings}, {boundaries}") if boundaries else kind
         measured.append(_adapted(kind, f"{path}.{place}.", without_adapter, unpacked))
     return measured
 
