@@ -128,13 +128,16 @@ class _Look:
         before = [self._start[layer] - self._input[layer] - self._static for layer in range(count)]
         if self._way == "evaluated":
             return [before[0]] * (count + 1)
-        held = before[:1]
+        held, casts = before[:1], 0
+        # in a backward pass the gradient of what all blocks behind a boundary read stands in its place
+        grows = any(getattr(block, "is_block_boundary", False) is True for block in self._blocks)
         for layer, at in enumerate(self._back):
-            if at is not None:  # freed since the forward pass: what its own frames and autocast kept
+            casts += self._casts(self._blocks[layer]) if self._way == "recomputed" else 0
+            if at is not None and not (grows and layer + 1 < count):  # freed since the forward pass: what its own frames and autocast kept
                 live, gradient, all_gradients = at
                 held.append(live - gradient - self._static - (all_gradients - self._older))
             else:
-                held.append(before[layer + 1] - embedded if layer + 1 < count else held[-1])
+                held.append(before[layer + 1] - embedded - casts if layer + 1 < count else held[-1])
         return held
 
     def _layer(self, layer: int, held: Sequence[int], embedded: int) -> LayerBytes:
