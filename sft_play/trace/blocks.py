@@ -133,7 +133,8 @@ class _Look:
         grows = any(getattr(block, "is_block_boundary", False) is True for block in self._blocks)
         for layer, at in enumerate(self._back):
             casts += self._casts(self._blocks[layer]) if self._way == "recomputed" else 0
-            if at is not None and not (grows and layer + 1 < count):  # freed since the forward pass: what its own frames and autocast kept
+            # freed since the forward pass: what its own frames and autocast kept
+            if at is not None and not (grows and layer + 1 < count):
                 live, gradient, all_gradients = at
                 held.append(live - gradient - self._static - (all_gradients - self._older))
             else:
