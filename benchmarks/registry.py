@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -259,8 +260,9 @@ def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
     rank = "" if mode == "full" else ", lora: {r: 8}"
     run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
-    attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
-    for masks in (False, True):  # a class may not run without a mask, with which a run pads its rows then
+    attentions: list[Literal["sdpa", "eager"]] = ["sdpa", "eager"] if shape.has_sdpa else ["eager"]
+    # a class may not run without a mask (a run pads its rows then), nor with sdpa's kernels (Inkling's biases)
+    for attention, masks in itertools.product(attentions, (False, True)):
         step = Step(
             8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers,
             loss="logits" if shape.own_logits else "chunked",

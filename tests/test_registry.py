@@ -46,16 +46,11 @@ UNTRACED = {
 }
 """Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU. They
 loop over experts by the tokens that each has (JetMoE by their numbers), Qwen4 over the tokens that each token sees."""
-FAR_FROM_TRACE = {
-    "gpt_oss",
-    "modernbert-decoder",
-    "nemotron",
-}
-"""Classes whose estimate is more than 1% above their trace, by 1.9% at most: in full, or small models."""
+FAR_FROM_TRACE = {"gpt_oss"}
+"""Classes whose estimate is more than 1% above their trace: by 1.7%, in full."""
 BROKEN = {
     "blip-2",
     "deepseek_ocr2",
-    "deepseek_v4",
     "inkling2",
     "inkling2_text",
     "instructblip",
