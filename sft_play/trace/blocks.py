@@ -129,7 +129,7 @@ class _Look:
         if self._way == "evaluated":
             return [before[0]] * (count + 1)
         held, casts = before[:1], 0
-        # in a backward pass the gradient of what all blocks behind a boundary read stands in its place
+        # backward, the states saved at a boundary are freed and only their gradient is live: held is taken from forward
         grows = any(getattr(block, "is_block_boundary", False) is True for block in self._blocks)
         for layer, at in enumerate(self._back):
             casts += self._casts(self._blocks[layer]) if self._way == "recomputed" else 0
