@@ -557,6 +557,19 @@ def over_ranks(config: RunConfig) -> Facts:
             "checkpoint": made.memory.checkpoint}  # fmt: skip
 
 
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leave_some(asked, skips):
+    from sft_play.training.ranks.engines import engine_arguments
+
+    text = f"model: {{name: Qwen/Qwen2.5-0.5B}}\ndistributed: {{find_unused_parameters: {str(asked).lower()}}}\n"
+    config = config_from_text(text, name="x")
+    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
+    made = make_plan(PlanRequest(config, shape_of(config.model.name), machine, only=("ddp",)))
+    told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, skips=skips)
+    assert told["ddp_find_unused_parameters"] is (asked or skips)
+
+
 def traced(config: RunConfig) -> Facts:
     """Why a candidate is not traced on a CPU."""
     from sft_play.planner.precision import choose_precision
