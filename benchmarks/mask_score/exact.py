@@ -169,7 +169,7 @@ class _Judge:
         special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join((*special, _CONTROL)))
         self._header = ""
-        self._opener = self._first_of_prompt()
+        self._opener = self._header_opening()
 
     def spelled(self, end: int) -> str:
         """The text up to a character as its tokens spell it."""
@@ -281,12 +281,15 @@ class _Judge:
     def _given(self, tail: str, gap: str) -> int | None:
         """How much of a gap before a turn's first word its prompt gives; None where more of a header follows."""
         given = len(_common([tail, gap]))
-        ahead = [found.group() for found in self._control.finditer(gap[given:])]
-        known = {found.group() for found in self._control.finditer(tail[given:])} | {self._opener}
-        return None if known.intersection(ahead) - {""} else given
+        ahead, rest = gap[given:], tail[given:]
+        if self._opener and self._opener in ahead:
+            return None
+        # the marks of think text are part of the turn: a prompt may have `<think></think>` where the turn has `</think>`
+        header = {found.group() for found in self._control.finditer(rest) if not _THINK.search(found.group())}
+        return None if header.intersection(found.group() for found in self._control.finditer(ahead)) else given
 
-    def _first_of_prompt(self) -> str:
-        """The control token that opens the header of an answer; empty where the prompt writes none."""
+    def _header_opening(self) -> str:
+        """What opens the header of any message, from its control token on; empty where the prompt writes no header."""
         asked = self._messages[: self._messages.index(self._question) + 1]
         plain, prompt = self._renderings.text(asked), self._renderings.text(asked, prompt=True)
         if plain is None or prompt is None or not prompt.startswith(plain):
@@ -294,11 +297,20 @@ class _Judge:
         if prompt == plain:  # it writes the next header always: what opened the question opens the answer
             alone = self._renderings.text([self._question]) or ""
             before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
+            # what ends an answer may end a system prompt and the question too, and opens nothing
+            answer = self._renderings.text([self._question, {"role": "assistant", "content": NEXT_WORD}]) or ""
+            end = self._control.search(answer.rpartition(NEXT_WORD)[2])
             tokens = (found.group() for found in self._control.finditer(before))
-            return next((token for token in tokens if token in behind), "")
+            return next((token for token in tokens if token in behind and not (end and token == end.group())), "")
         self._header = prompt[len(plain) :]
         found = self._control.match(self._header.lstrip())
-        return found.group() if found else ""
+        if not found:
+            return ""
+        # `<|open|>` opens parts of a turn too where the role stands behind it: what roles have in common belongs to it
+        at = plain.rfind(found.group(), 0, plain.rfind(max(_words(self._question["content"]), key=len)))
+        if at < 0:
+            return found.group()
+        return max(found.group(), _common([self._header.lstrip(), plain[at:]]), key=len)
 
     def _headless(self, tail: str) -> str:
         """A tail up to the header of the next turn."""
@@ -356,8 +368,9 @@ NEXT_WORD = "ostrelvand"
 # <end_of_turn>, <｜Assistant｜>, </s>, …
 _CONTROL = (
     r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
-    r"|</?[A-Za-z_][^<>\s]{0,60}>"
+    r"|\]~!?b[\[\]]|</?[A-Za-z_][^<>\s]{0,60}>"
 )
+_THINK = re.compile("think|thought|channel", re.IGNORECASE)
 
 
 def _words(content: Any) -> list[str]:
