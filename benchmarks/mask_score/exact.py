@@ -169,6 +169,7 @@ class _Judge:
         special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join((*special, _CONTROL)))
         self._header = ""
+        self._answer_end = self._end_of_answer()
         self._opener = self._header_opening()
 
     def spelled(self, end: int) -> str:
@@ -210,6 +211,10 @@ class _Judge:
             varied = [self._tail([*turn, more], word, NEXT_WORD) for more in others]
             history = _common([*going_on, *(tail for tail in varied if tail is not None)])
             ends = self._ends_in(self._headless(alone if is_last else history), spoken)
+        elif not ends and self._answer_end and self._messages[index].get("tool_calls") and self._answer_end in behind:
+            # a call may be written otherwise as history (with its id): what ends an answer ends it
+            end = last + behind.find(self._answer_end) + len(self._answer_end)
+            return _Turn(index, start, (end,), is_added=end > len(self._rendered))
         elif not ends and any(self._opened(always, tail) for tail in probed):
             # nothing closes it: generation stops at the token that opens the next message, so training has to end there
             fitting = [tail[: self._opened(always, tail)] for tail in (probed[-1:] if is_last else probed)]
@@ -297,11 +302,9 @@ class _Judge:
         if prompt == plain:  # it writes the next header always: what opened the question opens the answer
             alone = self._renderings.text([self._question]) or ""
             before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
-            # what ends an answer may end a system prompt and the question too, and opens nothing
-            answer = self._renderings.text([self._question, {"role": "assistant", "content": NEXT_WORD}]) or ""
-            end = self._control.search(answer.rpartition(NEXT_WORD)[2])
             tokens = (found.group() for found in self._control.finditer(before))
-            return next((token for token in tokens if token in behind and not (end and token == end.group())), "")
+            # what ends an answer may end a system prompt and the question too, and opens nothing
+            return next((token for token in tokens if token in behind and token != self._answer_end), "")
         self._header = prompt[len(plain) :]
         found = self._control.match(self._header.lstrip())
         if not found:
@@ -312,6 +315,13 @@ class _Judge:
             return found.group()
         return max(found.group(), _common([self._header.lstrip(), plain[at:]]), key=len)
 
+    def _end_of_answer(self) -> str:
+        """The first control token behind a plain answer, whether it stands alone or a question follows."""
+        said = [self._question, {"role": "assistant", "content": _renamed(self._question["content"])}]
+        tails = [(self._renderings.text(more) or "").rpartition(NEXT_WORD)[2] for more in (said, [*said, self._question])]
+        tokens = (found.group() for tail in tails for found in self._control.finditer(tail))
+        return next(tokens, "")
+
     def _headless(self, tail: str) -> str:
         """A tail up to the header of the next turn."""
         at = tail.find(self._opener) if self._opener else -1
@@ -321,7 +331,11 @@ class _Judge:
         """Where a turn may end in a tail: behind its last control token, or an earlier one at which generation stops
         already."""
         found_all = self._control.finditer(tail)
-        tokens = [found for found in found_all if not _closes_part(found.group(), spoken + tail[: found.start()])]
+        tokens = [
+            found
+            for found in found_all
+            if found.group() == self._answer_end or not _closes_part(found.group(), spoken + tail[: found.start()])
+        ]
         if not tokens:
             return []
         last = tokens[-1].group()
