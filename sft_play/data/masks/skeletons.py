@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate, mapped
+from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate, is_named_by_id, mapped
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
     OTHER_SALT,
@@ -30,8 +30,8 @@ from sft_play.data.masks.marked_copy import (
     with_other_sentinels,
 )
 from sft_play.data.masks.template import RenderError
-from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
-from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning
+from sft_play.data.masks.token_row import DROPPED_CALL, NO_END, OTHER_PROMPT, Inexact
+from sft_play.data.masks.turn_ends import TurnEnds, control_tokens, first_difference, shared_beginning
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
@@ -127,13 +127,12 @@ class Skeletons:
                 raise Inexact(f"the chat template rewrites {_WHOSE[role]} text", where)
             if number in written:
                 continue
-            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+            if piece.kind == "name":
                 calls = messages[piece.message]["tool_calls"]
-                ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
-                if all(piece.text in ident and ident in text for ident in ids):
+                if all(is_named_by_id(call, text) for call in calls if call["function"]["name"] == piece.text):
                     continue
             if piece.kind in ("name", "argument", "arguments"):
-                raise Inexact("the chat template drops a tool call", f"{where}: {one_line(piece.text, limit=60)}")
+                raise Inexact(DROPPED_CALL, f"{where}: {one_line(piece.text, limit=60)}")
             if role in ("system", "developer"):
                 raise Inexact(_DROPPED_SYSTEM, where)
             if role != "assistant" or not piece.is_think or number == last.get(piece.message):
@@ -173,7 +172,7 @@ class _MarkedRow:
                 return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
             prompt = ""  # many templates read the first message, which an empty prompt does not have
         # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
-        common = common_length(prompt, places.text)
+        common = len(shared_beginning(prompt, places.text, self.ends.special))
         is_prefix = common == len(prompt)
         first, last, kind = places.extent(index, common)
         begin, rest, unasked = None, None, False
@@ -189,7 +188,7 @@ class _MarkedRow:
             size = self._header_size(prompt, copy[:index], tail, places.text[before:first])
             # what is asked must stand before the turn, not another turn
             is_asked = whose >= 0 and all(message["role"] in ("user", "tool") for message in copy[whose:index])
-            if is_asked and size is not None:
+            if is_asked and size is not None and not self._opens_turn(tail[size:]):
                 begin, rest = before + size, tail[size:]
         given = common if is_prefix else begin
         if begin is not None and not rest and not unasked:
@@ -214,6 +213,12 @@ class _MarkedRow:
             return Turn(index, reason=problem, detail=detail)
         header = places.text[given:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
+
+    def _opens_turn(self, rest: str) -> bool:
+        """Whether a prompt goes on with the header of an answer, which the text then lacks, not with think text alone."""
+        header = self.template.habits.header.split()
+        opening = next(iter(control_tokens(self.template.habits.header, self.ends.special)), header[0] if header else "")
+        return bool(opening) and opening in rest
 
     def _header_at(self, index: int, at: int) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's

@@ -168,7 +168,11 @@ class TurnEnds:
     def _first_end(self, text: str, *more: str) -> TurnEnd | None:
         """The text through the first of the known ends in it, or of `more`; of those that begin together the longest."""
         ends = [(text.find(end), -len(end)) for end in (*self.markers, *more) if end in text]
-        return TurnEnd(text[: min(ends)[0] - min(ends)[1]]) if ends else None
+        if not ends:
+            return None
+        at, minus_size = min(ends)
+        whole = text[: at - minus_size]
+        return TurnEnd(whole, is_words=not self._possible_ends(whole, is_text=False))
 
     def _possible_ends(self, text: str, *, is_text: bool) -> list[tuple[int, str]]:
         """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
