@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -167,17 +167,6 @@ class FittedTemplate:
         text = self.rendered([mapped(message, 0, mark) for message in messages], tools)
         return all(f"{SALT}{number}q" in text for number in range(next(count)))
 
-    def names_calls_by_id(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-        """Whether the template writes the ids of calls and not their names, so that ids with the names in them would do,
-        such as Kimi's `functions.get_weather:0`."""
-        named = [dict(message) for message in messages]
-        for message in filter(lambda message: message.get("tool_calls"), named):
-            calls = message["tool_calls"]
-            message["tool_calls"] = [{**call, "id": f"functions.{call['function']['name']}:0"} for call in calls]
-        text = self.rendered_or_nothing(named, tools)
-        calls = [call for message in named for call in message.get("tool_calls") or ()]
-        return bool(text) and all(is_named_by_id(call, text) for call in calls)
-
     def _as_authored(self, messages: Sequence[Message], tools: Sequence[Any]) -> Fitted:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
         unless the template has no name for them and the text is the same without them."""
@@ -296,12 +285,6 @@ CALL_KEYS = ("tool_calls", "function_call")
 
 
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
-
-
-def is_named_by_id(call: Mapping[str, Any], text: str) -> bool:
-    """Whether a rendered text has the name of a call inside the call's id."""
-    ident = str(call.get("id") or "")
-    return call["function"]["name"] in ident and ident in text
 
 
 def kinds_of_parts(content: Any) -> list[str]:

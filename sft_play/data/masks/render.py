@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -29,7 +30,6 @@ from sft_play.data.masks.template import (
 )
 from sft_play.data.masks.token_row import (
     CHAT,
-    DROPPED_CALL,
     IGNORED,
     OTHER_PROMPT,
     REFUSED,
@@ -70,13 +70,15 @@ NOTE_NO_HEADER = (
     "behind a tool's result the generation prompt has no {header}, which the text has; it is not trained, so a model "
     "served with this template may leave it out"
 )
+MERGE = "data.merge_consecutive=true joins them"
+MOVE_SYSTEM = "data.system_into_user=true puts the system prompt before the first user turn"
 DROP_TEXT = (
     "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it behind "
     "the tool's result"
 )
 NAMED_IDS = (
-    "the template writes the ids of calls in place of their names: ids functions.NAME:NUMBER, numbered from 0 over the "
-    "row and the same in the results, make it exact"
+    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
+    "exact: the template writes ids in place of names"
 )
 NEVER_CLOSED = (
     "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
@@ -272,15 +274,11 @@ class Renderer:
             text, trained = spliced(located.text, blocks, spans)
         except Inexact as error:
             details = [error.detail]
-            if error.reason == REFUSED:
-                details.append(self._ways_out(messages, example.tools))
-            elif error.reason == OTHER_PROMPT:
+            # the form of the row is at fault there, not one of its texts or an option
+            if error.reason.startswith(("the chat template", "the generation prompt")) and "data." not in error.reason:
+                details.append(self._ways_out(messages, example.tools, inexact=len(messages)))
+            if error.reason == OTHER_PROMPT:
                 details.append(self._settings(self._turns_for(messages, example.tools)))
-                if self._is_inexact_by_text(self._turns_for(messages, example.tools), messages, example.tools):
-                    details.append(DROP_TEXT)
-            elif error.reason == DROPPED_CALL:
-                template = self._turns_for(messages, example.tools).template
-                details.append(NAMED_IDS if template.names_calls_by_id(messages, example.tools) else "")
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
@@ -313,20 +311,14 @@ class Renderer:
                 ways.append("data.add_empty_think=true writes the prompt's empty think block before it")
             ways = [*filter(None, ways)]
             yield f"{NOTE_PARTED} ({'; '.join(ways)})" if ways else NOTE_PARTED
-        if located.inexact and self._is_inexact_by_text(turns, messages, tools):
-            yield f"a turn is not trained for the text beside its call alone: {DROP_TEXT}"
+        way = self._ways_out(messages, tools, inexact=len(located.inexact)) if located.inexact else ""
+        if way:
+            yield f"a turn has no exact mask and is not trained: {way}"
         if turns.template.habits.unprompted:
             yield NOTE_NO_PROMPT.format(header=repr(turns.template.habits.unprompted))
         behind_results = [text for at, text in located.headers.items() if at and messages[at - 1]["role"] == "tool"]
         if behind_results:
             yield NOTE_NO_HEADER.format(header=one_line(behind_results[0].strip()))
-
-    def _is_inexact_by_text(self, turns: Turns, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-        """Whether all turns would be exact without the text of turns that call tools; tried on the row."""
-        slim = without_text_beside_calls(messages)
-        with contextlib.suppress(Inexact):
-            return slim != messages and not turns.locate(slim, tools).inexact
-        return False
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
         if self.data.on_missing_end == "train":
@@ -354,35 +346,31 @@ class Renderer:
                 "(data.special_tokens_in_text=control takes it as the template does)"
             )
 
-    def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The options with which the template takes a row that it refuses, tried on it; empty where none helps."""
-        twins = [at for at in range(1, len(messages)) if messages[at]["role"] == messages[at - 1]["role"]]
-        merge = system = ""
-        if twins and not self.data.merge_consecutive:
-            at = twins[0]
-            merge = (
-                f"messages[{at - 1}] and messages[{at}] are both {messages[at]['role']} turns: "
-                "data.merge_consecutive=true joins them"
-            )
-        if messages[0]["role"] == "system" and not self.data.system_into_user:
-            system = "data.system_into_user=true puts the system prompt before the first user turn"
-        for tried in ((merge,), (system,), (merge, system)):  # one option if it is enough
-            if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
-                return " and ".join(tried)
+    def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any], *, inexact: int) -> str:
+        """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
+        at = next((at for at in range(1, len(messages)) if messages[at]["role"] == messages[at - 1]["role"]), 1)
+        twins = f"messages[{at - 1}] and messages[{at}] are both {messages[at - 1]['role']} turns: {MERGE}"
+        ways: tuple[tuple[str, Callable[[Sequence[Message]], Sequence[Message]]], ...] = (
+            (twins, merge_turns),
+            (MOVE_SYSTEM, lambda rows: self._system_into_user(rows, tools)),
+            (f"{twins} and {MOVE_SYSTEM}", lambda rows: self._system_into_user(merge_turns(rows), tools)),
+            (DROP_TEXT, without_text_beside_calls),
+            (NAMED_IDS, with_named_ids),
+        )
+        for way, changed in ways:
+            with contextlib.suppress(Inexact):
+                tried = changed(messages)
+                if tried == messages:
+                    continue
+                turns = self._turns_for(tried, tools)
+                located = turns.locate(turns.template.fitted(tried, tools).messages, tools)
+                if located.spans and len(located.inexact) < inexact:
+                    return way
         return ""
 
     def _settings(self, turns: Turns) -> str:
         names = turns.template.jinja.settings
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
-
-    def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
-        with contextlib.suppress(RenderError, Inexact):
-            tried = merge_turns(messages) if merged else messages
-            turns = self._turns_for(tried, tools)
-            tried = self._system_into_user(tried, tools) if moved else tried
-            turns.template.rendered(turns.template.fitted(tried, tools).messages, tools)
-            return True
-        return False
 
     def _adapted(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages as the run YAML has them changed for the template's sake."""
@@ -507,6 +495,21 @@ def without_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
             message["content"] = message["content"][: max(ends, default=0)]
             message.pop(GIVEN, None)  # its author's own message no longer says the same
     return copies
+
+
+def with_named_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls that hold the call's name, as Kimi's models write them."""
+    count = itertools.count()
+    return [
+        {**message, "tool_calls": [{**call, "id": _named_id(call, next(count))} for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _named_id(call: Mapping[str, Any], number: int) -> str:
+    return f"functions.{call['function']['name']}:{number}"
 
 
 def is_trained_turn(message: Message) -> bool:

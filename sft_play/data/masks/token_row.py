@@ -85,7 +85,6 @@ def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
 
 REFUSED = "the chat template refuses the row"
 NO_END = "the chat template writes no end of turn after a turn"
-DROPPED_CALL = "the chat template drops a tool call"
 OTHER_PROMPT = "the generation prompt does not match how the chat template writes the turn"
 
 
