@@ -117,8 +117,9 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(templates, name):
 ROLES = "{% for m in messages %}{% if m.role == 'user' %}"
 LAYOUTS = {
     # Kimi K3: the token that opens a message opens the parts of an answer too
-    "parts_open_as_messages": "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}{% macro c(t) %}<|close|>{{ t }}<|sep|>"
-    "{% endmacro %}{% for m in messages %}{{ o('message role=\"' ~ m.role ~ '\"') }}{% if m.role == 'assistant' %}"
+    "parts_open_as_messages": "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}"
+    "{% macro c(t) %}<|close|>{{ t }}<|sep|>{% endmacro %}{% for m in messages %}"
+    "{{ o('message role=\"' ~ m.role ~ '\"') }}{% if m.role == 'assistant' %}"
     "{{ o('think') ~ (m.reasoning_content or '') ~ c('think') ~ o('response') ~ (m.content or '') ~ c('response') }}"
     "{% for call in m.tool_calls or [] %}{{ o('call ' ~ call.function.name) }}"
     "{% for key, value in call.function.arguments.items() %}{{ o(key) ~ value ~ c(key) }}{% endfor %}{{ c('call') }}"
@@ -138,7 +139,7 @@ LAYOUTS = {
 }
 HISTORY_HAS_IDS = (
     "{% for m in messages %}{% set last = loop.last %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% if m.tool_calls %}<calls>{% for c in m.tool_calls %}{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+    '{% if m.tool_calls %}<calls>{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": '
     "{{ c.function.arguments|tojson }}{{ ', \"id\": \"' ~ c.id ~ '\"' if not last }}}{% endfor %}</calls>{% endif %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

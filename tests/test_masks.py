@@ -528,8 +528,9 @@ def test_an_empty_think_block_is_left_untrained_when_told(make, effort, given, t
 @pytest.mark.parametrize("written", ["<think></think>", "</think>"])
 def test_the_end_of_a_think_block_that_the_prompt_opens_is_never_left_untrained(make, written):
     """The model has to write it: left out, no answer would close its block."""
-    turn = TURN.replace("{{ m.content", f"{{{{ '{written}' if m.role == 'assistant' and not m.reasoning_content }}}}"
-                        "{{ '<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content }}{{ m.content")  # fmt: skip
+    block = f"{{{{ '{written}' if m.role == 'assistant' and not m.reasoning_content }}}}"
+    thought = "{{ '<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content }}"
+    turn = TURN.replace("{{ m.content", f"{block}{thought}{{{{ m.content")
     template = EACH + turn + DONE + ASK.replace("assistant\n", "assistant\n<think>")
     plain = Chat("f:1", (user("q"), answer("one")))
     whole = make(template).render(plain)
@@ -728,8 +729,8 @@ PROMPTED = {
     ).replace("<|im_start|>{{ m.role }}\n", "{{ '<|im_start|>' ~ m.role ~ '\n' if m.role != 'assistant' }}") + DONE,
     "a header after every turn": "{% for m in messages %}{{ m.content }}<|e|><|bot|>{% if m.role != 'user' %}<|x|>"
     "{% endif %}{% endfor %}",
-    "no header": "{% for m in messages %}{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content ~ '</s>' }}"
-    "{% endfor %}",
+    "no header": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}",
 }  # fmt: skip
 
 
@@ -760,7 +761,9 @@ def test_templates_that_need_no_generation_prompt_are_not_warned_of(make, name):
 # Calls
 
 
-CALLS = "<calls>[{% for c in m.tool_calls %}{\"name\": \"{{ c.function.name }}\", \"arguments\": {{ c.function.arguments|tojson }}"
+CALLS = (
+    '<calls>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "input": {{ c.function.arguments|tojson }}'
+)
 SAID_ONCE = "{{ ', \"id\": \"' ~ c.id ~ '\"' if not last }}}{% endfor %}]</calls>"
 WITH_ID = (
     "{% for m in messages %}{% set last = loop.last %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"

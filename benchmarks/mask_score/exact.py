@@ -289,7 +289,7 @@ class _Judge:
         ahead, rest = gap[given:], tail[given:]
         if self._opener and self._opener in ahead:
             return None
-        # the marks of think text are part of the turn: a prompt may have `<think></think>` where the turn has `</think>`
+        # marks of think text are part of the turn: a prompt may have `<think></think>` where the turn has `</think>`
         header = {found.group() for found in self._control.finditer(rest) if not _THINK.search(found.group())}
         return None if header.intersection(found.group() for found in self._control.finditer(ahead)) else given
 
@@ -318,7 +318,9 @@ class _Judge:
     def _end_of_answer(self) -> str:
         """The first control token behind a plain answer, whether it stands alone or a question follows."""
         said = [self._question, {"role": "assistant", "content": _renamed(self._question["content"])}]
-        tails = [(self._renderings.text(more) or "").rpartition(NEXT_WORD)[2] for more in (said, [*said, self._question])]
+        tails = [
+            (self._renderings.text(more) or "").rpartition(NEXT_WORD)[2] for more in (said, [*said, self._question])
+        ]
         tokens = (found.group() for tail in tails for found in self._control.finditer(tail))
         return next(tokens, "")
 

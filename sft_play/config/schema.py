@@ -433,8 +433,8 @@ class DataConfig(Section):
     """Put the system prompt before the first user turn if the template does not support one."""
 
     drop_text_beside_calls: bool = leaf(False, owner="data.masks.render")
-    """Leave out the text of turns that call tools, for templates that write it behind the tool's result (Gemma 4). Think
-    text stays."""
+    """Leave out the text of turns that call tools, for templates that write it behind the tool's result (Gemma 4).
+    Think text stays."""
 
     turns_without_roles: Literal["fail", "alternate"] = leaf("fail", owner="data.sources.formats")
     """How to read a list of texts without roles: as a bad row, or as user and assistant in turn."""

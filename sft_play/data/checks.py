@@ -242,9 +242,9 @@ def _end(survey: RowStats, tokenizer: Any) -> Finding:
         added = f"; the chat template does not end a last turn: {added} is added, as a next turn would begin"
     ends = f"ends with {' or '.join(names)}, which is trained{eos}{added}"
     if survey.cut_ends:
-        found = f"{survey.cut_ends:,} of {survey.kept:,} rows of {survey.split} train an answer that max_seq_len cuts in two"
-        way = "raise model.max_seq_len, or leave such rows out with data.truncate=drop"
-        return warned("end of turn", f"{found}, without its end; every other one {ends}", way)
+        rows = f"{survey.cut_ends:,} of {survey.kept:,} rows of {survey.split}"
+        found = f"{rows} train an answer that max_seq_len cuts in two, without its end; every other one {ends}"
+        return warned("end of turn", found, "raise model.max_seq_len, or leave such rows out with data.truncate=drop")
     return passed("end of turn", f"every trained answer {ends}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
-from sft_play.data.masks.special_tokens import Replaced, Specials, spliced, texts_of
+from sft_play.data.masks.special_tokens import Specials, spliced, texts_of
 from sft_play.data.masks.template import (
     PLAIN,
     THINK_END,
@@ -73,8 +73,8 @@ NOTE_NO_HEADER = (
 MERGE = "data.merge_consecutive=true joins them"
 MOVE_SYSTEM = "data.system_into_user=true puts the system prompt before the first user turn"
 DROP_TEXT = (
-    "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it behind "
-    "the tool's result"
+    "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it "
+    "behind the tool's result"
 )
 NAMED_IDS = (
     "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "

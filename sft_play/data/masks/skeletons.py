@@ -189,7 +189,7 @@ class _MarkedRow:
             size = self._header_size(prompt, copy[:index], tail, places.text[before:first])
             # what is asked must stand before the turn, not another turn
             is_asked = whose >= 0 and all(message["role"] in ("user", "tool") for message in copy[whose:index])
-            if is_asked and size is not None and not self._opens_turn(tail[size:]):
+            if is_asked and size is not None and not self._lacks_header(tail, size):
                 begin, rest = before + size, tail[size:]
         given = common if is_prefix else begin
         if begin is not None and not rest and not unasked:
@@ -215,11 +215,11 @@ class _MarkedRow:
         header = places.text[given:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
 
-    def _opens_turn(self, rest: str) -> bool:
-        """Whether a prompt goes on with the header of an answer, which the text then lacks, not with think text alone."""
-        header = self.template.habits.header.split()
-        opening = next(iter(control_tokens(self.template.habits.header, self.ends.special)), header[0] if header else "")
-        return bool(opening) and opening in rest
+    def _lacks_header(self, tail: str, size: int) -> bool:
+        """Whether a turn's text has nothing of the header with which its prompt ends; both have `size` of `tail`."""
+        header = self.template.habits.header
+        begin = len(tail) - len(header)
+        return bool(header.strip()) and tail.endswith(header) and not tail[begin:size].strip()
 
     def _header_at(self, index: int, at: int) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's

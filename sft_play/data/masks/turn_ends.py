@@ -166,7 +166,7 @@ class TurnEnds:
         return TurnEnd(own.rstrip() + before[len(before.rstrip()) :] + opener, by_next=True)
 
     def _first_end(self, text: str, *more: str) -> TurnEnd | None:
-        """The text through the first of the known ends in it, or of `more`; of those that begin together the longest."""
+        """The text through the first of the known ends in it, or of `more`; the longest of those that begin there."""
         ends = [(text.find(end), -len(end)) for end in (*self.markers, *more) if end in text]
         if not ends:
             return None
