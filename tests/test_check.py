@@ -17,8 +17,10 @@ from sft_play.commands.rows import preview, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
+from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.build.survey import tokens_by_role
+from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
@@ -72,6 +74,41 @@ def everything_below(folder: Path) -> set[str]:
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
+
+
+def said_by_a_run(config: Path) -> list[str]:
+    """What training logs of the rows of a config."""
+    from transformers import AutoTokenizer
+
+    run = load_config(config).config
+    tokenizer = AutoTokenizer.from_pretrained(run.model.name)
+    if run.data.chat_template is not None:
+        tokenizer.chat_template = Path(run.data.chat_template).read_text()
+    report = build_splits(run, data_paths(run.data), tokenizer, max_seq_len=128).train.report
+    findings = checks.judge_split(report, run.data, max_seq_len=128, positions=None)
+    return [found.found for found in findings if found.verdict == "WARN"]
+
+
+def test_a_template_without_a_generation_prompt_is_warned_of_with_what_to_add(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS[:8])
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (tmp_path / "lost.jinja").write_text(turns)
+    config = run_yaml(tmp_path, tiny_llama, chat_template=str(tmp_path / "lost.jinja"))
+    for said in ([one(checked(config), "rows: train", "warning").found], said_by_a_run(config)):
+        assert any(r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}" in line for line in said)
+
+
+@pytest.mark.parametrize("truncate", ["end", "prompt", "drop"])
+def test_answers_that_lose_their_end_are_counted(tiny_llama, tmp_path, truncate):
+    """2 of 10 answers are cut in two; with the beginning cut, or the row left out, none is."""
+    rows = [*SUMS[:8], *(chat("and then?", "so it goes on " * 60) for _ in range(2))]
+    write_rows(tmp_path / "train.jsonl", rows)
+    config = run_yaml(tmp_path, tiny_llama, truncate=truncate, max_lost_fraction=1.0)
+    found = {check.name: check for check in checked(config).findings}
+    is_cut = truncate == "end"
+    assert STATES[found["end of turn"].verdict] == ("warning" if is_cut else "ok")
+    assert ("2 of 10 rows" in found["end of turn"].found) == is_cut
+    assert any("2 of 10 rows train an answer without its end" in line for line in said_by_a_run(config)) == is_cut
 
 
 def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkeypatch):

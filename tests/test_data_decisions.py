@@ -110,7 +110,7 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
                 stats.count_too_long(whole)
             else:
                 stats.count_rendered(whole)
-                stats.count_kept(left)
+                stats.count_kept(left, whole)
         return stats
 
     together, parts = counted(rows, 1), counted(rows[:cut], 1)

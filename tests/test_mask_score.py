@@ -112,6 +112,71 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(templates, name):
         score(templates, given)
 
 
+# Layouts in which right masks were called wrong, or wrong ones right.
+
+ROLES = "{% for m in messages %}{% if m.role == 'user' %}"
+LAYOUTS = {
+    # Kimi K3: the token that opens a message opens the parts of an answer too
+    "parts_open_as_messages": "{% macro o(t) %}<|open|>{{ t }}<|sep|>{% endmacro %}"
+    "{% macro c(t) %}<|close|>{{ t }}<|sep|>{% endmacro %}{% for m in messages %}"
+    "{{ o('message role=\"' ~ m.role ~ '\"') }}{% if m.role == 'assistant' %}"
+    "{{ o('think') ~ (m.reasoning_content or '') ~ c('think') ~ o('response') ~ (m.content or '') ~ c('response') }}"
+    "{% for call in m.tool_calls or [] %}{{ o('call ' ~ call.function.name) }}"
+    "{% for key, value in call.function.arguments.items() %}{{ o(key) ~ value ~ c(key) }}{% endfor %}{{ c('call') }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}{{ c('message') }}<|end_of_msg|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ o('message role=\"assistant\"') ~ o('think') }}{% endif %}",
+    # DeepSeek-V3.2: the prompt has both marks of think text, the answer only what closes it
+    "closed_in_both": ROLES + "<|user|>{{ m.content }}{% else %}{{ '<|assistant|></think>' if m.role == 'assistant' }}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}"
+    "{{ call.function.arguments|tojson }}</call>{% endfor %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think></think>{% endif %}",
+    # MiniMax-M2 as LLaMA-Factory writes it: brackets of its own, and the header after every question
+    "brackets": "]~!b[]~b]system\nBe nice.[e~[\n" + ROLES + "]~b]user\n{{ m.content ~ '[e~[\n]~b]ai\n' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content ~ '[e~[\n' }}{% endif %}{% endfor %}",
+    # Zephyr: what ends an answer ends a question and the system prompt too
+    "one_end": "{{ '<|system|>\nBe nice.</s>' }}" + ROLES + "{{ '<|user|>\n' ~ m.content ~ '</s><|assistant|>\n' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content ~ '</s>' }}{% endif %}{% endfor %}",
+}
+HISTORY_HAS_IDS = (
+    "{% for m in messages %}{% set last = loop.last %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    '{% if m.tool_calls %}<calls>{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments|tojson }}{{ ', \"id\": \"' ~ c.id ~ '\"' if not last }}}{% endfor %}</calls>{% endif %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_right_masks_of_odd_layouts_are_called_exact(name, tmp_path, tokenizer):
+    (tmp_path / "t.jinja").write_text(LAYOUTS[name])
+    rows = score(tmp_path, str(tokenizer)).rows
+    assert [row for row in rows if row.verdict not in ("exact", "cannot_render")] == []
+    assert sum(row.verdict == "exact" for row in rows) >= 5
+
+
+def test_a_call_that_is_cut_in_half_is_called_wrong(tmp_path, tokenizer, monkeypatch):
+    """Its two forms, with an id as history and without one, have the call's bracket in common, which is no end."""
+    (tmp_path / "t.jinja").write_text(HISTORY_HAS_IDS)
+    assert {row.verdict for row in score(tmp_path, str(tokenizer)).rows} == {"exact"}
+    real = Renderer.render
+
+    def cut(self, example):
+        row = real(self, example)
+        if not hasattr(row, "labels") or "<calls>" not in row.text:
+            return row
+        encoding = self._backend.encode(row.text, add_special_tokens=False)
+        end = row.text.index("3}", row.text.index("<calls>")) + 2
+        until = row.text.index("<|im_end|>", end) + len("<|im_end|>")
+        labels = [
+            IGNORED if end <= first < until else label
+            for (first, _), label in zip(encoding.offsets, row.labels, strict=True)
+        ]
+        return dataclasses.replace(row, labels=labels)
+
+    monkeypatch.setattr(Renderer, "render", cut)
+    verdict = {row.case: row.verdict for row in score(tmp_path, str(tokenizer)).rows}
+    assert {case for case in verdict if verdict[case] == "wrong"} == {"tool_calls", "call_last"}
+
+
 # The judge finds what is wrong: masks that were bent on purpose.
 
 

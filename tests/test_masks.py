@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
+from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, without_text_beside_calls
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, masked_of
 from sft_play.data.sources.formats import Chat
@@ -512,9 +512,7 @@ THINKING = (
 )
 
 
-@pytest.mark.parametrize(
-    ("effort", "given", "thought"), [("", "", "<think>\n"), ("none", "<think></think>", "\n"), ("high", "<think>", "")]
-)
+@pytest.mark.parametrize(("effort", "given", "thought"), [("", "", "<think>\n"), ("none", "<think></think>", "\n")])
 def test_an_empty_think_block_is_left_untrained_when_told(make, effort, given, thought):
     chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two", reasoning_content="so")))
     whole = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
@@ -525,6 +523,48 @@ def test_an_empty_think_block_is_left_untrained_when_told(make, effort, given, t
     assert [whole.text[start:end] for start, end in whole.spans] == [f"{block}one<|im_end|>", f"{thought}two<|im_end|>"]
     assert [told.text[start:end] for start, end in told.spans] == ["one<|im_end|>", f"{thought}two<|im_end|>"]
     assert told.input_ids == whole.input_ids
+
+
+@pytest.mark.parametrize("written", ["<think></think>", "</think>"])
+def test_the_end_of_a_think_block_that_the_prompt_opens_is_never_left_untrained(make, written):
+    """The model has to write it: left out, no answer would close its block."""
+    block = f"{{{{ '{written}' if m.role == 'assistant' and not m.reasoning_content }}}}"
+    thought = "{{ '<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content }}"
+    turn = TURN.replace("{{ m.content", f"{block}{thought}{{{{ m.content")
+    template = EACH + turn + DONE + ASK.replace("assistant\n", "assistant\n<think>")
+    plain = Chat("f:1", (user("q"), answer("one")))
+    whole = make(template).render(plain)
+    assert isinstance(whole, TokenRow), whole
+    assert [whole.text[start:end] for start, end in whole.spans] == ["</think>one<|im_end|>"]
+    row = make(template, loss_on_empty_think=False).render(plain)
+    assert isinstance(row, BadRow)
+    assert "data.loss_on_empty_think=false" in row.reason
+    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    assert isinstance(make(template, loss_on_empty_think=False).render(thinks), TokenRow)
+
+
+CLOSED = ("<think></think>", "<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>", "[THINK][/THINK]")
+
+
+@pytest.mark.parametrize("block", CLOSED)
+def test_the_empty_think_block_of_the_prompt_is_put_into_the_text_when_told(make, block):
+    """Each trained answer then goes on from the very prompt that an engine sends, and the block is not trained."""
+    template = EACH + TURN + DONE + ASK.replace("assistant\n", f"assistant\n{block}")
+    renderer = make(template, add_empty_think=True, multi_turn="split")
+    chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two")))
+    rows = renderer.render_all(renderer.expand(chat))
+    asked = [chat.messages[:1], chat.messages[:3]]
+    for row, messages, text in zip(rows, asked, ("one", "two"), strict=True):
+        assert isinstance(row, TokenRow), row
+        prompt = renderer.turns().template.rendered(messages, (), prompt=True)
+        assert row.text.startswith(prompt)
+        assert row.spans == ((len(prompt), len(prompt) + len(f"{text}<|im_end|>")),)
+        assert (row.text[slice(*row.spans[0])], row.notes) == (f"{text}<|im_end|>", ())
+    without = make(template).render(chat)
+    assert "data.add_empty_think=true" in without.notes[0]
+    opened = make(template.replace(block, "<think>\n"), add_empty_think=True).render(chat)
+    assert (block in opened.text, len(opened.notes)) == (False, 1)  # nothing closes it: the model would
+    assert "add_empty_think" not in opened.notes[0]
 
 
 def test_a_setting_goes_by_what_a_rows_answers_hold(make):
@@ -548,7 +588,8 @@ def test_a_row_whose_prompt_goes_on_otherwise_is_told_the_settings_that_its_temp
         row = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
         assert isinstance(row, TokenRow)
         assert (row.method, len(row.notes)) == ("header", 1)
-        assert "(the template reads effort, which data.chat_template_kwargs sets)" in row.notes[0]
+        assert "(the template reads effort, which data.chat_template_kwargs sets" in row.notes[0]
+        assert ("data.add_empty_think=true" in row.notes[0]) == (effort == "none")  # the other prompt closes nothing
 
 
 def test_an_end_before_an_empty_question_is_not_that_questions(make):
@@ -657,6 +698,192 @@ def test_a_setting_of_the_template_that_may_make_a_row_exact_is_named(make):
     other = make(THINKS.replace("tone", "'loud'")).render(chat)
     assert isinstance(other, BadRow)
     assert "chat_template_kwargs" not in other.detail
+
+
+BRANCHES = (
+    "{% set style = style or 'plain' %}{% if not mode is defined %}{% set mode = 'fast' %}{% endif %}"
+    "{% macro header(name, text) %}{% if text %}{% set shown = name ~ tone %}{% endif %}{{ shown }}{% endmacro %}"
+    "{% for m in messages %}{% if loop.first %}{% set first = m.content %}{% set ns = namespace(n=0) %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ first if m.role == 'system' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if first and last %}{{ bos_token }}{% endif %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+def test_only_variables_that_a_template_asks_its_caller_for_are_named_as_settings(make):
+    """Set before they are read, in a branch or in a macro, are its own."""
+    assert make(BRANCHES).turns().template.jinja.settings == ("last", "mode", "style", "tone")
+
+
+UNPROMPTED = {
+    "chatml": (EACH + TURN + DONE, "<|im_start|>assistant\n"),
+    "a role of its own": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", "<|assistant|>"),
+    "words": ("{% for m in messages %}{{ m.role|upper }}: {{ m.content }}\n{% endfor %}", "ASSISTANT: "),
+    "with a system prompt": (
+        "<|im_start|>system\nBe nice.<|im_end|>\n" + EACH + TURN + DONE, "<|im_start|>assistant\n"
+    ),
+}  # fmt: skip
+PROMPTED = {
+    "chatml": EACH + TURN + DONE + ASK,
+    "a header after every question": EACH + TURN.replace(
+        "<|im_end|>\n", "<|im_end|>\n{{ '<|im_start|>assistant\n' if m.role == 'user' }}"
+    ).replace("<|im_start|>{{ m.role }}\n", "{{ '<|im_start|>' ~ m.role ~ '\n' if m.role != 'assistant' }}") + DONE,
+    "a header after every turn": "{% for m in messages %}{{ m.content }}<|e|><|bot|>{% if m.role != 'user' %}<|x|>"
+    "{% endif %}{% endfor %}",
+    "no header": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPROMPTED)
+def test_a_template_that_lost_its_generation_prompt_is_said_with_what_to_add(make, name):
+    """Tools that save a template without it (unslothai/unsloth#4150) leave models that write headers as answers."""
+    template, header = UNPROMPTED[name]
+    chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two")))
+    row = make(template).render(chat)
+    assert isinstance(row, TokenRow), row
+    (note,) = row.notes
+    assert "writes no generation prompt" in note
+    added = re.search(r"\{% if add_generation_prompt %\}.*\{% endif %\}", note)[0]
+    mended = make(template + added).render(chat)
+    assert (mended.notes, mended.text) == ((), row.text)
+    assert [row.text[start:end] for start, end in row.spans] == [
+        header + mended.text[start:end] for start, end in mended.spans
+    ]
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+def test_templates_that_need_no_generation_prompt_are_not_warned_of(make, name):
+    row = make(PROMPTED[name]).render(Chat("f:1", (user("q"), answer("one"), user("r"), answer("two"))))
+    assert isinstance(row, TokenRow), row
+    assert not any("generation prompt" in note for note in row.notes)
+
+
+# Calls
+
+
+CALLS = (
+    '<calls>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "input": {{ c.function.arguments|tojson }}'
+)
+SAID_ONCE = "{{ ', \"id\": \"' ~ c.id ~ '\"' if not last }}}{% endfor %}]</calls>"
+WITH_ID = (
+    "{% for m in messages %}{% set last = loop.last %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% if m.tool_calls %}" + CALLS + SAID_ONCE + "{% endif %}END{% endfor %}" + ASK
+)
+ENDS_OF_CALLS = {
+    "a token": ("{{ '\n<|im_end|>\n' }}", "\n<|im_end|>"),
+    "two tokens": ("<|end|>\n<|im_end|>\n", "<|end|>\n<|im_end|>"),
+    "a token of another tokenizer": ("<|eot|>", "<|eot|>"),
+    "the next turn's": ("{{ '' if last and m.role == 'assistant' else '\n<|end|>' }}", "\n<|end|>"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS_OF_CALLS)
+@pytest.mark.parametrize("place", ["here", 'x"}', "]"])
+def test_a_call_that_is_written_otherwise_as_history_is_trained_whole(make, name, place):
+    """Behind its last argument the two forms have a bracket in common, which is no end (Apriel 1.5 and 1.6)."""
+    end, trained = ENDS_OF_CALLS[name]
+    asked = (user("q"), answer("", tool_calls=[call(place=place, days=3)]))
+    renderer = make(WITH_ID.replace("END", end))
+    for messages in (asked, (*asked, tool("42"), answer("a"))):
+        row = renderer.render(Chat("f:1", messages, TOOLS))
+        assert isinstance(row, TokenRow), row
+        assert row.untrained_turns == 0
+        said = [row.text[start:end] for start, end in row.spans]
+        assert said[0].startswith("<calls>[")
+        assert said[0].rstrip().endswith(f"]</calls>{trained}")
+        assert all(one.endswith(trained) for one in said)
+
+
+def test_a_prompt_whose_header_the_text_lacks_gets_no_mask(make):
+    """Apertus writes an answer behind a tool's result without the header that it asks for it with."""
+    calls = "{% if m.tool_calls %}<call>{{ m.tool_calls|tojson }}{% endif %}"
+    template = (
+        "{% set ns = namespace(role='') %}{% for m in messages %}"
+        "{{ '<|im_start|>' ~ m.role ~ '\n' if m.role == 'user' or (m.role == 'assistant' and ns.role == 'user') }}"
+        "{{ '[' ~ m.content ~ ']' if m.role == 'tool' else m.content }}" + calls
+        + "{{ '<|im_end|>\n' if m.role != 'tool' and not m.tool_calls }}{% set ns.role = m.role %}{% endfor %}" + ASK
+    )  # fmt: skip
+    asked = (user("q"), answer("", tool_calls=[call(place="here")]), tool("42"), answer("a"))
+    row = make(template).render(Chat("f:1", asked, TOOLS))
+    trained = [] if isinstance(row, BadRow) else [row.text[start:end] for start, end in row.spans]
+    assert not any("a<|im_end|>" in one for one in trained)
+    fitting = template.replace("ns.role == 'user')", "ns.role in ['user', 'tool'])")
+    row = make(fitting).render(Chat("f:1", asked, TOOLS))
+    assert isinstance(row, TokenRow)
+    assert row.text[slice(*row.spans[-1])] == "a<|im_end|>"
+
+
+def test_a_header_that_the_prompt_behind_a_result_lacks_is_noted(make):
+    """DeepSeek-V3's template as axolotl has it asks for nothing behind a result, and writes `<｜Assistant｜>` there."""
+    template = (
+        EACH + TURN.replace("{{ m.content", "{{ m.tool_calls|tojson if m.tool_calls }}{{ m.content") + DONE
+        + "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+    )  # fmt: skip
+    asked = (user("q"), answer("", tool_calls=[call(place="here")]), tool("42"), answer("a"))
+    row = make(template).render(Chat("f:1", asked, TOOLS))
+    assert isinstance(row, TokenRow), row
+    assert row.text[slice(*row.spans[-1])] == "a<|im_end|>"
+    (note,) = row.notes
+    assert "has no <|im_start|>assistant, which the text has" in note
+    assert make(template.replace(" and messages[-1].role != 'tool'", "")).render(Chat("f:1", asked, TOOLS)).notes == ()
+
+
+def test_the_nearest_mask_of_an_inexact_row_begins_with_a_whole_token(make):
+    """`<|START_THINKING|>` of the prompt and `<|START_RESPONSE|>` of the text begin alike (Command R7B)."""
+    turn = TURN.replace("{{ m.content", "{{ '<|START_RESPONSE|>' if m.role == 'assistant' }}{{ m.content")
+    template = EACH + turn + DONE + ASK.replace("assistant\n", "assistant\n<|START_THINKING|>x")
+    chat = Chat("f:1", (user("q"), answer("a")))
+    refused = make(template).render(chat)
+    assert isinstance(refused, BadRow)
+    assert "would train '<|START_RESPONSE|>a" in refused.detail
+    row = make(template, on_inexact_mask="train").render(chat)
+    assert row.text[slice(*row.spans[0])] == "<|START_RESPONSE|>a<|im_end|>"
+
+
+MOVES_TEXT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' if loop.index0 == 0 or messages[loop.index0 - 1].role == 'user' }}"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls|tojson }}</call><|end|>"
+    "{% if not loop.last %}[{{ messages[loop.index0 + 1].content }}]{% endif %}{{ m.content }}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% elif m.role != 'tool' %}" + TURN + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_text_of_a_calling_turn_that_is_moved_behind_the_result_can_be_left_out(make):
+    """Gemma 4 writes call, result, text: the text of that turn stands where the next answer belongs."""
+    chat = Chat(
+        "f:1", (user("q"), answer("Let me see.", tool_calls=[call(place="here")]), tool("42"), answer("a")), TOOLS
+    )
+    said = make(MOVES_TEXT).render(chat)
+    assert isinstance(said, TokenRow), said
+    assert said.untrained_turns == 1
+    assert "data.drop_text_beside_calls=true" in said.notes[0]
+    row = make(MOVES_TEXT, drop_text_beside_calls=True).render(chat)
+    assert isinstance(row, TokenRow), row
+    assert (row.untrained_turns, row.notes, "Let me see" in row.text) == (0, (), False)
+    called, said = (row.text[start:end] for start, end in row.spans)
+    assert (called.endswith("</call><|end|>"), said) == (True, "a<|im_end|>")
+    # where no call is in the way, nothing is said
+    assert make(MOVES_TEXT).render(Chat("f:2", (user("q"), answer("a")))).notes == ()
+
+
+def test_think_text_beside_a_call_stays_where_its_text_is_left_out():
+    beside = answer("<think>hm</think>Let me see.", tool_calls=[call(place="here")], _given={"role": "assistant"})
+    kept = without_text_beside_calls((user("q"), beside, tool("42"), answer("<think>so</think>a")))
+    assert [message["content"] for message in kept] == ["q", "<think>hm</think>", "42", "<think>so</think>a"]
+    assert "_given" not in kept[1]
+
+
+def test_ids_that_would_make_a_row_exact_are_named(make):
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }} {{ c.function.arguments|tojson }}{% endfor %}"
+    template = EACH + TURN.replace("<|im_end|>", calls + "<|im_end|>") + DONE + ASK
+    row = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=[call(place="here")]))))
+    assert isinstance(row, BadRow)
+    assert "functions.NAME:NUMBER" in row.detail
+    dropping = make(EACH + TURN + DONE + ASK).render(Chat("f:1", (user("q"), answer("", tool_calls=[call(x="y")]))))
+    assert "functions.NAME" not in dropping.detail
 
 
 def test_a_call_whose_name_is_written_in_its_id_is_not_dropped(make):

@@ -85,6 +85,7 @@ def _write_odd_rows(folder: Path) -> None:
         "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
         "near": [chat("c", "d"), *(chat("one two three four five six seven eight nine ten", word) for word in "xy")],
         "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
+        "calls": [{"messages": [twice[0], {**twice[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,6 +100,9 @@ def _write_templates(folder: Path) -> None:
     think = "'<think>' + (m.reasoning_content or '') + '</think>'"
     thought = f"{{{{ m.role + ({think} if m.role == 'assistant' else '') + m.content"
     (folder / "thinks.jinja").write_text(turns.replace("{{ m.role + m.content", thought) + prompt)
+    (folder / "prompts_think.jinja").write_text(turns + prompt.replace("{% end", "<think></think>{% end"))
+    calls = "{{ m.tool_calls|tojson if m.tool_calls }}"
+    (folder / "calls.jinja").write_text(turns.replace("<|im_end|>", f"{calls}<|im_end|>") + prompt)
     (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
     (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
     (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "model{%"))
@@ -703,6 +707,14 @@ PROBES: list[tuple[str, Probe]] = [
     one(
         splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>",
         ["data.chat_template=WORLD/thinks.jinja"],
+    ),
+    one(
+        splits, "data.add_empty_think", "true", "text", Says("assistant<think></think>it is 0."),
+        ["data.chat_template=WORLD/prompts_think.jinja"],
+    ),
+    one(
+        splits, "data.drop_text_beside_calls", "true", "text", Says('assistant[{"function"'),
+        [*data("calls.jsonl"), "data.chat_template=WORLD/calls.jinja"],
     ),
     unlocks(splits, "data.on_bad_row", "skip", "rows", 1, data("bad.jsonl")),
     one(

@@ -169,7 +169,8 @@ class _Judge:
         special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join((*special, _CONTROL)))
         self._header = ""
-        self._opener = self._first_of_prompt()
+        self._answer_end = self._end_of_answer()
+        self._opener = self._header_opening()
 
     def spelled(self, end: int) -> str:
         """The text up to a character as its tokens spell it."""
@@ -210,6 +211,10 @@ class _Judge:
             varied = [self._tail([*turn, more], word, NEXT_WORD) for more in others]
             history = _common([*going_on, *(tail for tail in varied if tail is not None)])
             ends = self._ends_in(self._headless(alone if is_last else history), spoken)
+        elif not ends and self._answer_end and self._messages[index].get("tool_calls") and self._answer_end in behind:
+            # a call may be written otherwise as history (with its id): what ends an answer ends it
+            end = last + behind.find(self._answer_end) + len(self._answer_end)
+            return _Turn(index, start, (end,), is_added=end > len(self._rendered))
         elif not ends and any(self._opened(always, tail) for tail in probed):
             # nothing closes it: generation stops at the token that opens the next message, so training has to end there
             fitting = [tail[: self._opened(always, tail)] for tail in (probed[-1:] if is_last else probed)]
@@ -281,12 +286,15 @@ class _Judge:
     def _given(self, tail: str, gap: str) -> int | None:
         """How much of a gap before a turn's first word its prompt gives; None where more of a header follows."""
         given = len(_common([tail, gap]))
-        ahead = [found.group() for found in self._control.finditer(gap[given:])]
-        known = {found.group() for found in self._control.finditer(tail[given:])} | {self._opener}
-        return None if known.intersection(ahead) - {""} else given
+        ahead, rest = gap[given:], tail[given:]
+        if self._opener and self._opener in ahead:
+            return None
+        # marks of think text are part of the turn: a prompt may have `<think></think>` where the turn has `</think>`
+        header = {found.group() for found in self._control.finditer(rest) if not _THINK.search(found.group())}
+        return None if header.intersection(found.group() for found in self._control.finditer(ahead)) else given
 
-    def _first_of_prompt(self) -> str:
-        """The control token that opens the header of an answer; empty where the prompt writes none."""
+    def _header_opening(self) -> str:
+        """What opens the header of any message, from its control token on; empty where the prompt writes no header."""
         asked = self._messages[: self._messages.index(self._question) + 1]
         plain, prompt = self._renderings.text(asked), self._renderings.text(asked, prompt=True)
         if plain is None or prompt is None or not prompt.startswith(plain):
@@ -295,10 +303,26 @@ class _Judge:
             alone = self._renderings.text([self._question]) or ""
             before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
             tokens = (found.group() for found in self._control.finditer(before))
-            return next((token for token in tokens if token in behind), "")
+            # what ends an answer may end a system prompt and the question too, and opens nothing
+            return next((token for token in tokens if token in behind and token != self._answer_end), "")
         self._header = prompt[len(plain) :]
         found = self._control.match(self._header.lstrip())
-        return found.group() if found else ""
+        if not found:
+            return ""
+        # `<|open|>` opens parts of a turn too where the role stands behind it: what roles have in common belongs to it
+        at = plain.rfind(found.group(), 0, plain.rfind(max(_words(self._question["content"]), key=len)))
+        if at < 0:
+            return found.group()
+        return max(found.group(), _common([self._header.lstrip(), plain[at:]]), key=len)
+
+    def _end_of_answer(self) -> str:
+        """The first control token behind a plain answer, whether it stands alone or a question follows."""
+        said = [self._question, {"role": "assistant", "content": _renamed(self._question["content"])}]
+        tails = [
+            (self._renderings.text(more) or "").rpartition(NEXT_WORD)[2] for more in (said, [*said, self._question])
+        ]
+        tokens = (found.group() for tail in tails for found in self._control.finditer(tail))
+        return next(tokens, "")
 
     def _headless(self, tail: str) -> str:
         """A tail up to the header of the next turn."""
@@ -309,7 +333,11 @@ class _Judge:
         """Where a turn may end in a tail: behind its last control token, or an earlier one at which generation stops
         already."""
         found_all = self._control.finditer(tail)
-        tokens = [found for found in found_all if not _closes_part(found.group(), spoken + tail[: found.start()])]
+        tokens = [
+            found
+            for found in found_all
+            if found.group() == self._answer_end or not _closes_part(found.group(), spoken + tail[: found.start()])
+        ]
         if not tokens:
             return []
         last = tokens[-1].group()
@@ -356,8 +384,9 @@ NEXT_WORD = "ostrelvand"
 # <end_of_turn>, <｜Assistant｜>, </s>, …
 _CONTROL = (
     r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
-    r"|</?[A-Za-z_][^<>\s]{0,60}>"
+    r"|\]~!?b[\[\]]|</?[A-Za-z_][^<>\s]{0,60}>"
 )
+_THINK = re.compile("think|thought|channel", re.IGNORECASE)
 
 
 def _words(content: Any) -> list[str]:

@@ -107,7 +107,7 @@ def _rows(
         elif isinstance(outcome.row, BadRow):
             stats.count_too_long(outcome.whole)
         else:
-            stats.count_kept(outcome.row)
+            stats.count_kept(outcome.row, outcome.whole)
             line = {
                 "where": outcome.whole.where,
                 "text": outcome.whole.text,

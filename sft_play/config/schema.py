@@ -409,6 +409,11 @@ class DataConfig(Section):
     """Train the tokens of an empty think block (`<think></think>`) at the beginning of an answer; false leaves them
     untrained, so that the model does not learn to skip thinking."""
 
+    add_empty_think: bool = leaf(False, owner="data.masks.render")
+    """Write the empty think block that the generation prompt ends with (`<think></think>`) before answers whose text
+    has none, untrained, so that a row goes on from the same prompt as an engine's default. Of the turns before the last
+    one, engines write none: multi_turn=split gives exactly their prompts."""
+
     multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.masks.render")
     """whole: a conversation is one row; split: every assistant turn ends its own row and is rendered as the last turn,
     so that think text is kept and every turn is trained in the form in which it is generated."""
@@ -426,6 +431,10 @@ class DataConfig(Section):
 
     system_into_user: bool = leaf(False, owner="data.masks.render")
     """Put the system prompt before the first user turn if the template does not support one."""
+
+    drop_text_beside_calls: bool = leaf(False, owner="data.masks.render")
+    """Leave out the text of turns that call tools, for templates that write it behind the tool's result (Gemma 4).
+    Think text stays."""
 
     turns_without_roles: Literal["fail", "alternate"] = leaf("fail", owner="data.sources.formats")
     """How to read a list of texts without roles: as a bad row, or as user and assistant in turn."""

@@ -41,7 +41,7 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
         yield passed(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {reasons}")
     for note, count in survey.notes.most_common(12):
         first = one_line(survey.first_noted[note], limit=300)
-        found = f"{rows_text(count)}: {one_line(note, limit=200)} (the first: {first})"
+        found = f"{rows_text(count)}: {one_line(note, limit=400)} (the first: {first})"
         yield warned(name, found, "used as they are: make preview ROW=… shows one")
 
 
@@ -153,6 +153,8 @@ def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, posit
         return
     of = f"of {survey.kept + survey.too_long:,} rows"
     rows = [f"{survey.cut_rows:,} {of} are cut at max_seq_len {max_seq_len:,}"]
+    if survey.cut_ends:
+        rows.append(f"{survey.cut_ends:,} {of} train an answer without its end, at which a model learns to stop")
     if survey.too_long:
         whole = "left out" if data.truncate == "drop" else "without any trained token left"
         rows.append(f"{survey.too_long:,} {of} {whole} (shortest prompt: {survey.shortest_prompt:,} tokens)")
@@ -238,7 +240,12 @@ def _end(survey: RowStats, tokenizer: Any) -> Finding:
     added = ", ".join(f"{one_line(end)} after {rows:,} rows" for end, rows in survey.added_ends.most_common(3))
     if added:
         added = f"; the chat template does not end a last turn: {added} is added, as a next turn would begin"
-    return passed("end of turn", f"every trained answer ends with {' or '.join(names)}, which is trained{eos}{added}")
+    ends = f"ends with {' or '.join(names)}, which is trained{eos}{added}"
+    if survey.cut_ends:
+        rows = f"{survey.cut_ends:,} of {survey.kept:,} rows of {survey.split}"
+        found = f"{rows} train an answer that max_seq_len cuts in two, without its end; every other one {ends}"
+        return warned("end of turn", found, "raise model.max_seq_len, or leave such rows out with data.truncate=drop")
+    return passed("end of turn", f"every trained answer {ends}")
 
 
 def _pad(survey: RowStats, tokenizer: Any) -> Finding:

@@ -154,6 +154,8 @@ class RowStats:
     open_ends: int = 0
     """Rows with an answer whose last trained token is no special one."""
     first_open_end: str = ""
+    cut_ends: int = 0
+    """Rows of which max_seq_len cuts an answer in two, so that its end is not trained."""
     ends: Counter[int] = field(default_factory=Counter)
     """Ids of the special tokens that trained parts end with."""
     added_ends: Counter[str] = field(default_factory=Counter)
@@ -246,8 +248,11 @@ class RowStats:
         self.kept += 1
         self.tokens += len(whole.input_ids)
 
-    def count_kept(self, row: TokenRow) -> None:
-        """Count the tokens of a row within max_seq_len."""
+    def count_kept(self, row: TokenRow, whole: TokenRow) -> None:
+        """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
+        size = len(row.labels)
+        is_cut_behind = row.cut > 0 and row.labels == whole.labels[:size]  # not the beginning: the answer's end goes
+        self.cut_ends += is_cut_behind and IGNORED not in whole.labels[size - 1 : size + 1]
         self.kept += 1
         self.tokens += len(row.input_ids)
         self.trained += row.trained

@@ -77,7 +77,7 @@ class RowCounter:
             return
         survey.count_rendered(whole)
         survey.first = survey.first or (number, whole)
-        survey.count_kept(row)
+        survey.count_kept(row, whole)
         survey.lengths.append(len(row.input_ids))
         bos = self._renderer.parts.bos_id
         survey.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos

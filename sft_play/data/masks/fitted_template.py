@@ -84,6 +84,10 @@ class Habits:
     """It writes tool calls."""
     think: tuple[str, ...] = ()
     """What opens think text, what closes it, and the control tokens in both."""
+    header: str = ""
+    """What it writes behind a question as the prompt of an answer; empty where it writes no generation prompt."""
+    unprompted: str = ""
+    """What stands between a question and its answer where it writes no generation prompt, such as the answer's role."""
 
 
 class FittedTemplate:

@@ -31,7 +31,7 @@ from sft_play.data.masks.fitted_template import (
 )
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import Inexact
-from sft_play.data.masks.turn_ends import TurnEnds, control_token_places, control_tokens
+from sft_play.data.masks.turn_ends import SAYS_END, TurnEnds, control_token_places, control_tokens
 from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 
@@ -47,7 +47,9 @@ def probed(
     habits = replace(habits, calls=calls, arguments=arguments)
     habits = replace(habits, system=_system(FittedTemplate(jinja, habits)))
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
-    template = FittedTemplate(jinja, replace(habits, think=_think_marks(FittedTemplate(jinja, habits), ends)))
+    habits = replace(habits, think=_think_marks(FittedTemplate(jinja, habits), ends))
+    header, unprompted = _headers(FittedTemplate(jinja, habits), ends.special)
+    template = FittedTemplate(jinja, replace(habits, header=header, unprompted=unprompted))
     return template, _ends(template, ends)
 
 
@@ -147,6 +149,27 @@ def _system(template: FittedTemplate) -> Literal["written", "dropped", "refused"
         return "written" if "system1q" in _render(template, [SYSTEM, *PLAIN]) else "dropped"
     except RenderError:
         return "refused"
+
+
+def _headers(template: FittedTemplate, special: Sequence[str]) -> tuple[str, str]:
+    """The generation prompt behind a question; and where there is none, what stands before the answer all the same."""
+    try:
+        question, prompt = (_render(template, PLAIN[:1], prompt=wanted) for wanted in (False, True))
+    except RenderError:
+        return "", ""
+    if prompt != question:
+        return prompt.removeprefix(question) if prompt.startswith(question) else "", ""
+    before, _, behind = _render(template, PLAIN).partition("answer1q")
+    header = before.removeprefix(question)
+    # many templates write the answer's header in any case: then more than an end of turn stands behind the question
+    answer_end = next(iter(control_tokens(behind, special)), "")
+    after_question = control_tokens(question.rpartition("question1q")[2], special)
+    has_header = any(token != answer_end and not SAYS_END.search(token) for token in after_question)
+    if has_header or header == before:
+        return "", ""
+    for mark in template.habits.think[:2]:  # an empty think block behind it is no part of the header
+        header = header.partition(mark)[0]
+    return "", header if header.strip() else ""
 
 
 # Ends of turns

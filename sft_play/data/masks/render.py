@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
-from sft_play.data.masks.special_tokens import Specials, texts_of
-from sft_play.data.masks.template import PLAIN, ChatTemplate, RenderError, is_by_kind, kind_of, settings_of
+from sft_play.data.masks.special_tokens import Specials, spliced, texts_of
+from sft_play.data.masks.template import (
+    PLAIN,
+    THINK_END,
+    ChatTemplate,
+    RenderError,
+    is_by_kind,
+    kind_of,
+    settings_of,
+)
 from sft_play.data.masks.token_row import (
     CHAT,
     IGNORED,
@@ -52,6 +61,28 @@ NOTE_LOOKS_RENDERED = (
 NOTE_PARTED = (
     "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
     "answer is trained behind what both have in common"
+)
+NOTE_NO_PROMPT = (
+    "the chat template writes no generation prompt, so every answer is trained to begin with {header}; give "
+    "data.chat_template a copy of it that ends with {{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
+)
+NOTE_NO_HEADER = (
+    "behind a tool's result the generation prompt has no {header}, which the text has; it is not trained, so a model "
+    "served with this template may leave it out"
+)
+MERGE = "data.merge_consecutive=true joins them"
+MOVE_SYSTEM = "data.system_into_user=true puts the system prompt before the first user turn"
+DROP_TEXT = (
+    "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it "
+    "behind the tool's result"
+)
+NAMED_IDS = (
+    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
+    "exact: the template writes ids in place of names"
+)
+NEVER_CLOSED = (
+    "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
+    "so the model would not learn to close it"
 )
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
@@ -217,8 +248,7 @@ class Renderer:
             )  # fmt: skip
         messages: Sequence[Message] = example.messages
         try:
-            if self.data.system_into_user:
-                messages = self._system_into_user(messages, example.tools)
+            messages = self._adapted(messages, example.tools)
             turns = self._turns_for(messages, example.tools)
             fitted = turns.template.fitted(messages, example.tools)
             messages = fitted.messages
@@ -232,27 +262,63 @@ class Renderer:
                 # without the end that was added, which the template's own rendering does not have
                 self._check_hidden(located.text.removesuffix(located.added), messages, example.tools)
             spans, untrained, method = self._trained_spans(located, messages)
+            rests = {start: located.rests[start] for start, _ in spans if start in located.rests}
+            notes = (*fitted.notes, *self._notes(turns, located, messages, example.tools, rests))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
-                sizes = [turns.template.empty_think(located.text[start:end]) for start, end in spans]
-                spans = [(start + size, end) for size, (start, end) in zip(sizes, spans, strict=True)]
-            notes = fitted.notes
-            if located.parted:
-                settings = self._settings(messages, example.tools)
-                notes += (f"{NOTE_PARTED} ({settings})" if settings else NOTE_PARTED,)
+                spans = [self._without_empty_think(turns, located, span) for span in spans]
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
+            added = rests.items() if self.data.add_empty_think else ()
+            blocks = [(start, start, rest) for start, rest in added if THINK_END.search(rest)]
+            text, trained = spliced(located.text, blocks, spans)
         except Inexact as error:
             details = [error.detail]
-            if error.reason == REFUSED:
-                details.append(self._ways_out(messages, example.tools))
-            elif error.reason == OTHER_PROMPT:
-                details.append(self._settings(messages, example.tools))
+            # the form of the row is at fault there, not one of its texts or an option
+            if error.reason.startswith(("the chat template", "the generation prompt")) and "data." not in error.reason:
+                details.append(self._ways_out(messages, example.tools, inexact=len(messages)))
+            if error.reason == OTHER_PROMPT:
+                details.append(self._settings(self._turns_for(messages, example.tools)))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
-            special_in_text=special, text=located.text, spans=tuple(spans), notes=notes, added_end=located.added,
+            special_in_text=special, text=text, spans=trained, notes=notes, added_end=located.added,
         )  # fmt: skip
+
+    def _without_empty_think(self, turns: Turns, located: LocatedTurns, span: Span) -> Span:
+        """A trained span without the empty think block that it begins with. Raises Inexact where the prompt opens that
+        block, so that its end is the model's to write."""
+        start, end = span
+        size = turns.template.empty_think(located.text[start:end])
+        prompt = located.text[:start] + located.rests.get(start, "")
+        if size and prompt.rstrip().endswith(turns.template.habits.think[0]):
+            raise Inexact(NEVER_CLOSED)
+        return start + size, end
+
+    def _notes(
+        self,
+        turns: Turns,
+        located: LocatedTurns,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        rests: Mapping[int, str],
+    ) -> Iterator[str]:
+        """What is odd about the prompts and turns of a row; `rests` are those of the turns that are trained."""
+        open_rests = [rest for rest in rests.values() if not (self.data.add_empty_think and THINK_END.search(rest))]
+        if open_rests:
+            ways = [self._settings(turns)]
+            if any(map(THINK_END.search, open_rests)):
+                ways.append("data.add_empty_think=true writes the prompt's empty think block before it")
+            ways = [*filter(None, ways)]
+            yield f"{NOTE_PARTED} ({'; '.join(ways)})" if ways else NOTE_PARTED
+        way = self._ways_out(messages, tools, inexact=len(located.inexact)) if located.inexact else ""
+        if way:
+            yield f"a turn has no exact mask and is not trained: {way}"
+        if turns.template.habits.unprompted:
+            yield NOTE_NO_PROMPT.format(header=repr(turns.template.habits.unprompted))
+        behind_results = [text for at, text in located.headers.items() if at and messages[at - 1]["role"] == "tool"]
+        if behind_results:
+            yield NOTE_NO_HEADER.format(header=one_line(behind_results[0].strip()))
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
         if self.data.on_missing_end == "train":
@@ -280,35 +346,37 @@ class Renderer:
                 "(data.special_tokens_in_text=control takes it as the template does)"
             )
 
-    def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The options with which the template takes a row that it refuses, tried on it; empty where none helps."""
-        twins = [at for at in range(1, len(messages)) if messages[at]["role"] == messages[at - 1]["role"]]
-        merge = system = ""
-        if twins and not self.data.merge_consecutive:
-            at = twins[0]
-            merge = (
-                f"messages[{at - 1}] and messages[{at}] are both {messages[at]['role']} turns: "
-                "data.merge_consecutive=true joins them"
-            )
-        if messages[0]["role"] == "system" and not self.data.system_into_user:
-            system = "data.system_into_user=true puts the system prompt before the first user turn"
-        for tried in ((merge,), (system,), (merge, system)):  # one option if it is enough
-            if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
-                return " and ".join(tried)
+    def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any], *, inexact: int) -> str:
+        """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
+        at = next((at for at in range(1, len(messages)) if messages[at]["role"] == messages[at - 1]["role"]), 1)
+        twins = f"messages[{at - 1}] and messages[{at}] are both {messages[at - 1]['role']} turns: {MERGE}"
+        ways: tuple[tuple[str, Callable[[Sequence[Message]], Sequence[Message]]], ...] = (
+            (twins, merge_turns),
+            (MOVE_SYSTEM, lambda rows: self._system_into_user(rows, tools)),
+            (f"{twins} and {MOVE_SYSTEM}", lambda rows: self._system_into_user(merge_turns(rows), tools)),
+            (DROP_TEXT, without_text_beside_calls),
+            (NAMED_IDS, with_named_ids),
+        )
+        for way, changed in ways:
+            with contextlib.suppress(Inexact):
+                tried = changed(messages)
+                if tried == messages:
+                    continue
+                turns = self._turns_for(tried, tools)
+                located = turns.locate(turns.template.fitted(tried, tools).messages, tools)
+                if located.spans and len(located.inexact) < inexact:
+                    return way
         return ""
 
-    def _settings(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        names = self._turns_for(messages, tools).template.jinja.settings
+    def _settings(self, turns: Turns) -> str:
+        names = turns.template.jinja.settings
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
-    def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
-        with contextlib.suppress(RenderError, Inexact):
-            tried = merge_turns(messages) if merged else messages
-            turns = self._turns_for(tried, tools)
-            tried = self._system_into_user(tried, tools) if moved else tried
-            turns.template.rendered(turns.template.fitted(tried, tools).messages, tools)
-            return True
-        return False
+    def _adapted(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
+        """The messages as the run YAML has them changed for the template's sake."""
+        if self.data.drop_text_beside_calls:
+            messages = without_text_beside_calls(messages)
+        return self._system_into_user(messages, tools) if self.data.system_into_user else messages
 
     def _system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""
@@ -403,9 +471,7 @@ class Renderer:
         if last["role"] != "assistant" or not last.get("content"):
             return None
         try:
-            messages: Sequence[Message] = chat.messages
-            if self.data.system_into_user:
-                messages = self._system_into_user(messages, chat.tools)
+            messages = self._adapted(chat.messages, chat.tools)
             turns = self._turns_for(chat.messages, chat.tools)
             asked = turns.template.fitted(messages, chat.tools).messages[:-1]
             hide = self.hides(asked)
@@ -418,6 +484,32 @@ class Renderer:
     def hides(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
         return self._hides(sum(map(self.specials.count, texts_of(messages))))
+
+
+def without_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with only the think text of turns that call tools, beside their calls."""
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        if message.get("tool_calls") and message.get("content"):
+            ends = [match.end() for match in THINK_END.finditer(message["content"])]
+            message["content"] = message["content"][: max(ends, default=0)]
+            message.pop(GIVEN, None)  # its author's own message no longer says the same
+    return copies
+
+
+def with_named_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls that hold the call's name, as Kimi's models write them."""
+    count = itertools.count()
+    return [
+        {**message, "tool_calls": [{**call, "id": _named_id(call, next(count))} for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _named_id(call: Mapping[str, Any], number: int) -> str:
+    return f"functions.{call['function']['name']}:{number}"
 
 
 def is_trained_turn(message: Message) -> bool:

@@ -31,7 +31,7 @@ from sft_play.data.masks.marked_copy import (
 )
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
-from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning
+from sft_play.data.masks.turn_ends import TurnEnds, control_tokens, first_difference, shared_beginning
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
@@ -173,7 +173,7 @@ class _MarkedRow:
                 return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
             prompt = ""  # many templates read the first message, which an empty prompt does not have
         # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
-        common = common_length(prompt, places.text)
+        common = len(shared_beginning(prompt, places.text, self.ends.special))
         is_prefix = common == len(prompt)
         first, last, kind = places.extent(index, common)
         begin, rest, unasked = None, None, False
@@ -189,7 +189,7 @@ class _MarkedRow:
             size = self._header_size(prompt, copy[:index], tail, places.text[before:first])
             # what is asked must stand before the turn, not another turn
             is_asked = whose >= 0 and all(message["role"] in ("user", "tool") for message in copy[whose:index])
-            if is_asked and size is not None:
+            if is_asked and size is not None and not self._lacks_header(tail, size):
                 begin, rest = before + size, tail[size:]
         given = common if is_prefix else begin
         if begin is not None and not rest and not unasked:
@@ -214,6 +214,12 @@ class _MarkedRow:
             return Turn(index, reason=problem, detail=detail)
         header = places.text[given:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
+
+    def _lacks_header(self, tail: str, size: int) -> bool:
+        """Whether a turn's text has nothing of the header with which its prompt ends; both have `size` of `tail`."""
+        header = self.template.habits.header
+        begin = len(tail) - len(header)
+        return bool(header.strip()) and tail.endswith(header) and not tail[begin:size].strip()
 
     def _header_at(self, index: int, at: int) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's

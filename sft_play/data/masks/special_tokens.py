@@ -69,7 +69,7 @@ class Specials:
             written = token if is_templates else self.tokens[ord(token) - _HIDDEN_BASE]
             named.append((*match.span(), self._name(token) if is_templates else written))
             plain.append((*match.span(), written))
-        (encoded, encoded_spans), (shown, shown_spans) = _spliced(text, named, spans), _spliced(text, plain, spans)
+        (encoded, encoded_spans), (shown, shown_spans) = spliced(text, named, spans), spliced(text, plain, spans)
         encoding = self.plain.encode(encoded, add_special_tokens=False)
         return encoding, encoded_spans, encoded, shown, shown_spans
 
@@ -139,7 +139,7 @@ Replaced = tuple[int, int, str]
 """Characters [start, end) of a text, and what is put in their place."""
 
 
-def _spliced(text: str, parts: Sequence[Replaced], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
+def spliced(text: str, parts: Sequence[Replaced], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
     """The text with these parts replaced, and the spans in it; none of their ends stands inside a replaced part."""
     pieces: list[str] = []
     ends, shifts, at = [], [0], 0

@@ -7,7 +7,7 @@ equal to `apply_chat_template` of transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import Any
@@ -28,8 +28,8 @@ the first that a message has fills `reasoning_content` and `thinking`, which tem
 
 THINK, PLAIN = "think", "plain"
 """Kinds of rows: with think text in an answer, and without."""
-_CLOSED = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
-"""Ends of think text inside an answer."""
+THINK_END = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>")
+"""What ends think text, in an answer or in a generation prompt."""
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -38,7 +38,7 @@ def kind_of(messages: Sequence[Message]) -> str:
     answers = [message for message in messages if message["role"] == "assistant"]
     texts = [message.get(key) for message in answers for key in REASONING_KEYS]
     holds = any(isinstance(text, str) and text.strip() for text in texts)
-    return THINK if holds or any(_CLOSED.search(str(message.get("content"))) for message in answers) else PLAIN
+    return THINK if holds or any(THINK_END.search(str(message.get("content"))) for message in answers) else PLAIN
 
 
 def is_by_kind(value: Any) -> bool:
@@ -74,9 +74,7 @@ class ChatTemplate:
             self._template = self._environment.compiled(source)
             tree = self._environment.parse(source)
             self.tested = frozenset(_tested_texts(tree))
-            known = {*_GIVEN, *self._environment.globals}
-            names = sorted(meta.find_undeclared_variables(tree) - known)
-            self.settings = tuple(name for name in names if not name.endswith("_token"))
+            self.settings = _settings(tree, known={*_GIVEN, *self._environment.globals})
             """Variables that it reads and data.chat_template_kwargs may set."""
         except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
             number = getattr(error, "lineno", None)
@@ -124,6 +122,29 @@ def _as_transformers_gives(message: Message) -> Message:
     if reasoning is None:
         return copy
     return {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+
+
+def _settings(tree: nodes.Template, *, known: Collection[str]) -> tuple[str, ...]:
+    """Variables that a template asks its caller for: those that it reads before it sets them itself."""
+    # Jinja alone also names variables that are set in one branch of an `if` and read after it.
+    is_read_first: dict[str, bool] = {}
+    for name, is_read in _uses_in_order(tree):
+        is_read_first.setdefault(name, is_read)
+    names = sorted(meta.find_undeclared_variables(tree) - set(known))
+    return tuple(name for name in names if is_read_first.get(name) and not name.endswith("_token"))
+
+
+def _uses_in_order(node: nodes.Node) -> Iterator[tuple[str, bool]]:
+    """Names in the order in which a template evaluates them, each with whether it is read there."""
+    if isinstance(node, nodes.Name):
+        yield node.name, node.ctx == "load"
+    children = [*node.iter_child_nodes()]
+    if isinstance(node, (nodes.Assign, nodes.AssignBlock)):
+        children.sort(key=lambda child: child is node.target)  # what is assigned is evaluated before its name is set
+    elif isinstance(node, nodes.For):
+        children.sort(key=lambda child: child is not node.iter)
+    for child in children:
+        yield from _uses_in_order(child)
 
 
 _MIN_TESTED = 3

@@ -126,10 +126,7 @@ class TurnEnds:
         that continues (None: it cannot be rendered). `is_last`: the turn is the last one of the row; `is_text`: its
         last piece is an answer's text, not think text or a call."""
         if own is None:  # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
-            text = following or ""
-            known = [(text.find(marker), -len(marker)) for marker in self.markers if marker in text]
-            # the first that follows; of those that begin together the longest
-            return TurnEnd(text[: min(known)[0] - min(known)[1]]) if known else None
+            return self._first_end(following or "")
         # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
         shared = own if following is None else shared_beginning(own, following, self.special)
         ends = self._possible_ends(shared, is_text=is_text)
@@ -146,14 +143,36 @@ class TurnEnds:
                 return TurnEnd(following[:opener], by_next=True)
         if own_ends and is_last:
             return TurnEnd(own[: self._through(own_ends)])
-        if own_ends and following is not None:
-            # as history the turn may be closed by another token than where it is the last one
-            at, token = next(iter(control_token_places(following, self.special)), (0, ""))
-            if token and (token in self.history_ends or SAYS_END.search(token)):
-                return TurnEnd(following[: at + len(token)])
+        if following is not None and (own_ends or not is_text):
+            # as history the turn may be written otherwise (a call with its id), or be closed by another token
+            tokens = [token for _, token in self._possible_ends(following, is_text=is_text)[:1]]
+            end = self._first_end(
+                following, *(token for token in tokens if token in self.history_ends or SAYS_END.search(token))
+            )
+            return self._last_call_end(own, end) if is_last else end
         words = shared.rstrip()
-        is_end = 0 < len(words) <= _LONGEST_WORDS or words.endswith(self.markers or ("\0",))
+        # a call's own brackets and quotes are no end of it: behind a call only words that end turns count
+        is_end = (is_text and 0 < len(words) <= _LONGEST_WORDS) or words.endswith(self.markers or ("\0",))
         return TurnEnd(words, is_words=True) if is_end else None
+
+    def _last_call_end(self, own: str, as_history: TurnEnd | None) -> TurnEnd | None:
+        """The end of a last turn that calls and that no control token ends: words that are known to end turns, or the
+        token that opens the next turn where it is history."""
+        end = self._first_end(own)
+        opener = next((text for text in self.next_openers if as_history and as_history.text.endswith(text)), "")
+        if end is not None or as_history is None or not opener:
+            return end
+        before = as_history.text.removesuffix(opener)
+        return TurnEnd(own.rstrip() + before[len(before.rstrip()) :] + opener, by_next=True)
+
+    def _first_end(self, text: str, *more: str) -> TurnEnd | None:
+        """The text through the first of the known ends in it, or of `more`; the longest of those that begin there."""
+        ends = [(text.find(end), -len(end)) for end in (*self.markers, *more) if end in text]
+        if not ends:
+            return None
+        at, minus_size = min(ends)
+        whole = text[: at - minus_size]
+        return TurnEnd(whole, is_words=not self._possible_ends(whole, is_text=False))
 
     def _possible_ends(self, text: str, *, is_text: bool) -> list[tuple[int, str]]:
         """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, splitter
@@ -45,8 +45,10 @@ class LocatedTurns:
     """Pieces of think text that the template does not write."""
     added: str = ""
     """The end of `text` that the template does not write: what ends its last turn."""
-    parted: int = 0
-    """Exact turns whose prompt goes on otherwise than the turn."""
+    rests: dict[int, str] = field(default_factory=dict)
+    """How the prompt of an exact turn goes on where the turn does not, by where the turn begins in the text."""
+    headers: dict[int, str] = field(default_factory=dict)
+    """What stands before exact turns that their prompts do not have, by message index."""
 
 
 class Turns:
@@ -169,14 +171,18 @@ class Turns:
     def _located(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> LocatedTurns:
         spans: dict[int, Span] = {}
         nearest: dict[int, Span] = {}
-        parted = 0
+        rests: dict[int, str] = {}
+        headers: dict[int, str] = {}
         for turn in skeleton.turns:
             if turn.start is not None and turn.end is not None:
                 start = begins[turn.start.gap] + turn.start.offset
                 # the answer's own text may begin as the prompt goes on
                 own = turn.rest if turn.rest and text.startswith(turn.rest, start) else ""
                 start += len(own)
-                parted += bool(turn.rest) and not own
+                if turn.rest and not own:
+                    rests[start] = turn.rest
+                if turn.header:
+                    headers[turn.message] = turn.header
                 spans[turn.message] = (start, begins[turn.end.gap] + turn.end.offset)
             elif turn.nearest is not None:
                 first, last = turn.nearest
@@ -191,4 +197,4 @@ class Turns:
         else:
             method = "prefix" if all(turn.by_prefix for turn in skeleton.turns) else "marker"
         stripped, added = len(skeleton.stripped), skeleton.added
-        return LocatedTurns(text + added, spans, inexact, nearest, method, stripped, added, parted)
+        return LocatedTurns(text + added, spans, inexact, nearest, method, stripped, added, rests, headers)
