@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
+from sft_play.commands.preparing import run as prepare
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import RunConfig
@@ -214,6 +215,9 @@ def test_the_rows_of_data_decide_what_trl_would_train(tmp_path, monkeypatch):
     [
         ("roles_to_train: [user]", "not the turns of other roles alone"),
         ("roles_to_train: [assistant]", None),
+        ("roles_to_train: []", "does not say train: false"),
+        ("type: {field_output: a, format: '[INST] {instruction} [/INST]'}", "the model's chat template writes them"),
+        ("train_on_split: test", "load_dataset(…, split=test)"),
         ("train_on_eos: last", "the end of every trained answer is trained"),
         ("train_on_eos: turn", None),
         ("message_field_training: keep_me", "rename it to train in the rows"),
@@ -318,6 +322,21 @@ def test_a_part_of_a_split_that_cannot_be_read_is_said_with_what_to_do():
     assert "split" not in comments(f"{AXOLOTL}datasets: [{{path: o/d, type: chat_template, split: train}}]\n")
 
 
+def test_columns_of_several_data_sets_name_the_command_that_writes_the_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entries = "".join(f"  - {{path: {at}.jsonl, type: {{field_output: {at}}}}}\n" for at in ("a", "b"))
+    text = f"{AXOLOTL}datasets:\n{entries}"
+    assert config_of(text).data.columns == {"output": "a"}
+    (words,) = re.findall(r"make process SET='([^']+)' writes its rows", comments(text))
+    overrides = words.replace("FILE", "b.jsonl").split()
+    Path("my.yaml").write_text("model: {name: a/b}\n")
+    Path("b.jsonl").write_text(json.dumps({"instruction": "q", "b": "answer"}) + "\n")
+    request = Request(command="process", config=Path("my.yaml"), config_given=True, overrides=tuple(overrides))
+    prepare(request)
+    (file,) = [file for file in Path("data/processed").glob("*.jsonl") if file.stat().st_size]
+    assert json.loads(file.read_text())["messages"][-1]["content"] == "answer"
+
+
 def test_held_out_rows_of_the_training_split_are_no_validation_file():
     """`hub:o/d` would read the split validation, which the other tool does not."""
     data = "{_component_: torchtune.datasets.chat_dataset, source: o/d, split: 'train[%s]'}"
@@ -346,6 +365,8 @@ def test_new_tokens_are_read_from_a_text_with_commas():
 @pytest.mark.parametrize(
     ("line", "named"),
     [
+        ("packing: true\npacking_strategy: wrapped", "not cut and continued"),
+        ("chat_template_jinja: '{% for m in messages %}{% endfor %}'", "in a file of its own"),
         ("lr_scheduler: rex", "rex is not supported"),
         ("lr_scheduler: one_cycle", "one_cycle is not supported"),
         ("lr_scheduler: cosine_with_min_lr", "it ends at 0, not at a min_lr"),
@@ -358,6 +379,12 @@ def test_new_tokens_are_read_from_a_text_with_commas():
 )
 def test_what_is_replaced_is_said(line, named):
     assert named in comments(AXOLOTL + line + "\n")
+
+
+def test_how_rows_would_be_packed_packs_none():
+    assert config_of(f"{TRL}packing: false\npacking_strategy: bfd\n").data.packing == "none"
+    assert config_of(f"{TRL}chat_template_path: o/model\n").data.chat_template is None
+    assert config_of(f"{TRL}chat_template_path: chat.jinja\n").data.chat_template == "chat.jinja"
 
 
 def test_steps_of_an_epoch_are_steps_of_all_epochs():

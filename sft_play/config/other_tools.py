@@ -185,8 +185,12 @@ def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
     splits = [str(entry.get("split") or "validation") for entry in data_sets(value)]
     if path == DATA[1] and names[0].startswith("hub:") and not re.match("val|dev", splits[0]):
         return say("a part of the training rows is held out by data.val_fraction, another split as a file of its own")
-    words = "one file, not several: make process joins them" if len(sources) > 1 else "the format is detected"
-    return Meaning(((path, names[0]), *more), f"{words}, see make preview")
+    return Meaning(
+        ((path, names[0]), *more),
+        "one file is taken, not several: make process joins them"
+        if len(sources) > 1
+        else "the format is detected, see make preview",
+    )
 
 
 def data_sets(value: Any) -> list[dict[str, Any]]:
@@ -223,7 +227,9 @@ def _source_of(entry: Mapping[str, Any]) -> dict[str, Plain]:
 
 def _template(value: Any, _: str) -> Meaning | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
-    if isinstance(value, str) and (value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2"))):
+    if isinstance(value, str) and (
+        value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2", ".txt"))
+    ):
         return to("data.chat_template", value)
     return say("in a file of its own it is data.chat_template: FILE.jinja") if "{%" in str(value) else None
 

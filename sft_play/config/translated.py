@@ -94,7 +94,11 @@ def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "
 def _gather_data_sets(document: YamlDocument) -> None:
     """Put what stands beside the key that names the data sets (`dataset_config`, `max_samples`) into each of them."""
     rows = {key: other_tools.known((key,)) for key, value in document.data.items() if value}
-    named = [key for key, row in rows.items() if row is not None and row.path == other_tools.DATA[0]]
+    named = [
+        key
+        for key, row in rows.items()
+        if row and row.path == other_tools.DATA[0] and other_tools.answer(row, document.data[key]).settings
+    ]
     said = {key: document.data.pop(key) for key in rows if named and key in other_tools.table().data_set["beside"]}
     for key in named if said else []:
         document.data[key] = [said | entry for entry in other_tools.data_sets(document.data[key])]

@@ -199,8 +199,14 @@ def together(keys: Sequence[Foreign]) -> list[Foreign]:
             value, words = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for at, key in enumerate(decided):
             if option in key.settings and other_tools.spelled(key.settings[option]) != other_tools.spelled(value):
-                settings = tuple({**key.settings, option: value}.items())
-                meaning = other_tools.Meaning(settings, "" if key.is_default else words)
+                # one name of a column holds for all data sets
+                process = (
+                    f"; make process SET='data.process.raw_path=FILE {option}={key.settings[option]}' writes its rows"
+                )
+                said = words + (process if option.startswith("data.columns.") else "")
+                meaning = other_tools.Meaning(
+                    tuple({**key.settings, option: value}.items()), "" if key.is_default else said
+                )
                 decided[at] = dataclasses.replace(key, meaning=meaning)
     return decided
 
