@@ -14,7 +14,7 @@ import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections
-from sft_play.config.other_tools import Meaning, Tool
+from sft_play.config.other_tools import Known, Meaning, Tool
 from sft_play.config.unknown_keys import Foreign, shown_value, together
 from sft_play.config.validation import cross_problems, unknown_keys, validate
 from sft_play.config.yaml_io import (
@@ -152,10 +152,10 @@ def _defaults(tool: Tool, keys: Sequence[Foreign]) -> Iterator[Foreign]:
     if "train.effective_batch_size" in options:  # the plan divides it
         options |= {"train.batch_size", "train.grad_accum"}
     for name, value in tool.defaults.items():
-        row = tool.rows.get(name) or other_tools.known(tuple(name.split(".")))
-        meaning = other_tools.answer_of(value) if isinstance(value, dict) else row and other_tools.answer(row, value)
-        at = homes(name) if row is None else []
-        key = Foreign((name,), value, None, meaning, at[0] if len(at) == 1 else None, is_default=True)
+        at = homes(name)
+        row = tool.rows.get(name) or other_tools.known(tuple(name.split("."))) or Known(at[0] if len(at) == 1 else "")
+        meaning = other_tools.answer_of(value) if isinstance(value, dict) else other_tools.answer(row, value)
+        key = Foreign((name,), value, None, meaning, is_default=True)
         is_said = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
         if value is not None and not is_said:
             options |= key.settings.keys()

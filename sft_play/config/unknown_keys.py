@@ -193,8 +193,8 @@ def together(keys: Sequence[Foreign]) -> list[Foreign]:
         first = min(asking, key=lambda key: _rank(option, key))
         value = first.settings[option]
         words = f"together with {first.name}: {show(first.value)}"
-        said = [key.settings[option] for key in asking if not key.is_default]
-        items = [item for given in said if isinstance(given, list) for item in given]
+        values = [key.settings[option] for key in asking if not key.is_default]
+        items = [item for given in values if isinstance(given, list) for item in given]
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
             value, words = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for at, key in enumerate(decided):
