@@ -163,6 +163,22 @@ def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
     )
 
 
+def test_an_adapter_that_is_continued_keeps_its_own_options():
+    config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
+    assert config.model.adapter == "saves/first"
+    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").defaults)
+
+
+def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
+    text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
+    found = translate(text, name="x.yaml", given={})
+    assert (found.defaults, found.left_out) == ([], [])
+    assert found.settings == {
+        "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
+        "tuning.mode": "lora",
+    }  # fmt: skip
+
+
 def test_a_default_never_counts_against_the_file():
     """A value that is not taken is not replaced by the tool's default without a word."""
     said = comments(f"{TRL}lr_scheduler_type: warmup_stable_decay\noptim: sgd\n")
@@ -305,6 +321,7 @@ def test_a_configuration_of_a_data_set_is_part_of_its_name(text, expected):
         (f"{SWIFT}dataset: rows.jsonl#500\n", [("rows.jsonl", 500)]),
         (f"{SWIFT}dataset: ['o/d:cn#7', b.jsonl]\n", [("hub:o/d:cn", 7), ("b.jsonl", None)]),
         (f"{FACTORY}dataset: a.jsonl, b.jsonl\nmax_samples: 9\n", [("a.jsonl", 9), ("b.jsonl", 9)]),
+        ("model_name_or_path: a/b\ndataset_mixer: {o/d: 1.0, o/e: 0.5}\n", [("hub:o/d", None), ("hub:o/e", None)]),
         (f"{AXOLOTL}datasets: [{{path: o/d, split: 'train[:100]'}}]\n", [("hub:o/d", 100)]),
         (f"{NEMO}dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, limit_dataset_samples: 3}}\n",
          [("hub:o/d", 3)]),
@@ -312,6 +329,14 @@ def test_a_configuration_of_a_data_set_is_part_of_its_name(text, expected):
 )  # fmt: skip
 def test_a_number_of_rows_is_a_number_of_rows_here(text, sources):
     assert [(source.path, source.max_rows) for source in config_of(text).data.sources] == sources
+
+
+def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
+    text = f"{AXOLOTL}datasets:\n  - {{path: o/d, split: test}}\n  - {{path: o/e, split: train_sft}}\n"
+    assert config_of(text).data.train_path == "hub:o/e"
+    assert "load_dataset(…, split=test)" in comments(text)
+    assert "data.train_path" not in translated(f"{AXOLOTL}datasets: [{{path: o/d, split: test}}]\n").settings
+    assert config_of(f"{AXOLOTL}datasets: [{{path: ./test.jsonl, split: test}}]\n").data.train_path == "./test.jsonl"
 
 
 def test_a_part_of_a_split_that_cannot_be_read_is_said_with_what_to_do():

@@ -97,7 +97,7 @@ class Tool:
 
 
 def tool_of(names: Collection[str]) -> Tool:
-    """The tool whose telltale keys a file has most of; the last of the table where it has no tool's."""
+    """The tool whose telltale keys a file has most of; the first of the table where it has no tool's."""
     tools = _file("tool_defaults.yaml")
     best = max(
         tools.values(), key=lambda entry: sum(bool(fnmatch.filter(names, mark)) for mark in entry["marks"].split())
@@ -173,32 +173,31 @@ DATA = ("data.train_path", "data.val_path")  # where data sets are named
 
 def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
     """The data sets of `data_sets`: one as a path; several, or a part of one, as sources; `more` settings beside."""
-    # by their paths, since no source may be there twice: with another split it is the same files here
-    sources = list({str(one["path"]): one for one in map(_source_of, data_sets(value))}.values())
-    names = [str(source["path"]) for source in sources]
-    if not sources or None in (source["path"] for source in sources):
-        return say("it names no file and no data set of the hub")
-    if not all(re.match(r"hub:|[./~]|.*/", name) or _DATA_FILE.search(name) for name in names):
+    entries = [_source_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
+    # by their paths, since no source may be there twice
+    sources = list({source["path"]: source for source in entries if source}.values())
+    if not sources:
+        return say("it names no file, and of the hub no data set in the split that is read here")
+    if not all(re.match(r"hub:|[./~]|.*/", source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
         return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
     if path == DATA[0] and (len(sources) > 1 or len(sources[0]) > 1):
         return Meaning((("data.sources", list(sources)), *more), "a weight in each sets its share of an epoch")
-    splits = [str(entry.get("split") or "validation") for entry in data_sets(value)]
-    if path == DATA[1] and names[0].startswith("hub:") and not re.match("val|dev", splits[0]):
-        return say("a part of the training rows is held out by data.val_fraction, another split as a file of its own")
-    return Meaning(
-        ((path, names[0]), *more),
-        "one file is taken, not several: make process joins them"
-        if len(sources) > 1
-        else "the format is detected, see make preview",
-    )
+    several = "one file is taken, not several: make process joins them"
+    words = several if len(sources) > 1 else "the format is detected, see make preview"
+    return Meaning(((path, sources[0]["path"]), *more), words)
 
 
 def data_sets(value: Any) -> list[dict[str, Any]]:
     """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
+    if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
+        value = [{"path": name, "fraction": share} for name, share in value.items()]  # the handbook's dataset_mixer
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
-    functions = _file("tool_defaults.yaml")["torchtune"]["data_sets"]
-    return [functions.get(str(entry.get("_component_", "")).rpartition(".")[2], {}) | entry for entry in entries]
+    return [
+        _file("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
+        | entry
+        for entry in entries
+    ]
 
 
 def _source(value: str) -> str:
@@ -206,22 +205,22 @@ def _source(value: str) -> str:
     return f"hub:{value}" if is_hub_id else value
 
 
-def _source_of(entry: Mapping[str, Any]) -> dict[str, Plain]:
-    """A data set as an entry of data.sources; its `path` is None where it is not named by a text."""
+def _source_of(entry: Mapping[str, Any], read_split: str) -> dict[str, Any]:
+    """A data set as an entry of data.sources; empty where no text names it, or it is another split of the hub."""
     at = next((name for name in table().data_set["path"] if entry.get(name)), "path")
     rest = {key: value for key, value in entry.items() if key != at and value}
-    said = {part: next((rest[one] for one in names if one in rest), None) for part, names in table().data_set.items()}
+    parts = {part: next((rest[one] for one in names if one in rest), None) for part, names in table().data_set.items()}
     files = rest.get("data_files")
     is_builder = entry.get(at) in ("json", "csv", "parquet", "arrow", "text")  # of `datasets`, for files
     path = (files[0] if isinstance(files, list) else files) if is_builder else entry.get(at)
+    text, split = path.strip() if isinstance(path, str) else "", str(parts["split"] or read_split)
+    source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
+    if not source or (source.startswith("hub:") and not re.match(read_split, split)):
+        return {}
+    config = f":{parts['config']}" if parts["config"] and source.startswith("hub:") and source.count(":") == 1 else ""
     # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
-    name = re.fullmatch(r"(?:hf::|ms::)?(.*?)(?:#(\d+))?", path.strip()) if isinstance(path, str) else None
-    if name is None:
-        return {"path": None}
-    cut, source = re.fullmatch(r"\w+\[:(\d+)\]", str(said["split"])), _source(name[1])
-    config = f":{said['config']}" if said["config"] and source.startswith("hub:") and source.count(":") == 1 else ""
-    rows = name[2] or (cut[1] if cut else None)
-    numbers = {"weight": said["weight"], "max_rows": int(rows) if rows else said["max_rows"]}
+    cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
+    numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
     return {"path": source + config} | {key: number for key, number in numbers.items() if type(number) in (int, float)}
 
 

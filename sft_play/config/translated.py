@@ -69,15 +69,17 @@ def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "
     document = parse(re.sub(r"\$\{([\w.]+)\}", lambda ref: values.get(ref[1], ref[0]), text), name=name)
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
-    tool = other_tools.tool_of({str(part) for path, _ in walk(document.data) for part in path})
     _gather_data_sets(document)
-    result = Translation(tool, dict(given))
-    keys = [*(key for _, keys in unknown_keys(document) for key in keys), *_where_ours_are(document, result)]
+    foreign = [key for _, keys in unknown_keys(document) for key in keys]
+    parts = {str(part) for key in foreign for path, _ in walk(key.value, key.path) for part in path}
+    result = Translation(other_tools.tool_of(parts), dict(given))
+    keys = [*foreign, *_where_ours_are(document, result)]
     keys += _keys_of_data_sets(keys)
-    for at, row in [(at, tool.rows[key.name]) for at, key in enumerate(keys) if key.name in tool.rows]:
-        keys[at] = dataclasses.replace(keys[at], meaning=other_tools.answer(row, keys[at].value))
+    for at, key in enumerate(keys):
+        if row := result.tool.rows.get(key.name):
+            keys[at] = dataclasses.replace(key, meaning=other_tools.answer(row, key.value))
     _refuse_preferences(keys, name)
-    keys = together([*keys, *_defaults(tool, keys)])
+    keys = together([*keys, *_defaults(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(keys, key=lambda key: not all(accepts(*one) for one in key.settings.items())):
         if not key.is_default:
@@ -99,9 +101,9 @@ def _gather_data_sets(document: YamlDocument) -> None:
         for key, row in rows.items()
         if row and row.path == other_tools.DATA[0] and other_tools.answer(row, document.data[key]).settings
     ]
-    said = {key: document.data.pop(key) for key in rows if named and key in other_tools.table().data_set["beside"]}
-    for key in named if said else []:
-        document.data[key] = [said | entry for entry in other_tools.data_sets(document.data[key])]
+    beside = {key: document.data.pop(key) for key in rows if named and key in other_tools.table().data_set["beside"]}
+    for key in named if beside else []:
+        document.data[key] = [beside | entry for entry in other_tools.data_sets(document.data[key])]
 
 
 def _where_ours_are(document: YamlDocument, result: Translation) -> Iterator[Foreign]:
@@ -128,11 +130,10 @@ def _keys_of_data_sets(keys: Sequence[Foreign]) -> Iterator[Foreign]:
         is_trained = row.path == other_tools.DATA[0]
         for number, entry in enumerate(other_tools.data_sets(key.value)):
             for inner, value in walk(entry):
-                said = other_tools.known(("entry" if is_trained else "held_out", *map(str, inner)))
-                answer = other_tools.answer(said, value) if said else Meaning((), "there is no such option here")
-                meaning = Meaning(answer.settings if is_trained else (), answer.words)
-                at = [number] if isinstance(key.value, list) else []
-                yield Foreign((*key.path, *at, *inner), value, None, meaning)
+                inner_row = other_tools.known(("entry" if is_trained else "held_out", *map(str, inner)))
+                answer = other_tools.answer(inner_row or Known(words="there is no such option here"), value)
+                at = (*key.path, number, *inner) if isinstance(key.value, list) else (*key.path, *inner)
+                yield Foreign(at, value, None, Meaning(answer.settings if is_trained else (), answer.words))
 
 
 def _refuse_preferences(keys: list[Foreign], name: str) -> None:
@@ -145,10 +146,10 @@ def _refuse_preferences(keys: list[Foreign], name: str) -> None:
 def _defaults(tool: Tool, keys: Sequence[Foreign]) -> Iterator[Foreign]:
     """The tool's defaults as keys, but those of options that the file speaks of, whether it was taken or not; the mode
     follows from several keys, named and not."""
-    said = [key for key in keys if key.value is not None]
-    names = {str(part) for key in said for part in key.path}
-    rows = [other_tools.known(tuple(map(str, key.path))) for key in said]
-    options = {row.path for row in rows if row} | {path for key in said for path in key.settings}
+    with_value = [key for key in keys if key.value is not None]
+    names = {str(part) for key in with_value for part in key.path}
+    rows = [other_tools.known(tuple(map(str, key.path))) for key in with_value]
+    options = {row.path for row in rows if row} | {path for key in with_value for path in key.settings}
     if "train.effective_batch_size" in options:  # the plan divides it
         options |= {"train.batch_size", "train.grad_accum"}
     for name, value in tool.defaults.items():
@@ -156,8 +157,8 @@ def _defaults(tool: Tool, keys: Sequence[Foreign]) -> Iterator[Foreign]:
         row = tool.rows.get(name) or other_tools.known(tuple(name.split("."))) or Known(at[0] if len(at) == 1 else "")
         meaning = other_tools.answer_of(value) if isinstance(value, dict) else other_tools.answer(row, value)
         key = Foreign((name,), value, None, meaning, is_default=True)
-        is_said = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
-        if value is not None and not is_said:
+        is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
+        if value is not None and not is_in_file:
             options |= key.settings.keys()
             yield key
 
@@ -165,13 +166,13 @@ def _defaults(tool: Tool, keys: Sequence[Foreign]) -> Iterator[Foreign]:
 def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
     if key.meaning == Meaning():
         return
-    words = key.meaning.words if key.meaning else ""
-    values = [(path, _worked_out(path, value, result.settings)) for path, value in key.settings.items()]
+    values = ((path, _worked_out(path, value, result.settings)) for path, value in key.settings.items())
     taken = {path: value for path, value in values if accepts(path, value)}
     for path, value in taken.items():
         result.settings.setdefault(path, value)
     raw = document.raw.get(key.path)
-    words = _REMOVE.sub("", words.replace("{value}", show(key.value, raw=raw).strip('"')))
+    template = _REMOVE.sub("", key.meaning.words) if key.meaning else ""
+    words = template.replace("{value}", show(key.value, raw=raw).strip('"'))
     is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in words
     if not taken and not words.startswith("here rows") and (is_off or (key.meaning is not None and not words)):
         result.idle.append(dotted(key.path))
@@ -184,35 +185,35 @@ def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
 
 
 def _take_default(key: Foreign, result: Translation, rows: str) -> None:
-    """Take a default of the tool where it is not ours too; those of adapters only where there are any."""
-    idle = ("tuning.lora.",) if result.settings.get("tuning.mode") == "full" else ()
-    unsaid = [path for path in key.settings if path not in result.settings and not path.startswith(idle)]
-    for path in unsaid:
+    """Take a default of the tool where it is not ours too; those of adapters only where new ones are trained."""
+    is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings
+    undecided = [path for path in key.settings if path not in result.settings
+                 and not (is_idle and path.startswith("tuning.lora."))]  # fmt: skip
+    for path in undecided:
         ours = _worked_out(path, key.settings[path], result.settings, rows)
         if accepts(path, ours) and (path == "tuning.mode" or ours != leaves()[path].default):
             result.settings[path] = ours
             result.defaults.append(path)
     words = key.meaning.words if key.meaning else ""
-    if words and not _REMOVE.search(words) and (not key.settings or (unsaid and _LESS.search(words))):
+    if words and not _REMOVE.search(words) and (not key.settings or (undecided and _LESS.search(words))):
         result.left_out.append((f"{dotted(key.path)} (not in the file)", words))
 
 
 def _worked_out(path: str, value: Any, settings: Mapping[str, Plain], rows: str = "") -> Any:
-    """A value that follows from others: a mapping by what they are, or a product of numbers and settings."""
+    """A value that follows from others: a mapping by what they are, or the product of a number and a setting."""
     if isinstance(value, dict) and not accepts(path, value):
         kind = "adapters" if any(one.startswith("tuning.lora.") for one in settings) else "whole"
         kinds = (rows, settings.get("tuning.mode"), settings.get("train.optim"), kind)
         return next((value[one] for one in kinds if one in value), None)
-    # steps or a factor, and a setting
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int) and str(value[1]) in leaves():
         return int(value[0] * settings.get(value[1], leaves()[value[1]].default))
     return value
 
 
-def _complete(result: Translation, given: Mapping[str, Plain]) -> None:
-    """What follows from several settings."""
+def _complete(result: Translation, beside: Mapping[str, Plain]) -> None:
+    """What follows from several settings, those `beside` the file among them."""
     settings = result.settings
-    if "data.train_path" in given and "data.sources" in settings:
+    if "data.train_path" in beside and "data.sources" in settings:
         result.left_out.append((f"data.sources: {show(settings.pop('data.sources'))}", "DATA= names the rows"))
     if "data.train_path" not in settings and "data.sources" not in settings:
         names_none = "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)"
@@ -249,8 +250,6 @@ def _problems(text: str) -> list[Problem]:
 
 # --- written ----------------------------------------------------------------------------------------------------------
 
-_WIDTH = 112
-
 
 def run_yaml(settings: Mapping[str, Plain]) -> str:
     """The text for settings by their dotted paths, in the order of the schema."""
@@ -270,7 +269,7 @@ def _section(section: dict[str, Any]) -> str:
         yaml.dump(section, Dumper=_Dumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True)
         for flow in (None, False)
     )
-    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= _WIDTH
+    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= 112
     return short if is_short else long
 
 
