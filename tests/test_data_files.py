@@ -40,8 +40,9 @@ def record(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
+PATH = {"anyOf": [{"enum": list(leaves())}, {"pattern": r"^data\.(columns|chat_template_kwargs)\.\w+$"}]}
 ROW = {
-    "keys": TEXT, "words": TEXT, "path": {"enum": list(leaves())}, "read": TEXT, "switch": YES,
+    "keys": TEXT, "words": TEXT, "path": PATH, "read": TEXT, "switch": YES,
     "values": mapping({"type": ["string", "object"]}),
 }  # fmt: skip
 FINDING = {"verdict": {"enum": ["FAIL", "WARN"]}, "what": TEXT, "remedy": TEXT}
@@ -53,7 +54,24 @@ SCHEMAS = {
             "rows": listed(record({"keys": TEXT}, **ROW)),
             "prefixes": listed(record({"keys": TEXT, "words": TEXT}, switch=YES)),
             "sections": mapping(TEXT),
+            "modules": mapping(TEXT),
+            "data_set": record(dict.fromkeys(("path", "config", "split", "max_rows", "weight", "beside"), TEXT)),
         }
+    ),
+    "config/tool_defaults.yaml": mapping(
+        record(
+            {
+                "name": TEXT,
+                "package": TEXT,
+                "version": TEXT,
+                "date": TEXT,
+                "marks": TEXT,
+                "defaults": listed(record({"in": TEXT, "are": mapping(ANYTHING)}, code=TEXT)),
+            },
+            like=TEXT,
+            rows=listed(record({"keys": TEXT}, **ROW)),
+            data_sets=mapping(mapping(TEXT)),
+        )
     ),
     "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
     "process/variables.json": record(
@@ -167,7 +185,7 @@ def test_a_file_of_data_has_the_form_and_the_sources_that_its_schema_says(name):
     assert name in SCHEMAS, "give the new file a schema here"
     data = read(name)
     if name.endswith(".yaml"):  # whose words true and false are texts to a plain reader
-        for row in [*data["rows"], *data["prefixes"]]:
+        for row in [*data.get("rows", []), *data.get("prefixes", [])]:
             row.update({"switch": row["switch"] == "true"} if "switch" in row else {})
     jsonschema.validate(data, SCHEMAS[name])
 

@@ -297,7 +297,9 @@ def test_a_key_of_nobody_is_not_guessed_at(key):
 def test_every_target_of_the_table_exists_and_takes_the_translated_values():
     assert len(other_tools.table().rows) > 500
     for key, row in other_tools.table().rows.items():
-        assert row.path in leaves() or (not row.path and (row.words or row.values or row.read)), key
+        # one key of a mapping is a path too: data.columns.prompt
+        is_path = row.path in leaves() or row.path.rpartition(".")[0] in leaves()
+        assert is_path or (not row.path and (row.words or row.values or row.read)), key
         for spelling, answer in row.values.items():
             assert spelling == spelling.lower(), key
             for path, value in answer.settings:
@@ -314,7 +316,8 @@ def test_whatever_the_value_a_hint_names_only_what_is_taken():
     for key, row in other_tools.table().rows.items():
         for value in chance.sample(VALUES, 8):
             answer = other_tools.answer(row, value)
-            assert answer.settings or answer.words, (key, value)
+            # what is part of a data set's entry needs no words
+            assert answer.settings or answer.words or key.startswith(("entry.", "held_out.")), (key, value)
             for path, ours in answer.settings:
                 assert accepts(path, ours), (key, value, path, ours)
 

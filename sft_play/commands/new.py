@@ -24,8 +24,7 @@ from sft_play.starting.plan_run import plan_for, shape_for
 
 _MODES = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
-_Written = tuple[list[str], Mapping[str, Plain], list[str]]
-"""Lines for the file's head, its settings, and comments below them."""
+_Written = tuple[list[str], Mapping[str, Plain], list[str]]  # lines for the file's head, settings, comments below them
 
 
 def run(request: Request) -> Answer:
@@ -77,13 +76,14 @@ def _named_after(request: Request) -> str:
 
 def _translated(request: Request, file: Path) -> _Written:
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
-    if request.data:
-        seen = first_look(request.data).settings
-        of_files = ("data.columns", "data.encoding")
-        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
+    look = first_look(request.data) if request.data else None
+    if look is not None:
+        given |= {
+            path: one for path, one in look.settings.items() if re.match(r"data\.(\w+_path|columns|encoding)$", path)
+        }
     text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
-    result = translate(text, name=str(file), given=given)
-    head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
+    result = translate(text, name=str(file), given=given, rows=look.format if look else "")
+    head = f"From {one_line(str(file))}, a file of {result.tool.name}; what is not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []
 

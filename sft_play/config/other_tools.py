@@ -1,15 +1,16 @@
 """What keys of other tools mean here: the table of `other_tools.yaml`, and how other tools' values become ours.
 
 A key has one of two answers: its place here with the user's value in our terms, or that it is not supported and what
-to do instead.
+to do instead. `tool_defaults.yaml` says which tool's file it is, and what that tool takes where the file is silent.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -48,48 +49,69 @@ class Known:
 
 @dataclass(frozen=True)
 class OtherTools:
-    """`rows` by key, `prefixes` of keys that share a row, and our section for each `sections` of other tools."""
+    """`rows` by key, `prefixes` of keys that share a row, our section for each `sections` of other tools, the names of
+    each part of a `data_set`, and the `plain_keys`, which stand alone, for spelling suggestions."""
 
     rows: Mapping[str, Known]
     prefixes: tuple[tuple[tuple[str, ...], Known], ...]
     sections: Mapping[str, str]
-
-    @property
-    def plain_keys(self) -> list[str]:
-        """Keys that stand alone, for spelling suggestions."""
-        return [key for key in self.rows if "." not in key]
+    data_set: Mapping[str, list[str]]
+    plain_keys: list[str]
 
 
 @functools.cache
-def _file() -> dict[str, Any]:
-    text = resources.files("sft_play.config").joinpath("other_tools.yaml").read_text(encoding="utf-8")
-    document = parse(text, name="other_tools.yaml")
+def _file(name: str = "other_tools.yaml") -> dict[str, Any]:
+    document = parse(resources.files("sft_play.config").joinpath(name).read_text(encoding="utf-8"), name=name)
     assert not document.problems, document.problems
     return document.data
 
 
-def listed_rows() -> list[tuple[list[str], Known]]:
-    """The rows of the file with their keys."""
-    return [(entry["keys"].split(), _row(entry)) for entry in _file()["rows"]]
+def rows_by_key(entries: list[dict[str, Any]]) -> dict[str, Known]:
+    """The rows of a file by each of their keys."""
+    return {key: _row(entry) for entry in entries for key in entry["keys"].split()}
 
 
 @functools.cache
 def table() -> OtherTools:
     """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
     data = _file()
-    rows = {key: row for keys, row in listed_rows() for key in keys}
+    data_set = {part: names.split() for part, names in data["data_set"].items()}
+    # what is part of a source's entry needs no answer, unless a row has one
+    parts = [f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names]
+    rows = dict.fromkeys(parts, Known(read=lambda value, path: Meaning())) | rows_by_key(data["rows"])
     for option in training_options():  # its names are ours, whatever the file says of them
         rows |= dict.fromkeys(option.other_names, Known(option.key))
     prefixes = tuple((tuple(entry["keys"].split()), _row(entry)) for entry in data["prefixes"])
-    return OtherTools(
-        rows, prefixes, {name: ours for ours, names in data["sections"].items() for name in names.split()}
+    sections = {name: ours for ours, names in data["sections"].items() for name in names.split()}
+    return OtherTools(rows, prefixes, sections, data_set, [key for key in rows if "." not in key])
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool, as `tool_defaults.yaml` describes the version that was read: `rows` are keys that mean something
+    else in its files than in others', `defaults` what it takes for a key that its file leaves out."""
+
+    name: str
+    rows: Mapping[str, Known]
+    defaults: Mapping[str, Any]
+
+
+def tool_of(names: Collection[str]) -> Tool:
+    """The tool whose telltale keys a file has most of; the first of the table where it has no tool's."""
+    tools = _file("tool_defaults.yaml")
+    best = max(
+        tools.values(), key=lambda entry: sum(bool(fnmatch.filter(names, mark)) for mark in entry["marks"].split())
     )
+    # a tool's own defaults count before those of the tools that it is built on
+    entries = [*(tools[name] for name in reversed(best.get("like", "").split())), best]
+    defaults = {key: value for entry in entries for one in entry["defaults"] for key, value in one["are"].items()}
+    return Tool(f"{best['name']} {best['version']}".strip(), rows_by_key(best.get("rows", [])), defaults)
 
 
 def _row(entry: dict[str, Any]) -> Known:
     path = entry.get("path", "")
     values = {
-        spelling: _answer_of(answer, path)
+        spelling: answer_of(answer, path)
         for spellings, answer in entry.get("values", {}).items()
         for spelling in spellings.split()
     }
@@ -97,7 +119,8 @@ def _row(entry: dict[str, Any]) -> Known:
     return Known(path, values, read, entry.get("words", ""), entry.get("switch", False))
 
 
-def _answer_of(written: str | dict[str, Plain], path: str) -> Meaning:
+def answer_of(written: str | dict[str, Plain], path: str = "") -> Meaning:
+    """An answer as the tables write it: words, or settings with words beside them."""
     if isinstance(written, str):
         return say(written)
     settings = tuple((path if key == "to" else key, value) for key, value in written.items() if key != "words")
@@ -114,10 +137,9 @@ def say(words: str) -> Meaning:
     return Meaning((), words)
 
 
-_OFF = ("false", "null", "0", "", "none", "[]", "{}", "disabled", "-1")
+OFF = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|txt|gz)$", re.IGNORECASE)
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_LONGEST_TIMEOUT_S = 86_400
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 def spelled(value: Plain) -> str:
@@ -146,55 +168,36 @@ def _held_out_share(value: Any, path: str) -> Meaning | None:
     return to(path, float(value))
 
 
-def _data_files(value: Any, path: str) -> Meaning | None:
-    """The name of a data set: a file, a hub id, a name in a registry, or a list of `{path: …}`."""
-    if isinstance(value, list) and value:
-        names = [_entry_name(item) if isinstance(item, dict) else item for item in value]
-        if len(names) == 1:
-            return _with_task(_data_files(names[0], path), value)
-        named = [(item, name) for item, name in zip(value, names, strict=True) if isinstance(name, str)]
-        if any(_in_a_registry(name) for _, name in named):
-            return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
-        if path == "data.train_path" and named:
-            sources: list[Plain] = [_source_of(item, name) for item, name in named]
-            return to("data.sources", sources, "a weight in each sets its share of an epoch")
-        files: list[Plain] = [_source(name) for _, name in named]
-        return to("data.process.raw_path", files, "then make process writes the rows") if files else None
-    if not isinstance(value, str) or not value.strip():
-        return None
-    if "," in value:
-        return _data_files([part.strip() for part in value.split(",") if part.strip()], path)
-    if _in_a_registry(value):
+DATA = ("data.train_path", "data.val_path")  # where data sets are named
+
+
+def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
+    """The data sets of `data_sets`: one as a path; several, or a part of one, as sources; `more` settings beside."""
+    entries = [_source_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
+    # by their paths, since no source may be there twice
+    sources = list({source["path"]: source for source in entries if source}.values())
+    if not sources:
+        return say("it names no file, and of the hub no data set in the split that is read here")
+    if not all(re.match(r"hub:|[./~]|.*/", source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
         return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
-    return to(path, _source(value), "the format is detected, see make preview")
+    if path == DATA[0] and (len(sources) > 1 or len(sources[0]) > 1):
+        return Meaning((("data.sources", list(sources)), *more), "a weight in each sets its share of an epoch")
+    several = "one file is taken, not several: make process joins them"
+    words = several if len(sources) > 1 else "the format is detected, see make preview"
+    return Meaning(((path, sources[0]["path"]), *more), words)
 
 
-def _in_a_registry(value: str) -> bool:
-    is_path = value.startswith((".", "/", "~", "hub:")) or "/" in value or _DATA_FILE.search(value) is not None
-    return _source(value) == value and not is_path
-
-
-def _documents(value: Any, path: str) -> Meaning | None:
-    """axolotl's `pretraining_dataset`: its name says the task too."""
-    meaning = _data_files(value, path)
-    return Meaning((*meaning.settings, ("task_mode", "cpt")), "") if meaning and meaning.settings else meaning
-
-
-_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
-"""Names that `datasets` reads files by: the files are in `data_files`."""
-
-
-def _entry_name(entry: Mapping[str, Any]) -> Any:
-    name = next((entry[key] for key in ("path", "name", "id") if key in entry), None)
-    files = entry.get("data_files")
-    files = files[0] if isinstance(files, list) and len(files) == 1 else files
-    return files if name in _BUILDERS and isinstance(files, str) else name
-
-
-def _with_task(meaning: Meaning | None, entries: list[Any]) -> Meaning | None:
-    """With axolotl's word for plain text, the task that trains it."""
-    is_text = isinstance(entries[0], dict) and entries[0].get("type") in ("completion", "pretrain")
-    return Meaning((*meaning.settings, ("task_mode", "cpt")), meaning.words) if meaning and is_text else meaning
+def data_sets(value: Any) -> list[dict[str, Any]]:
+    """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
+    if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
+        value = [{"path": name, "fraction": share} for name, share in value.items()]  # the handbook's dataset_mixer
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
+    return [
+        _file("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
+        | entry
+        for entry in entries
+    ]
 
 
 def _source(value: str) -> str:
@@ -202,81 +205,78 @@ def _source(value: str) -> str:
     return f"hub:{value}" if is_hub_id else value
 
 
-def _source_of(item: Any, name: str) -> dict[str, Plain]:
-    """One of several data sets as an entry of data.sources, with the share that the other tool gives it."""
-    source: dict[str, Plain] = {"path": _source(name)}
-    given = item if isinstance(item, dict) else {}
-    for ours, theirs in (
-        ("weight", ("weight", "prob", "ratio", "proportion")),
-        ("max_rows", ("num_samples", "max_samples")),
-    ):
-        number = next((given[key] for key in theirs if isinstance(given.get(key), (int, float))), None)
-        if number:
-            source[ours] = number
-    return source
-
-
-def _seconds(value: Any, path: str) -> Meaning | None:
-    """`ddp_timeout: 180000000`, which stands for forever, is the longest that is accepted here."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > _LONGEST_TIMEOUT_S:
-        return to(path, _LONGEST_TIMEOUT_S, "the longest")
-    return None
-
-
-def _trackers(value: Any, path: str) -> Meaning | None:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names:
-        return None
-    own = [name for name in names if accepts(path, [name])]
-    return to(path, list(own)) if own else say("trackers: tensorboard, wandb, mlflow, trackio")
+def _source_of(entry: Mapping[str, Any], read_split: str) -> dict[str, Any]:
+    """A data set as an entry of data.sources; empty where no text names it, or it is another split of the hub."""
+    at = next((name for name in table().data_set["path"] if entry.get(name)), "path")
+    rest = {key: value for key, value in entry.items() if key != at and value}
+    parts = {part: next((rest[one] for one in names if one in rest), None) for part, names in table().data_set.items()}
+    files = rest.get("data_files")
+    is_builder = entry.get(at) in ("json", "csv", "parquet", "arrow", "text")  # of `datasets`, for files
+    path = (files[0] if isinstance(files, list) else files) if is_builder else entry.get(at)
+    text, split = path.strip() if isinstance(path, str) else "", str(parts["split"] or read_split)
+    source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
+    if not source or (source.startswith("hub:") and not re.match(read_split, split)):
+        return {}
+    config = f":{parts['config']}" if parts["config"] and source.startswith("hub:") and source.count(":") == 1 else ""
+    # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
+    cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
+    numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
+    return {"path": source + config} | {key: number for key, number in numbers.items() if type(number) in (int, float)}
 
 
 def _template(value: Any, _: str) -> Meaning | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
-    if isinstance(value, str) and (value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2"))):
+    if isinstance(value, str) and (
+        value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2", ".txt"))
+    ):
         return to("data.chat_template", value)
-    return None
+    return say("in a file of its own it is data.chat_template: FILE.jinja") if "{%" in str(value) else None
 
 
-def _deepspeed(value: Any, _: str) -> Meaning | None:
-    """`deepspeed: ds.json`: DeepSpeed is chosen by the command, not in the run YAML."""
-    if not isinstance(value, str):
-        return None
-    if re.fullmatch(r"zero[123](_offload)?", value):
-        return say(f"make train-distributed STRATEGY={value}")
-    return say("make train-deepspeed DEEPSPEED_CONFIG={value}") if value.endswith((".json", ".yaml", ".yml")) else None
+def _names(value: Any, path: str) -> Meaning | None:
+    """Names in a list, or in a text with commas."""
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    names: Plain = (
+        [_file()["modules"].get(str(name), name) for name in parts if name] if isinstance(parts, list) else None
+    )
+    is_pattern = path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value))
+    if is_pattern:
+        return say("a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto")
+    return to(path, names) if names and accepts(path, names) else say(f"{path} takes {leaves()[path].expects}")
 
 
-def _axis(value: Any, name: str) -> Meaning | None:
-    """The size of a mesh axis: one group of it, or several, which FSDP2 shards over."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-        return None
-    return to("model.mesh_shape", [[1, value], ["fsdp", name]], "with several such groups, their number for the 1")
-
-
-def _modules(value: Any, path: str) -> Meaning | None:
-    if not isinstance(value, str):
-        return None
-    names = [part.strip() for part in value.split(",") if part.strip()]
-    is_plain = all(re.fullmatch(r"\w+(\.\w+)*", name) for name in names)
-    return to(path, list(names)) if names and is_plain else None
+def _split(value: Any, path: str) -> Meaning | None:
+    """A split of `datasets`: nothing to say of the one that is read."""
+    read = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
+    if read and (read[1] == "train") is (path == DATA[0]):
+        return say("this number of rows (max_rows) is drawn by train.seed, not the first") if read[2] else Meaning()
+    return say(
+        f"{path} reads a split whole, train or validation: load_dataset(…, split={{value}}).to_json(FILE) of datasets "
+        "writes another, or a part, to name here"
+    )
 
 
 _READERS: Mapping[str, Reader] = {
-    "cp_axis": lambda value, _: _axis(value, "cp"),
+    # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
+    "builder": lambda value, path: to(path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"),
+    "column": lambda value, path: Meaning() if path.endswith(f".{value}") else None,
+    # ms-swift's mapping of its own columns to the usual ones
+    "columns": lambda value, path: to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None,
     "data_files": _data_files,
-    "deepspeed": _deepspeed,
-    "documents": _documents,
+    # axolotl's `pretraining_dataset`: its name says the task too
+    "documents": lambda value, path: _data_files(value, path, ("task_mode", "cpt")),
+    # torchtune's steps of each epoch
+    "each_epoch": lambda value, path: to(path, [value, "train.epochs"]) if isinstance(value, int) else None,
     "held_out_share": _held_out_share,
-    "modules": _modules,
+    "layers": lambda value, path: to(path, [f"layers.{one}" for one in re.findall(r"\d+", str(value))] or "all"),
+    "names": _names,
     # `betas: [0.9, 0.95]`: only the second is an option here
     "second_beta": lambda value, path: to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None,
-    "seconds": _seconds,
+    "split": _split,
+    "system": lambda value, path: (
+        Meaning(((path, value), ("data.style.how", "keep"))) if value and isinstance(value, str) else None
+    ),
     "template": _template,
-    # TRL's `dataset_text_field: body`: our name of the column, mapped to theirs
-    "text_column": lambda value, path: to(path, {"text": value}) if isinstance(value, str) and value else None,
-    "tp_axis": lambda value, _: _axis(value, "tp"),
-    "trackers": _trackers,
 }
 """By the name that the table gives them."""
 
@@ -300,7 +300,7 @@ def answer(row: Known, value: Plain) -> Meaning:
     for spelling in (word, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)):
         if spelling in row.values:
             return row.values[spelling]
-    if value is None or (row.switch and word in _OFF):
+    if value is None or (row.switch and word in OFF):
         return say("it has no effect: remove it")
     reading = row.read(value, row.path) if row.read else None
     if reading is not None:
@@ -311,18 +311,12 @@ def answer(row: Known, value: Plain) -> Meaning:
             return to(row.path, form, row.words)
     if not row.path or row.words:
         return say(row.words or "remove it")
-    return say(f"here it is {row.path} ({leaves()[row.path].expects})")
+    expects = leaves()[row.path].expects if row.path in leaves() else "text"
+    return say(f"here it is {row.path} ({expects})")
 
 
-def _forms(value: Plain) -> Iterator[Plain]:
+def _forms(value: Plain) -> list[Plain]:
     """A value as given, and the number that it spells in another form (`16.0`, `"2e-5"`)."""
-    yield value
-    number: Plain = value
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return
-        yield number
-    if isinstance(number, float) and number.is_integer():
-        yield int(number)
+    text = value.strip() if isinstance(value, str) else ""
+    number = float(text) if re.fullmatch(r"[-+]?[\d.]*\d\.?([eE][-+]?\d+)?", text) and text.count(".") < 2 else value
+    return [value, number, int(number) if isinstance(number, float) and number.is_integer() else number]

@@ -1,28 +1,35 @@
-"""Another tool's file as a run YAML: its keys in our terms, worked out together, and what has no equivalent as comments
-with the reason."""
+"""Another tool's file as a run YAML: its keys in our terms, worked out together, then that tool's own defaults for
+what it leaves out, and what has no equivalent as comments with the reason."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.other_tools import Known, Meaning, Tool
 from sft_play.config.unknown_keys import Foreign, shown_value, together
 from sft_play.config.validation import cross_problems, unknown_keys, validate
-from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, parse, plain_scalar, show, value_at
+from sft_play.config.yaml_io import (
+    Path_,
+    Plain,
+    Problem,
+    YamlDocument,
+    dotted,
+    parse,
+    plain_scalar,
+    show,
+    value_at,
+    walk,
+)
 from sft_play.errors import ConfigError
-
-_OF_ADAPTERS = ("stage", "template", "cutoff_len", "finetuning_type", "training_type")
-"""Keys of tools that train adapters where nothing else is said: LLaMA-Factory and Unsloth."""
-_READ_OF_AN_ENTRY = frozenset({"path", "weight", "prob", "ratio", "proportion", "num_samples", "max_samples"})
-_BY_ROWS = "format and columns are recognised by the rows' keys (make preview shows them; data.columns names others)"
-
 
 _REMOVE = re.compile(r"[:,;]? ?remove it$")
 _LESS = re.compile(r"\bnot\b|longest|together|with tuning")
@@ -31,16 +38,21 @@ _LESS = re.compile(r"\bnot\b|longest|together|with tuning")
 
 @dataclass
 class Translation:
-    """Our settings by path, and what is not taken, with the reason. `idle` are keys that are empty or switched off."""
+    """Our settings by path, and what is not taken, with the reason. `idle` are keys that are empty or switched off,
+    `defaults` the settings that are the other tool's defaults."""
 
-    settings: dict[str, Plain] = field(default_factory=dict)
+    tool: Tool
+    settings: dict[str, Plain]
     left_out: list[tuple[str, str]] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
 
     def comments(self) -> list[str]:
-        """What is not taken, as lines of comment."""
-        said = [f"{what}: {why}" for what, why in self.left_out]
+        """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
+        reasons = dict.fromkeys(why for _, why in self.left_out)
+        said = [f"{', '.join(what for what, why in self.left_out if why == reason)}: {reason}" for reason in reasons]
         said += [f"empty, off, or without effect here: {', '.join(self.idle)}"] if self.idle else []
+        said += [f"not in the file, defaults of {self.tool.name}: {', '.join(self.defaults)}"] if self.defaults else []
         # no word is broken: a path or a command is meant to be copied
         wrapper = textwrap.TextWrapper(
             112, initial_indent="# ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
@@ -48,25 +60,50 @@ class Translation:
         return [line for text in said for line in wrapper.wrap(text)]
 
 
-def translate(text: str, *, name: str, given: Mapping[str, Plain]) -> Translation:
-    """The run that another tool's file describes, with settings that are `given` beside it; it loads. Raises
-    ConfigError where the file is no YAML, names no model, or describes another kind of training."""
-    document = parse(text, name=name)
+def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "") -> Translation:
+    """The run that another tool's file describes, with settings that are `given` beside it; it loads. `rows` is the
+    format of the rows, where that is known. Raises ConfigError where the file is no YAML, names no model, or describes
+    another kind of training."""
+    values = {dotted(path): str(value) for path, value in walk(parse(text, name=name).data)}
+    # OmegaConf's references: ${output_dir}
+    document = parse(re.sub(r"\$\{([\w.]+)\}", lambda ref: values.get(ref[1], ref[0]), text), name=name)
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
-    result = Translation()
-    keys = together([*(key for _, keys in unknown_keys(document) for key in keys), *_where_ours_are(document, result)])
+    _gather_data_sets(document)
+    foreign = [key for _, keys in unknown_keys(document) for key in keys]
+    parts = {str(part) for key in foreign for path, _ in walk(key.value, key.path) for part in path}
+    result = Translation(other_tools.tool_of(parts), dict(given))
+    keys = [*foreign, *_where_ours_are(document, result)]
+    keys += _keys_of_data_sets(keys)
+    for at, key in enumerate(keys):
+        if row := result.tool.rows.get(key.name):
+            keys[at] = dataclasses.replace(key, meaning=other_tools.answer(row, key.value))
     _refuse_preferences(keys, name)
-    for key in keys:
-        _take(key, document, result)
-    result.settings |= given
-    if "data.train_path" in given:
-        result.settings.pop("data.sources", None)
+    keys = together([*keys, *_defaults(result.tool, keys)])
+    # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
+    for key in sorted(keys, key=lambda key: not all(accepts(*one) for one in key.settings.items())):
+        if not key.is_default:
+            _take(key, document, result)
+    for key in sorted(filter(lambda key: key.is_default, keys), key=lambda key: "tuning.mode" not in key.settings):
+        _take_default(key, result, rows)
     if "model.name" not in result.settings:
         raise ConfigError(f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name")
-    _complete(result, {key.name for key in keys})
+    _complete(result, given)
     _leave_out_what_is_refused(result)
     return result
+
+
+def _gather_data_sets(document: YamlDocument) -> None:
+    """Put what stands beside the key that names the data sets (`dataset_config`, `max_samples`) into each of them."""
+    rows = {key: other_tools.known((key,)) for key, value in document.data.items() if value}
+    named = [
+        key
+        for key, row in rows.items()
+        if row and row.path == other_tools.DATA[0] and other_tools.answer(row, document.data[key]).settings
+    ]
+    beside = {key: document.data.pop(key) for key in rows if named and key in other_tools.table().data_set["beside"]}
+    for key in named if beside else []:
+        document.data[key] = [beside | entry for entry in other_tools.data_sets(document.data[key])]
 
 
 def _where_ours_are(document: YamlDocument, result: Translation) -> Iterator[Foreign]:
@@ -77,11 +114,26 @@ def _where_ours_are(document: YamlDocument, result: Translation) -> Iterator[For
         if value is None or (path in sections() and isinstance(value, dict)):
             continue
         if path in leaves() and accepts(path, value):
-            result.settings[path] = value
+            result.settings.setdefault(path, value)
             continue
         row = other_tools.table().rows.get(str(at[-1]))
         refused = other_tools.say(f"expected {leaves()[path].expects}") if path in leaves() else None
         yield Foreign(at, value, None, other_tools.answer(row, value) if row else refused)
+
+
+def _keys_of_data_sets(keys: Sequence[Foreign]) -> Iterator[Foreign]:
+    """What is said of each data set (a split, columns), as keys of their own; of those that are held out no setting."""
+    for key in keys:
+        row = other_tools.known(tuple(map(str, key.path)))
+        if row is None or row.path not in other_tools.DATA or isinstance(key.value, str):
+            continue
+        is_trained = row.path == other_tools.DATA[0]
+        for number, entry in enumerate(other_tools.data_sets(key.value)):
+            for inner, value in walk(entry):
+                inner_row = other_tools.known(("entry" if is_trained else "held_out", *map(str, inner)))
+                answer = other_tools.answer(inner_row or Known(words="there is no such option here"), value)
+                at = (*key.path, number, *inner) if isinstance(key.value, list) else (*key.path, *inner)
+                yield Foreign(at, value, None, Meaning(answer.settings if is_trained else (), answer.words))
 
 
 def _refuse_preferences(keys: list[Foreign], name: str) -> None:
@@ -91,15 +143,38 @@ def _refuse_preferences(keys: list[Foreign], name: str) -> None:
             raise ConfigError(f"{name}: {dotted(key.path)}: {show(key.value)}: {key.meaning.words}; nothing is written")
 
 
+def _defaults(tool: Tool, keys: Sequence[Foreign]) -> Iterator[Foreign]:
+    """The tool's defaults as keys, but those of options that the file speaks of, whether it was taken or not; the mode
+    follows from several keys, named and not."""
+    with_value = [key for key in keys if key.value is not None]
+    names = {str(part) for key in with_value for part in key.path}
+    rows = [other_tools.known(tuple(map(str, key.path))) for key in with_value]
+    options = {row.path for row in rows if row} | {path for key in with_value for path in key.settings}
+    if "train.effective_batch_size" in options:  # the plan divides it
+        options |= {"train.batch_size", "train.grad_accum"}
+    for name, value in tool.defaults.items():
+        at = homes(name)
+        row = tool.rows.get(name) or other_tools.known(tuple(name.split("."))) or Known(at[0] if len(at) == 1 else "")
+        meaning = other_tools.answer_of(value) if isinstance(value, dict) else other_tools.answer(row, value)
+        key = Foreign((name,), value, None, meaning, is_default=True)
+        is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
+        if value is not None and not is_in_file:
+            options |= key.settings.keys()
+            yield key
+
+
 def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
-    meaning, words = key.settings, key.meaning.words if key.meaning else ""
-    taken = {path: value for path, value in meaning.items() if accepts(path, value)}
+    if key.meaning == Meaning():
+        return
+    values = ((path, _worked_out(path, value, result.settings)) for path, value in key.settings.items())
+    taken = {path: value for path, value in values if accepts(path, value)}
     for path, value in taken.items():
         result.settings.setdefault(path, value)
     raw = document.raw.get(key.path)
-    words = _REMOVE.sub("", words.replace("{value}", show(key.value, raw=raw).strip('"')))
+    template = _REMOVE.sub("", key.meaning.words) if key.meaning else ""
+    words = template.replace("{value}", show(key.value, raw=raw).strip('"'))
     is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in words
-    if not taken and (is_off or (key.meaning is not None and not words)):
+    if not taken and not words.startswith("here rows") and (is_off or (key.meaning is not None and not words)):
         result.idle.append(dotted(key.path))
     elif not taken or _LESS.search(words):
         here = f"here {' and '.join(f'{path}: {show(value)}' for path, value in taken.items())}" if taken else ""
@@ -107,29 +182,47 @@ def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
         none = f"{at[0]} takes {leaves()[at[0]].expects}" if len(at) == 1 else "there is no such option here"
         why = "; ".join(filter(None, [here, words])) or none
         result.left_out.append((f"{dotted(key.path)} ({shown_value(key, raw)})", why))
-    for number, entry in enumerate(key.value if taken and isinstance(key.value, list) else []):
-        more = entry if isinstance(entry, dict) else {}
-        values = ", ".join(f"{one}: {show(value)}" for one, value in more.items() if one not in _READ_OF_AN_ENTRY)
-        if values:
-            result.left_out.append((f"{dotted((*key.path, number))} ({values})", _BY_ROWS))
 
 
-def _complete(result: Translation, names: set[str]) -> None:
-    """What the other tool does where its file is silent, and this one would not."""
+def _take_default(key: Foreign, result: Translation, rows: str) -> None:
+    """Take a default of the tool where it is not ours too; those of adapters only where new ones are trained."""
+    is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings
+    undecided = [path for path in key.settings if path not in result.settings
+                 and not (is_idle and path.startswith("tuning.lora."))]  # fmt: skip
+    for path in undecided:
+        ours = _worked_out(path, key.settings[path], result.settings, rows)
+        if accepts(path, ours) and (path == "tuning.mode" or ours != leaves()[path].default):
+            result.settings[path] = ours
+            result.defaults.append(path)
+    words = key.meaning.words if key.meaning else ""
+    if words and not _REMOVE.search(words) and (not key.settings or (undecided and _LESS.search(words))):
+        result.left_out.append((f"{dotted(key.path)} (not in the file)", words))
+
+
+def _worked_out(path: str, value: Any, settings: Mapping[str, Plain], rows: str = "") -> Any:
+    """A value that follows from others: a mapping by what they are, or the product of a number and a setting."""
+    if isinstance(value, dict) and not accepts(path, value):
+        kind = "adapters" if any(one.startswith("tuning.lora.") for one in settings) else "whole"
+        kinds = (rows, settings.get("tuning.mode"), settings.get("train.optim"), kind)
+        return next((value[one] for one in kinds if one in value), None)
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int) and str(value[1]) in leaves():
+        return int(value[0] * settings.get(value[1], leaves()[value[1]].default))
+    return value
+
+
+def _complete(result: Translation, beside: Mapping[str, Plain]) -> None:
+    """What follows from several settings, those `beside` the file among them."""
     settings = result.settings
+    if "data.train_path" in beside and "data.sources" in settings:
+        result.left_out.append((f"data.sources: {show(settings.pop('data.sources'))}", "DATA= names the rows"))
     if "data.train_path" not in settings and "data.sources" not in settings:
         names_none = "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)"
         result.left_out.append(("data.train_path", names_none))
-    if "tuning.mode" not in settings:
-        is_adapter = any(path.startswith("tuning.lora.") for path in settings) or not names.isdisjoint(_OF_ADAPTERS)
-        settings["tuning.mode"] = "lora" if is_adapter else "full"
-        what = (
-            "adapters, since the file has options of them" if is_adapter else "all weights, since it names no adapter"
-        )
-        result.left_out.append((f"tuning.mode: {settings['tuning.mode']}", f"{what}; qlora needs least memory"))
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:
             result.left_out.append((f"{path}: {show(settings.pop(path))}", "all weights are trained, without adapters"))
+    if isinstance(parts := settings.get("tuning.trainable"), list):
+        settings["tuning.trainable"] = [*parts, *cast(list[Plain], settings.get("tuning.lora.modules_to_save", []))]
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
             total = settings.pop("train.effective_batch_size")
@@ -141,17 +234,12 @@ def _complete(result: Translation, names: set[str]) -> None:
 def _leave_out_what_is_refused(result: Translation) -> None:
     """Take out settings, with the reason, until what is left is a run YAML without a problem."""
     while problems := _problems(run_yaml(result.settings)):
-        for path in [path for path in result.settings for problem in problems if _is_about(problem, path)]:
-            if path in result.settings:
-                why = next(problem.message for problem in problems if _is_about(problem, path))
-                result.left_out.append((f"{path}: {show(result.settings.pop(path))}", why))
-                break
-        else:
+        about = [(path, problem.message) for path in result.settings for problem in problems
+                 if f"{problem.path}.".startswith((f"{path}.", f"{path}["))]  # fmt: skip
+        if not about:
             raise ConfigError("\n".join(map(str, problems)))
-
-
-def _is_about(problem: Problem, path: str) -> bool:
-    return f"{problem.path}.".startswith((f"{path}.", f"{path}["))
+        path, why = about[0]
+        result.left_out.append((f"{path}: {show(result.settings.pop(path))}", why))
 
 
 def _problems(text: str) -> list[Problem]:
@@ -162,18 +250,17 @@ def _problems(text: str) -> list[Problem]:
 
 # --- written ----------------------------------------------------------------------------------------------------------
 
-_WIDTH = 112
-
 
 def run_yaml(settings: Mapping[str, Plain]) -> str:
     """The text for settings by their dotted paths, in the order of the schema."""
     tree: dict[str, Any] = {}
-    for path in (one for one in leaves() if one in settings):
+    # a setting may be one of a mapping: data.columns.prompt
+    for path in (one for leaf in leaves() for one in settings if f"{one}.".startswith(f"{leaf}.")):
         *holders, name = path.split(".")
         section = tree
         for holder in holders:
             section = section.setdefault(holder, {})
-        section[name] = settings[path]
+        section[name] = dict(value) if isinstance(value := settings[path], dict) else value
     return "".join(_section({name: value}) for name, value in tree.items())
 
 
@@ -182,7 +269,7 @@ def _section(section: dict[str, Any]) -> str:
         yaml.dump(section, Dumper=_Dumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True)
         for flow in (None, False)
     )
-    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= _WIDTH
+    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= 112
     return short if is_short else long
 
 

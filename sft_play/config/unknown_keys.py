@@ -29,13 +29,14 @@ _ALIKE = 0.87
 class Foreign:
     """A key that our sections do not have: `section` is ours that holds it or corresponds to the one that does,
     `meaning` what the table of other tools answers, `home` the only place of our key of that name, which takes the
-    value; None where there is none."""
+    value; None where there is none. `is_default`: it is not in the file, but what its tool takes then."""
 
     path: Path_
     value: Plain
     section: str | None
     meaning: other_tools.Meaning | None
     home: str | None = None
+    is_default: bool = False
 
     @property
     def name(self) -> str:
@@ -55,7 +56,7 @@ def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: 
     holds it, or that the other tool's section corresponds to; None if unknown."""
     key, row = str(path[-1]), other_tools.known(tuple(map(str, path)))
     about = other_tools.table().sections.get(key.lower())
-    is_answered_whole = row is not None and not row.path and about is None
+    is_answered_whole = row is not None and (not row.path or row.path in other_tools.DATA) and about is None
     if not isinstance(value, dict) or not value or is_answered_whole:
         yield _foreign(path, value, section)
         return
@@ -154,7 +155,7 @@ def answer_words(answer: other_tools.Meaning, value: Plain, *, raw: str | None, 
     settings = []
     for path, ours in answer.settings:
         is_same = ours is value or (ours == value and type(ours) is type(value))
-        default = ", the default" if leaves()[path].default == ours else ""
+        default = ", the default" if path in leaves() and leaves()[path].default == ours else ""
         settings.append(f"{path}{joint}{written(ours, raw if is_same else None)}{default}")
     words = answer.words.replace("{value}", show(value, raw=raw).strip('"'))
     if not settings:
@@ -172,12 +173,12 @@ def written(value: Plain, raw: str | None) -> str:
 
 # --- together ---------------------------------------------------------------------------------------------------------
 
-_OFF = ("false", "null", "0", "none", "no", "")
 _MODES = ("full", "qlora", "lora")
 """Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are trained have 16 bits."""
 _STRONGER = {
     "eval.steps": ("eval_strategy", "evaluation_strategy"),
     "train.save_steps": ("save_strategy",),
+    "tuning.lora.target_modules": ("lora_target_linear", "match_all_linear"),
 }
 """Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read save_steps."""
 _FIRST = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_every")
@@ -191,21 +192,33 @@ def together(keys: Sequence[Foreign]) -> list[Foreign]:
         asking = [key for key in keys if option in key.settings]
         first = min(asking, key=lambda key: _rank(option, key))
         value = first.settings[option]
+        words = f"together with {first.name}: {show(first.value)}"
+        values = [key.settings[option] for key in asking if not key.is_default]
+        items = [item for given in values if isinstance(given, list) for item in given]
+        if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
+            value, words = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for at, key in enumerate(decided):
             if option in key.settings and other_tools.spelled(key.settings[option]) != other_tools.spelled(value):
-                words = f"together with {first.name}: {show(first.value)}"
-                meaning = other_tools.Meaning(tuple({**key.settings, option: value}.items()), words)
+                # one name of a column holds for all data sets
+                process = (
+                    f"; make process SET='data.process.raw_path=FILE {option}={key.settings[option]}' writes its rows"
+                )
+                said = words + (process if option.startswith("data.columns.") else "")
+                meaning = other_tools.Meaning(
+                    tuple({**key.settings, option: value}.items()), "" if key.is_default else said
+                )
                 decided[at] = dataclasses.replace(key, meaning=meaning)
     return decided
 
 
-def _rank(option: str, key: Foreign) -> tuple[bool, bool, int, bool]:
+def _rank(option: str, key: Foreign) -> tuple[bool, bool, bool, int, bool]:
     """What counts first of several keys: a strategy, what is switched on, the mode that includes the other."""
     value = key.settings[option]
-    mode = _MODES.index(str(value)) if option == "tuning.mode" and value in _MODES else 0
+    mode = _MODES.index(str(value)) if value in _MODES else len(_MODES)
     return (
+        key.is_default and option != "tuning.mode",
         key.name not in _STRONGER.get(option, ()),
-        other_tools.spelled(key.value) in _OFF,
+        other_tools.spelled(key.value) in other_tools.OFF,
         mode,
         key.name not in _FIRST,
     )

@@ -38,11 +38,12 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The settings that the data ask for, by path, and in words what was seen."""
+    """The settings that the data ask for, by path, in words what was seen, and the format of the rows by its name."""
 
     settings: dict[str, Plain]
     words: str
     is_chat: bool
+    format: str
 
 
 def by_characters(text: str) -> int:
@@ -85,7 +86,12 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
     what = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
     longest = "" if is_cpt else f", the longest of about {max(tokens):,} tokens"
     unused = f"; {len(bad):,} of the first {len(bad) + len(examples):,} cannot be used: make check" if bad else ""
-    return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", not is_cpt and isinstance(examples[0], Chat))
+    return FirstLook(
+        settings=settings,
+        words=f"{rows:,} {what}{longest}{unused}",
+        is_chat=not is_cpt and isinstance(examples[0], Chat),
+        format=reader.format,
+    )
 
 
 def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:

@@ -1,0 +1,144 @@
+"""The table of other tools' defaults: its form, that each default reaches the written YAML or a comment, and that it is
+what the tools' own source says (docs/testing.md)."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from sft_play.config import other_tools
+from sft_play.config.leaves import accepts, homes, leaves
+from sft_play.config.load import config_from_text
+from sft_play.config.translated import run_yaml, translate
+from tests.tool_sources import WHEELS, default_in, installed_source, source_in_wheels, version_of_wheel, wheels
+
+TOOLS: dict[str, Any] = other_tools._file("tool_defaults.yaml")
+NAMED = [tool for tool in TOOLS if tool != "none"]
+INSTALLED = ("transformers", "trl", "peft", "torch")
+
+
+def checks(source_of) -> tuple[int, list[str]]:
+    """How many defaults were compared with what `source_of` gives for a file, and those that differ."""
+    wrong, compared = [], 0
+    for tool in NAMED:
+        for part in TOOLS[tool]["defaults"]:
+            file, _, name = part["in"].partition(" ")
+            source = source_of(file)
+            if source is None:
+                continue
+            compared += len(part["are"])
+            if "code" in part:
+                wrong += [] if part["code"] in source else [f"{tool}: {file} has no {part['code']}"]
+                continue
+            for key, value in part["are"].items():
+                found = default_in(source, name, key.rpartition(".")[2])
+                if found != value or isinstance(found, bool) is not isinstance(value, bool):
+                    wrong.append(f"{tool}: {key} is {found}, not {value}: {file} {name}")
+    return compared, wrong
+
+
+def test_defaults_are_those_of_the_installed_libraries():
+    compared, wrong = checks(lambda file: installed_source(file) if file.split("/")[0] in INSTALLED else None)
+    assert not wrong
+    assert compared > 30
+
+
+@pytest.mark.skipif(not wheels(), reason=f"{WHEELS} names no folder with wheels of the tools")
+def test_defaults_are_those_of_the_wheels():
+    compared, wrong = checks(source_in_wheels)
+    assert not wrong
+    there = {tool: version_of_wheel(TOOLS[tool]["package"]) for tool in NAMED}
+    assert compared > 10 * sum(version is not None for version in there.values()) - 10
+    old = {tool: version for tool, version in there.items() if version not in (None, TOOLS[tool]["version"])}
+    assert not old, "read anew, with the date of today"
+    source = source_in_wheels("torchtune/datasets/__init__.py")
+    if source is not None:
+        for name, said in TOOLS["torchtune"]["data_sets"].items():
+            stem = name.removesuffix("_dataset").replace("_cleaned", "").replace("_articles", "")
+            text = source_in_wheels(f"torchtune/datasets/_{stem}.py")
+            assert text is not None, name
+            for key in {"source", "train_on_input"} & said.keys() if "cleaned" not in name else ():
+                assert default_in(text, name, key) == said[key], (name, key)
+            assert all(f'"{said[key]}"' in text for key in ("source", "subset", "column") if key in said), name
+
+
+def test_a_default_is_read_from_classes_functions_and_fields():
+    source = (
+        "class A:\n    a: int = 3\n    b: str = field(default='x')\n    c: list = field(default_factory=list)\n"
+        "    d: list = field(default_factory=lambda: ['y'])\n    e: int | None = Field(default=None, ge=1)\n"
+        "    def __init__(self, one, two=2, *, three=0.5): pass\ndef f(a, b=True): pass\n"
+    )
+    found = {key: default_in(source, "A", key) for key in "abcde"}
+    assert found == {"a": 3, "b": "x", "c": [], "d": ["y"], "e": None}
+    assert [default_in(source, "A.__init__", key) for key in ("two", "three")] == [2, 0.5]
+    assert default_in(source, "f", "b") is True
+    for name, key in (("f", "a"), ("A", "z")):
+        with pytest.raises(LookupError):
+            default_in(source, name, key)
+
+
+@pytest.mark.parametrize("tool", NAMED)
+def test_the_table_has_its_form(tool):
+    entry = TOOLS[tool]
+    assert set(entry) <= {"name", "package", "version", "date", "like", "marks", "rows", "defaults", "data_sets"}
+    assert datetime.date.fromisoformat(str(entry["date"])) >= datetime.date(2026, 11, 1)
+    assert all(name in TOOLS for name in entry["like"].split())
+    assert len(entry["marks"].split()) >= 4
+    # a file with its marks alone is its own
+    marks = {mark.replace("*", "a") for mark in entry["marks"].split()}
+    found = other_tools.tool_of(marks)
+    assert found.name == f"{entry['name']} {entry['version']}"
+    for row in found.rows.values():
+        assert not row.path or accepts(row.path, leaves()[row.path].default) or row.path in leaves()
+    for part in entry["defaults"]:
+        assert set(part) <= {"in", "code", "are"}
+        assert (" " in part["in"]) is ("code" not in part), part["in"]
+        for key, value in part["are"].items():
+            for path in value if isinstance(value, dict) else ():
+                assert path == "words" or path in leaves(), (key, path)
+
+
+NEUTRAL = {
+    "axolotl": "dataset_prepared_path: p",
+    "llamafactory": "overwrite_cache: true",
+    "swift": "model_author: me",
+    "torchtune": "optimizer_in_bwd: true",
+    "automodel": "recipe: r",
+    "unsloth": "finetune_language_layers: true",
+    "peft": "inference_mode: false",
+    "trl": "dataset_train_split: train",
+    "transformers": "dataset_config_name: c",
+}
+"""A line of a file that tells the tool, and sets no option."""
+
+
+@pytest.mark.parametrize("tool", NAMED)
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
+    """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
+    names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
+    found = translate(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", given={"model.name": "a/b"})
+    assert found.tool.name.startswith(TOOLS[tool]["name"])
+    config = config_from_text(run_yaml(found.settings), name="x.yaml")
+    said = " ".join(" ".join(found.comments()).replace("# ", "").split())
+    seen: set[str] = set()
+    for key, value in found.tool.defaults.items():
+        row = found.tool.rows.get(key) or other_tools.known(tuple(key.split(".")))
+        wanted = value if isinstance(value, dict) else dict(other_tools.answer(row, value).settings) if row else {}
+        wanted = wanted if row or isinstance(value, dict) else {homes(key)[0]: value}
+        for path, ours in wanted.items() if value is not None else ():
+            is_idle = mode == "full" and path.startswith("tuning.lora.")
+            if path in {"words", "tuning.mode", *seen} or isinstance(ours, (dict, list)) or is_idle:
+                continue  # a section that is not there (lr_scheduler) decides before what would be in it
+            at: Any = config
+            for name in path.split("."):
+                at = getattr(at, name)
+            assert at == ours, (key, path)
+            assert path in found.defaults or ours == leaves()[path].default, (key, path)
+            seen.add(path)
+        if isinstance(value, dict) and set(value) == {"words"}:
+            assert f"{key} (not in the file): {value['words']}" in said
+            seen.add(key)
+    assert len(seen) > 2 or (tool, mode) == ("peft", "full")

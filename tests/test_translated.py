@@ -1,0 +1,491 @@
+"""Other tools' files as run YAMLs: what a file names, and what its tool takes for the rest, is in the YAML or a
+comment."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.commands import new
+from sft_play.commands.preparing import run as prepare
+from sft_play.commands.request import Request
+from sft_play.config.load import config_from_text, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.config.translated import Translation, run_yaml, translate
+from sft_play.data.sources.examples import ExampleReader
+from sft_play.data.sources.files import find_source
+from sft_play.errors import ConfigError
+
+MODEL = {"model.name": "a/b"}
+
+
+def translated(text: str, *, rows: str = "") -> Translation:
+    return translate(text, name="theirs.yaml", given=MODEL, rows=rows)
+
+
+def config_of(text: str, *, rows: str = "") -> RunConfig:
+    """The run that is written for a file of another tool."""
+    return config_from_text(run_yaml(translated(text, rows=rows).settings), name="x.yaml")
+
+
+def value(config: RunConfig, path: str) -> object:
+    at: object = config
+    for name in path.split("."):
+        at = at[name] if isinstance(at, dict) else getattr(at, name)
+    return list(at) if isinstance(at, tuple) else at
+
+
+def comments(text: str) -> str:
+    return " ".join(" ".join(translated(text).comments()).replace("# ", "").split())
+
+
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 2\nlearning_rate: 1e-4\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\ntemplate: qwen\n"
+TRL = "model_name_or_path: a/b\ndataset_name: o/d\n"
+SWIFT = "model: a/b\ntuner_type: lora\n"
+TUNE = (
+    "model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj]}\n"
+    "checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}\n"
+    "optimizer: {_component_: torch.optim.AdamW, lr: 3e-4}\nbatch_size: 2\ngradient_accumulation_steps: 4\n"
+)
+NEMO = (
+    "recipe: TrainFinetuneRecipeForNextTokenPrediction\nstep_scheduler: {global_batch_size: 64, local_batch_size: 8}\n"
+    "model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: a/b}\n"
+    "optimizer: {_target_: torch.optim.Adam, lr: 1e-5}\n"
+)
+UNSLOTH = "model: a/b\ndata: {dataset: o/d, format_type: auto}\ntraining: {max_steps: 60}\n"
+
+
+# --- what the file leaves out: worked out by hand from each tool's source ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            AXOLOTL,
+            {"tuning.mode": "full", "model.max_seq_len": 512, "data.truncate": "drop", "data.loss_on": "assistant",
+             "data.packing": "none", "train.batch_size": 2, "train.grad_accum": 1, "train.epochs": 1.0,
+             "train.lr_scheduler_type": "cosine", "train.warmup_steps": 0.03, "train.weight_decay": 0.0,
+             "train.max_grad_norm": 1.0, "train.optim": "adamw_torch_fused", "train.seed": 42},
+        ),
+        (
+            f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_alpha: 64\nlora_target_linear: true\nmax_grad_norm:\n",
+            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 64, "tuning.lora.dropout": 0.0,
+             "tuning.lora.target_modules": "auto", "train.max_grad_norm": 1.0},
+        ),
+        (
+            FACTORY,
+            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 16, "tuning.lora.dropout": 0.0,
+             "tuning.lora.target_modules": "auto", "model.max_seq_len": 2048, "data.loss_on": "assistant",
+             "train.learning_rate": 5e-5, "train.lr_scheduler_type": "linear", "train.warmup_steps": 0,
+             "train.batch_size": 8, "train.grad_accum": 1, "train.epochs": 3.0, "train.weight_decay": 0.0},
+        ),
+        (f"{FACTORY}lora_rank: 64\n", {"tuning.lora.r": 64, "tuning.lora.alpha": 128}),
+        (f"{FACTORY}lora_alpha: 7\nquantization_bit: 4\n", {"tuning.lora.alpha": 7, "tuning.mode": "qlora"}),
+        (f"{FACTORY}finetuning_type: full\n", {"tuning.mode": "full", "train.learning_rate": 5e-5}),
+        (
+            TRL,
+            {"tuning.mode": "full", "model.max_seq_len": 1024, "data.loss_on": "all", "data.truncate": "end",
+             "train.learning_rate": 2e-5, "train.lr_scheduler_type": "linear", "train.warmup_steps": 0,
+             "train.batch_size": 8, "train.grad_accum": 1, "train.epochs": 3.0, "data.packing": "none"},
+        ),
+        (
+            f"{TRL}use_peft: true\n",
+            {"tuning.mode": "lora", "tuning.lora.r": 16, "tuning.lora.alpha": 32, "tuning.lora.dropout": 0.05,
+             "tuning.lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            SWIFT,
+            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 32, "tuning.lora.dropout": 0.05,
+             "train.learning_rate": 1e-4, "train.weight_decay": 0.1, "train.adam_beta2": 0.95, "train.epochs": 3.0,
+             "train.effective_batch_size": 16, "train.batch_size": 1, "train.lr_scheduler_type": "cosine",
+             "train.warmup_steps": 0, "data.truncate": "drop", "data.loss_on": "assistant"},
+        ),
+        (SWIFT.replace("lora", "full"), {"tuning.mode": "full", "train.learning_rate": 1e-5}),
+        (
+            f"{SWIFT}gradient_accumulation_steps: 4\nper_device_train_batch_size: 2\n",
+            {"train.batch_size": 2, "train.grad_accum": 4},
+        ),
+        (
+            TUNE,
+            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 16, "tuning.lora.dropout": 0.0,
+             "tuning.lora.target_modules": ["q_proj", "o_proj"], "train.lr_scheduler_type": "constant",
+             "train.warmup_steps": 0, "train.max_grad_norm": 0.0, "train.weight_decay": 0.01, "model.name": "a/b"},
+        ),
+        (
+            NEMO,
+            {"tuning.mode": "full", "train.lr_scheduler_type": "constant", "train.warmup_steps": 0, "train.epochs": 10,
+             "train.effective_batch_size": 64, "train.batch_size": 8, "train.max_grad_norm": 1.0},
+        ),
+        (
+            f"{NEMO}peft: {{dim: 4}}\nlr_scheduler: {{min_lr: 0}}\n",
+            {"tuning.mode": "lora", "tuning.lora.r": 4, "tuning.lora.alpha": 32, "train.lr_scheduler_type": "cosine",
+             "train.warmup_steps": 0.1},
+        ),
+        (
+            UNSLOTH,
+            {"tuning.mode": "qlora", "tuning.lora.r": 64, "tuning.lora.alpha": 16, "train.learning_rate": 2e-4,
+             "train.batch_size": 2, "train.grad_accum": 4, "train.warmup_steps": 5, "train.weight_decay": 0.01,
+             "train.optim": "adamw_8bit", "train.lr_scheduler_type": "linear", "train.seed": 3407,
+             "train.max_steps": 60, "data.loss_on": "all"},
+        ),
+        (
+            "base_model_name_or_path: a/b\npeft_type: LORA\n",
+            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 8,
+             "tuning.lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            "model_name_or_path: a/b\nper_device_train_batch_size: 4\n",
+            {"train.lr_scheduler_type": "linear", "train.learning_rate": 5e-5, "train.epochs": 3.0,
+             "train.batch_size": 4, "train.grad_accum": 1, "train.warmup_steps": 0},
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_file_leaves_out_is_what_its_tool_takes_then(text, expected):
+    config = config_of(text)
+    assert {path: value(config, path) for path in expected} == expected
+
+
+def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
+    text = f"{FACTORY}dataset: my.jsonl\n"
+    assert "not in the file, defaults of LLaMA-Factory" in comments(text)
+    found = translated(text)
+    assert {"tuning.lora.r", "train.learning_rate"} <= set(found.defaults)
+    assert "model.max_seq_len" not in found.settings  # 2,048 in both
+    assert "defaults of" not in comments(
+        f"{AXOLOTL}sequence_len: 8\nexcess_length_strategy: drop\nadapter: lora\ngradient_accumulation_steps: 1\n"
+    )
+
+
+def test_an_adapter_that_is_continued_keeps_its_own_options():
+    config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
+    assert config.model.adapter == "saves/first"
+    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").defaults)
+
+
+def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
+    text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
+    found = translate(text, name="x.yaml", given={})
+    assert (found.defaults, found.left_out) == ([], [])
+    assert found.settings == {
+        "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
+        "tuning.mode": "lora",
+    }  # fmt: skip
+
+
+def test_a_default_never_counts_against_the_file():
+    """A value that is not taken is not replaced by the tool's default without a word."""
+    said = comments(f"{TRL}lr_scheduler_type: warmup_stable_decay\noptim: sgd\n")
+    assert "lr_scheduler_type (value warmup_stable_decay)" in said.replace('"', "")
+    assert "warmup_stable_decay is not supported" in said
+    assert "optim (value sgd): here it is train.optim" in said.replace('"', "")
+    config = config_of(f"{TRL}train_batch_size: 64\n")
+    assert (config.train.effective_batch_size, config.train.batch_size) == (64, "auto")
+
+
+# --- which tokens are trained -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "loss_on"),
+    [
+        (TRL, "messages", "all"),
+        (TRL, "prompt/completion", "completion"),
+        (f"{TRL}assistant_only_loss: true\n", "messages", "assistant"),
+        (f"{TRL}completion_only_loss: true\n", "prompt/completion", "completion"),
+        (f"{AXOLOTL}train_on_inputs: true\n", "", "all"),
+        (f"{TUNE}dataset: {{_component_: torchtune.datasets.alpaca_cleaned_dataset}}\n", "", "all"),
+        (
+            f"{TUNE}dataset: {{_component_: torchtune.datasets.alpaca_dataset, train_on_input: false}}\n",
+            "",
+            "assistant",
+        ),
+        (f"{TUNE}dataset: {{_component_: torchtune.datasets.chat_dataset, source: o/d}}\n", "", "assistant"),
+        (f"{SWIFT}loss_scale: last_round\n", "", "completion"),
+    ],
+)
+def test_the_tokens_are_trained_that_the_other_tool_trains(text, rows, loss_on):
+    assert config_of(text, rows=rows).data.loss_on == loss_on
+
+
+def test_the_rows_of_data_decide_what_trl_would_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(TRL)
+    pairs = [{"prompt": "a?", "completion": "b"}]
+    chats = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}]
+    for name, rows, loss_on in (("pairs", pairs, "completion"), ("chats", chats, "all")):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = Path(f"{name}.yaml")
+        new.run(Request(command="new", config=Path("-"), from_=Path("theirs.yaml"), data=f"{name}.jsonl", out=out))
+        assert load_config(out).config.data.loss_on == loss_on
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("roles_to_train: [user]", "not the turns of other roles alone"),
+        ("roles_to_train: [assistant]", None),
+        ("roles_to_train: []", "does not say train: false"),
+        ("type: {field_output: a, format: '[INST] {instruction} [/INST]'}", "the model's chat template writes them"),
+        ("train_on_split: test", "load_dataset(…, split=test)"),
+        ("train_on_eos: last", "the end of every trained answer is trained"),
+        ("train_on_eos: turn", None),
+        ("message_field_training: keep_me", "rename it to train in the rows"),
+        ("message_field_training: train", None),
+        ("type: alpaca", "not as Alpaca's text"),
+        ("type: chat_template", None),
+        ("message_property_mappings: {role: wer, content: was}", "rename it in the rows"),
+        ("message_property_mappings: {role: from, content: value}", None),
+        ("roles: {assistant: [robot]}", "a row with another is a bad row"),
+        ("shards: 10", "all rows of a data set are read"),
+        ("chat_template: llama3", "the model's own chat template is used"),
+        ("unheard_of: 1", "there is no such option here"),
+    ],
+)
+def test_what_axolotl_says_of_a_data_set_is_taken_or_named(entry, said):
+    text = f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {entry}\n"
+    key = re.split(r"[:{ ]", entry)[0]
+    assert (said is None) is (f"datasets[0].{key}" not in comments(text)), comments(text)
+    assert said is None or said in comments(text)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"frage": "Was?", "antwort": "Das.", "regel": "Kurz.", "instruction": "no", "output": "no"}
+    Path("my.jsonl").write_text(json.dumps(row) + "\n")
+    types = (
+        "type: {field_instruction: frage, field_output: antwort, field_system: regel}",
+        "type: alpaca\n    field_instruction: frage\n    field_output: antwort\n    field_system: regel",
+    )
+    for kind in types:
+        data = config_of(f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {kind}\n").data
+        assert data.columns == {"instruction": "frage", "output": "antwort", "system": "regel"}
+        ((_, chat),) = ExampleReader(find_source("my.jsonl"), data, split="train").numbered()
+        assert [(turn["role"], turn["content"]) for turn in chat.messages] == [
+            ("system", "Kurz."), ("user", "Was?"), ("assistant", "Das.")
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        (f"{AXOLOTL}datasets: [{{path: x.jsonl, field_messages: chat}}]\n", {"messages": "chat"}),
+        (f"{AXOLOTL}datasets: [{{path: x.jsonl, field_messages: messages}}]\n", {}),
+        (f"{AXOLOTL}pretraining_dataset: [{{path: x.jsonl, text_column: body}}]\n", {"text": "body"}),
+        (f"{TRL}dataset_text_field: body\n", {"text": "body"}),
+        (f"{SWIFT}dataset: x.jsonl\ncolumns: {{q: query, a: response}}\n", {"query": "q", "response": "a"}),
+        (
+            f"{TUNE}dataset: {{_component_: torchtune.datasets.instruct_dataset, source: json, data_files: x.json, "
+            "column_map: {input: q, output: a}}\n",
+            {"input": "q", "output": "a"},
+        ),
+        (
+            f"{NEMO}dataset: {{_target_: x.ColumnMappedTextInstructionDataset, path_or_dataset_id: o/d, "
+            "column_mapping: {context: c, question: q, answer: a}}\n",
+            {"input": "c", "instruction": "q", "output": "a"},
+        ),
+    ],
+)
+def test_columns_are_named_in_each_tools_way(text, columns):
+    assert config_of(text).data.columns == columns
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{TRL}dataset_config: cn\n", "hub:o/d:cn"),
+        (f"{AXOLOTL}datasets: [{{path: o/d, name: cn, type: alpaca}}]\n", "hub:o/d:cn"),
+        (f"{NEMO}dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, name: cn}}\n", "hub:o/d:cn"),
+        (f"{TUNE}dataset: {{_component_: torchtune.datasets.chat_dataset, source: o/d, subset: cn}}\n", "hub:o/d:cn"),
+        (f"{SWIFT}dataset: o/d:cn\n", "hub:o/d:cn"),
+        (f"{AXOLOTL}datasets: [{{path: json, data_files: my.json, name: cn}}]\n", "my.json"),
+        (f"{TRL}dataset_config: default\n".replace("o/d", "./rows.jsonl"), "./rows.jsonl"),
+    ],
+)
+def test_a_configuration_of_a_data_set_is_part_of_its_name(text, expected):
+    assert config_of(text).data.train_path == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sources"),
+    [
+        (f"{SWIFT}dataset: rows.jsonl#500\n", [("rows.jsonl", 500)]),
+        (f"{SWIFT}dataset: ['o/d:cn#7', b.jsonl]\n", [("hub:o/d:cn", 7), ("b.jsonl", None)]),
+        (f"{FACTORY}dataset: a.jsonl, b.jsonl\nmax_samples: 9\n", [("a.jsonl", 9), ("b.jsonl", 9)]),
+        ("model_name_or_path: a/b\ndataset_mixer: {o/d: 1.0, o/e: 0.5}\n", [("hub:o/d", None), ("hub:o/e", None)]),
+        (f"{AXOLOTL}datasets: [{{path: o/d, split: 'train[:100]'}}]\n", [("hub:o/d", 100)]),
+        (f"{NEMO}dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, limit_dataset_samples: 3}}\n",
+         [("hub:o/d", 3)]),
+    ],
+)  # fmt: skip
+def test_a_number_of_rows_is_a_number_of_rows_here(text, sources):
+    assert [(source.path, source.max_rows) for source in config_of(text).data.sources] == sources
+
+
+def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
+    text = f"{AXOLOTL}datasets:\n  - {{path: o/d, split: test}}\n  - {{path: o/e, split: train_sft}}\n"
+    assert config_of(text).data.train_path == "hub:o/e"
+    assert "load_dataset(…, split=test)" in comments(text)
+    assert "data.train_path" not in translated(f"{AXOLOTL}datasets: [{{path: o/d, split: test}}]\n").settings
+    assert config_of(f"{AXOLOTL}datasets: [{{path: ./test.jsonl, split: test}}]\n").data.train_path == "./test.jsonl"
+
+
+def test_a_part_of_a_split_that_cannot_be_read_is_said_with_what_to_do():
+    for split in ("train[:10%]", "test", "train[95%:]"):
+        said = comments(f"{AXOLOTL}datasets:\n  - {{path: o/d, type: chat_template, split: '{split}'}}\n")
+        assert f"datasets[0].split (value {split})" in said.replace('"', "")
+        assert f"load_dataset(…, split={split}).to_json(FILE)" in said
+    assert "split" not in comments(f"{AXOLOTL}datasets: [{{path: o/d, type: chat_template, split: train}}]\n")
+
+
+def test_columns_of_several_data_sets_name_the_command_that_writes_the_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entries = "".join(f"  - {{path: {at}.jsonl, type: {{field_output: {at}}}}}\n" for at in ("a", "b"))
+    text = f"{AXOLOTL}datasets:\n{entries}"
+    assert config_of(text).data.columns == {"output": "a"}
+    (words,) = re.findall(r"make process SET='([^']+)' writes its rows", comments(text))
+    overrides = words.replace("FILE", "b.jsonl").split()
+    Path("my.yaml").write_text("model: {name: a/b}\n")
+    Path("b.jsonl").write_text(json.dumps({"instruction": "q", "b": "answer"}) + "\n")
+    request = Request(command="process", config=Path("my.yaml"), config_given=True, overrides=tuple(overrides))
+    prepare(request)
+    (file,) = [file for file in Path("data/processed").glob("*.jsonl") if file.stat().st_size]
+    assert json.loads(file.read_text())["messages"][-1]["content"] == "answer"
+
+
+def test_held_out_rows_of_the_training_split_are_no_validation_file():
+    """`hub:o/d` would read the split validation, which the other tool does not."""
+    data = "{_component_: torchtune.datasets.chat_dataset, source: o/d, split: 'train[%s]'}"
+    text = f"{TUNE}dataset: {data % ':95%'}\ndataset_val: {data % '95%:'}\n"
+    assert config_of(text).data.val_path is None
+    assert "dataset_val.split" in comments(text)
+    kept = f"{NEMO}validation_dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, split: validation}}\n"
+    assert config_of(kept).data.val_path == "hub:o/d"
+
+
+def test_a_system_prompt_is_for_rows_that_have_none():
+    for text in (f"{SWIFT}system: Be terse.\n", f"{FACTORY}default_system: Be terse.\n"):
+        style = config_of(text).data.style
+        assert (style.system, style.how) == ("Be terse.", "keep")
+
+
+def test_new_tokens_are_read_from_a_text_with_commas():
+    config = config_of(f'{FACTORY}new_special_tokens: "<think>, </think>"\n')
+    assert config.model.add_tokens == ("<think>", "</think>")
+    assert "additional_target" in comments(f"{FACTORY}add_tokens: <a>,<b>\n")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("packing: true\npacking_strategy: wrapped", "not cut and continued"),
+        ("chat_template_jinja: '{% for m in messages %}{% endfor %}'", "in a file of its own"),
+        ("lr_scheduler: rex", "rex is not supported"),
+        ("lr_scheduler: one_cycle", "one_cycle is not supported"),
+        ("lr_scheduler: cosine_with_min_lr", "it ends at 0, not at a min_lr"),
+        ("optimizer: ademamix", "a second, slower average, is not supported"),
+        ("optimizer: ademamix_8bit", "is not supported"),
+        ("optimizer: adamw_torch_4bit", "adamw_torch_4bit is not supported"),
+        ("shuffle: false", "their order in the file is not kept"),
+        ("lora_target_modules: 'layers.[0-9]+.mlp'", "a pattern is not read"),
+    ],
+)
+def test_what_is_replaced_is_said(line, named):
+    assert named in comments(AXOLOTL + line + "\n")
+
+
+def test_how_rows_would_be_packed_packs_none():
+    assert config_of(f"{TRL}packing: false\npacking_strategy: bfd\n").data.packing == "none"
+    assert config_of(f"{TRL}chat_template_path: o/model\n").data.chat_template is None
+    assert config_of(f"{TRL}chat_template_path: chat.jinja\n").data.chat_template == "chat.jinja"
+
+
+def test_steps_of_an_epoch_are_steps_of_all_epochs():
+    for text in ("epochs: 3\nmax_steps_per_epoch: 100\n", "max_steps_per_epoch: 100\nepochs: 3\n"):
+        assert config_of(TUNE + text).train.max_steps == 300
+        assert "not if an epoch has fewer" in comments(TUNE + text)
+    assert config_of(f"{TUNE}max_steps_per_epoch: null\nepochs: 3\n").train.max_steps is None
+
+
+def test_layers_with_adapters_are_the_parts_that_train():
+    text = "base_model_name_or_path: a/b\npeft_type: LORA\nlayers_to_transform: [30, 31]\n"
+    assert config_of(text).tuning.trainable == ("layers.30", "layers.31")
+    config = config_of(f"{text}modules_to_save: [lm_head]\n")
+    assert config.tuning.trainable == ("layers.30", "layers.31", "lm_head")
+    assert config_of(f"{AXOLOTL}adapter: lora\npeft_layers_to_transform: 5\n").tuning.trainable == ("layers.5",)
+
+
+def test_modules_and_modes_of_torchtune_are_ours():
+    text = TUNE.replace("lora_llama3_1_8b,", "qlora_llama3_1_8b, apply_lora_to_mlp: true,")
+    config = config_of(text)
+    assert config.tuning.mode == "qlora"
+    assert set(config.tuning.lora.target_modules) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert config_of(TUNE.replace("lora_llama3_1_8b,", "llama3_1_8b,")).tuning.mode == "full"
+    # the folder of the weights, by OmegaConf's reference too
+    text = TUNE.replace("/m}", "'${base}'}") + "base: /weights\n"
+    assert translate(text, name="x.yaml", given={}).settings["model.name"] == "/weights"
+
+
+def test_options_of_two_keys_are_joined():
+    config = config_of(f"{AXOLOTL}use_wandb: true\nuse_tensorboard: true\nuse_mlflow: false\n")
+    assert config.train.report_to == ("wandb", "tensorboard")
+
+
+def test_data_given_beside_the_file_is_the_data():
+    text = f"{SWIFT}dataset: [a.jsonl#5, b.jsonl]\n"
+    found = translate(text, name="x.yaml", given={**MODEL, "data.train_path": "mine.jsonl"})
+    assert "data.sources" not in found.settings
+    assert found.settings["data.train_path"] == "mine.jsonl"
+    assert "DATA= names the rows" in " ".join(found.comments())
+
+
+# --- whatever a file says ---------------------------------------------------------------------------------------------
+
+_OF_ENTRIES = [
+    "split", "name", "type", "field_instruction", "field_output", "field_messages", "roles_to_train", "train_on_eos",
+    "message_field_training", "shards", "revision", "trust_remote_code", "data_files", "ds_type", "chat_template",
+    "drop_system_message", "weight", "max_samples", "subset", "seed", "split_thinking", "unheard_of",
+]  # fmt: skip
+_IN_THE_SOURCE = {"split", "name", "weight", "max_samples", "subset"}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(_OF_ENTRIES),
+            st.sampled_from(["train", "main", "test[:5%]", "x", 3, True, ["user"], {"a": "b"}]),
+            max_size=5,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_what_is_said_of_data_sets_is_taken_or_named(entries):
+    """The result loads, and each key is in the settings, in a comment, or has nothing to say."""
+    given_entries = [{"path": f"owner/set{at}", **entry} for at, entry in enumerate(entries)]
+    text = json.dumps({"base_model": "a/b", "sequence_len": 64, "datasets": given_entries})
+    try:
+        found = translated(text)
+    except ConfigError as error:
+        raise AssertionError(text) from error
+    config_from_text(run_yaml(found.settings), name="x.yaml")
+    said = " ".join(" ".join(found.comments()).replace("# ", "").split())
+    plain = {"type": ["train"], "train_on_eos": []}
+    for number, entry in enumerate(given_entries):
+        for key, given_value in entry.items():
+            is_column = key.startswith("field_") and any(path.startswith("data.columns.") for path in found.settings)
+            silent = key in _IN_THE_SOURCE | {"path"} or given_value in plain.get(key, []) or given_value == "train"
+            assert f"datasets[{number}].{key}" in said or is_column or silent, (key, said)
