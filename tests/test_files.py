@@ -72,10 +72,22 @@ class TestKinds:
         assert kind_of(path) == "array"
         assert data_of(path) == [ROW, ROW]
 
-    def test_an_object_over_several_lines_is_named(self, tmp_path):
+    def test_objects_over_several_lines_are_rows(self, tmp_path):
         path = tmp_path / "a.json"
         path.write_text(json.dumps(ROW, indent=2))
+        assert data_of(path) == [ROW]
+        path.write_text("\n".join(json.dumps(ROW, indent=2) for _ in range(3)))
+        assert data_of(path) == [ROW] * 3
+        assert [row.where.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
+        path.write_text(json.dumps(ROW, indent=2)[:-2])
+        with pytest.raises(DataError, match="not valid JSON"):
+            rows(path)
+
+    def test_a_line_that_was_cut_off_is_named(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text(f'{{"messages": [\n{json.dumps(ROW)}\n')
         assert "the object goes on in the next line" in str(rows(path)[0])
+        assert rows(path)[1].data == ROW
 
     def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)

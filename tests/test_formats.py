@@ -205,7 +205,7 @@ class TestMessages:
         ("message", "reason"),
         [
             ({"content": 4}, "content is not text (messages[1].content is a number, expected a string)"),
-            ({"content": None}, "content is not text (messages[1].content is null, expected a string)"),
+            ({"content": None}, "content is not text (messages[1].content is null, expected a string"),
             ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
             ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
             ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),

@@ -77,15 +77,16 @@ def _named_after(request: Request) -> str:
 
 def _translated(request: Request, file: Path) -> _Written:
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
+    head = [f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"]
     if request.data:
-        seen = first_look(request.data).settings
+        look = first_look(request.data)
+        head, seen = [*head, *look.notes], look.settings
         of_files = ("data.columns", "data.encoding")
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
     text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate(text, name=str(file), given=given)
-    head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
-    return [head], result.settings, comments if comments[1:] else []
+    return head, result.settings, comments if comments[1:] else []
 
 
 def _fresh(request: Request) -> _Written:
@@ -100,7 +101,7 @@ def _fresh(request: Request) -> _Written:
         settings["data.chat_template"] = "chatml"
     mode, why = _mode(request, settings)
     settings["tuning.mode"] = mode
-    return [f"{one_line(request.data)}: {look.words}", f"tuning.mode: {why}"], settings, []
+    return [f"{one_line(request.data)}: {look.words}", *look.notes, f"tuning.mode: {why}"], settings, []
 
 
 def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
-from sft_play.data.masks.rendered_chats import looks_rendered
-from sft_play.data.sources.column_words import guessed_columns
+from sft_play.data.checks import missed_columns
+from sft_play.data.sources.columns import guessed_columns, looks_rendered
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise
@@ -38,11 +38,12 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The settings that the data ask for, by path, and in words what was seen."""
+    """The settings that the data ask for, by path, and in words what was seen, and what to look at."""
 
     settings: dict[str, Plain]
     words: str
     is_chat: bool
+    notes: list[str]
 
 
 def by_characters(text: str) -> int:
@@ -85,7 +86,9 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
     what = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
     longest = "" if is_cpt else f", the longest of about {max(tokens):,} tokens"
     unused = f"; {len(bad):,} of the first {len(bad) + len(examples):,} cannot be used: make check" if bad else ""
-    return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", not is_cpt and isinstance(examples[0], Chat))
+    is_chat = not is_cpt and isinstance(examples[0], Chat)
+    notes = missed_columns(source, reader.data, task_mode="cpt" if is_text else "sft")
+    return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", is_chat, notes)
 
 
 def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
@@ -112,7 +115,7 @@ def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool
 def _columns(source: AnySource) -> dict[str, str]:
     rows = itertools.islice(read_rows(source, split="train"), SAMPLE)
     first = next((row for row in rows if isinstance(row, RawRow)), None)
-    return guessed_columns(list(first.data)) if first is not None and recognise(first.data) is None else {}
+    return guessed_columns(first.data) if first is not None and recognise(first.data) is None else {}
 
 
 def _sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:

@@ -264,17 +264,16 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
 
 
 def _row_notes(whole: TokenRow) -> Iterator[str]:
-    if whole.untrained_turns:
-        yield f"{whole.untrained_turns} assistant turns have no exact mask and are not trained"
-    if whole.stripped_think:
-        yield f"{whole.stripped_think} pieces of think text are not written by the template"
-    if whole.special_in_text:
-        yield f"{whole.special_in_text} special tokens are spelled in its texts"
+    counted = (
+        (whole.untrained_turns, "assistant turns have no exact mask and are not trained"),
+        (whole.stripped_think, "pieces of think text are not written by the template"),
+        (whole.special_in_text, "special tokens are spelled in its texts"),
+        (whole.merged, "answers end inside a token, which is split there"),
+    )
+    yield from (f"{count} {words}" for count, words in counted if count)
     if whole.added_end:
         end = one_line(whole.added_end.strip())
         yield f"{end} is added after the last turn, which the chat template does not end"
-    if whole.merged:
-        yield f"{whole.merged} answers end inside a token, which is split there"
 
 
 def _why(row: BadRow) -> str:

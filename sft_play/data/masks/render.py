@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
+from sft_play.data.masks.rendered_chats import RenderedChats
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import PLAIN, ChatTemplate, RenderError, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.token_row import (
@@ -32,6 +33,7 @@ from sft_play.data.masks.token_row import (
 )
 from sft_play.data.masks.tokenizer import Encoder, Masked, TokenizerParts, masked_of
 from sft_play.data.masks.turns import LocatedTurns, Turns
+from sft_play.data.sources.columns import looks_rendered
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import GIVEN, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
@@ -53,6 +55,8 @@ NOTE_PARTED = (
     "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
     "answer is trained behind what both have in common"
 )
+# different chat_template_kwargs of rows: the template is probed for each, which takes a second and some memory
+MOST_ROW_KWARGS = 64
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
@@ -80,6 +84,8 @@ class Renderer:
         self._turns: dict[tuple[bool, str], Turns | TokenizerError] = {}
         self._stops: dict[bool, tuple[str, ...]] = {}
         self._by_kind = any(map(is_by_kind, self.data.chat_template_kwargs.values()))
+        # for rows with chat_template_kwargs of their own, by these
+        self._of_rows: dict[str, Renderer] = {}
 
     # What the template does.
 
@@ -140,7 +146,7 @@ class Renderer:
         except Inexact:
             messages = None
         if messages is not None:
-            return Chat(example.where, messages, notes=(*example.notes, NOTE_RENDERED_CHAT))
+            return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = looks_rendered(example.text)
         note = NOTE_LOOKS_RENDERED.format(mark=mark)
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
@@ -166,7 +172,9 @@ class Renderer:
         history = [{**message, "train": False} if message["role"] == "assistant" else message
                    for message in example.messages]  # fmt: skip
         return [
-            Chat(f"{example.where} turn {number}", (*history[:index], example.messages[index]), example.tools)
+            replace(
+                example, where=f"{example.where} turn {number}", messages=(*history[:index], example.messages[index])
+            )
             for number, index in enumerate(turns, start=1)
         ]
 
@@ -217,6 +225,8 @@ class Renderer:
             )  # fmt: skip
         messages: Sequence[Message] = example.messages
         try:
+            if example.template_kwargs:
+                return self._for(example.template_kwargs)._draft(replace(example, template_kwargs={}))
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, example.tools)
             turns = self._turns_for(messages, example.tools)
@@ -253,6 +263,20 @@ class Renderer:
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
             special_in_text=special, text=located.text, spans=tuple(spans), notes=notes, added_end=located.added,
         )  # fmt: skip
+
+    def _for(self, template_kwargs: Mapping[str, Any]) -> Renderer:
+        """What renders rows that have these chat_template_kwargs; raises Inexact where there are too many others."""
+        key = json.dumps(template_kwargs, sort_keys=True, default=str)
+        if key not in self._of_rows:
+            if len(self._of_rows) == MOST_ROW_KWARGS:
+                many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
+                raise Inexact(many, f"a template is probed with each; this row has {one_line(key, limit=200)}")
+            both = {**self.data.chat_template_kwargs, **template_kwargs}
+            data = self.data.model_copy(update={"chat_template_kwargs": both})
+            self._of_rows[key] = Renderer(
+                self.parts, data, max_seq_len=self.max_seq_len, today=self.today, encoder=self.encoder
+            )
+        return self._of_rows[key]
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
         if self.data.on_missing_end == "train":
@@ -403,6 +427,8 @@ class Renderer:
         if last["role"] != "assistant" or not last.get("content"):
             return None
         try:
+            if chat.template_kwargs:
+                return self._for(chat.template_kwargs).prompt_ids(replace(chat, template_kwargs={}))
             messages: Sequence[Message] = chat.messages
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from sft_play.data.sources import json_rows
-from sft_play.data.sources.raw import BOM, GZIP_MARK, blocks, head, is_gzipped, wide_encoding
+from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, blocks, head, is_gzipped, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -37,7 +37,7 @@ _FOREIGN = {
 
 
 def kind_of(path: Path, *, text_wanted: bool = False) -> str:
-    """What a file is: lines, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
+    """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
     only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     start = head(path)
     binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
@@ -92,8 +92,12 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
 
 def _json_kind(start: str) -> str:
     first, ended, rest = start.partition("\n")
-    is_list = start[0] == "[" and not (ended and rest.lstrip().startswith("[") and json_rows.is_chat(first))
-    return "array" if is_list else "lines"
+    if start[0] == "[":
+        return "lines" if ended and rest.lstrip().startswith("[") and json_rows.is_chat(first) else "array"
+    # of rows on lines of their own, of which the first was cut off, the second is one
+    one, other = (json_rows.parse_line(line, "") for line in (first, rest.partition("\n")[0]))
+    goes_on = json_rows.GOES_ON in str(one) and isinstance(other, BadRow) and bool(rest.strip())
+    return "objects" if goes_on else "lines"
 
 
 def _is_object(line: str) -> bool:

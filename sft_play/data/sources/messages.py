@@ -143,8 +143,9 @@ def _messages(item: Any, index: int) -> list[Message]:
         if question and answer:
             system = item.get("system")
             first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            turns = {"user": item[question], "assistant": item[answer]}
-            return [*first, *({"role": role, "content": text} for role, text in turns.items())]
+            unread = tuple(key for key in item if key not in (question, answer, "system", "id", "index") and item[key])
+            reply = {"role": "assistant", "content": item[answer], "_unread": unread}
+            return [*first, {"role": "user", "content": item[question]}, reply]
         raise Unusable("a message has no role", f"{where} has the keys {shown(list(item))}")
     return [_message(item, where, role_key)]
 
@@ -274,6 +275,7 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
         return "tool"
     near = nearest(name, ROLES)
     hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
+    hint = "; think text stands in reasoning_content of the answer behind it" if "think" in name or "reason" in name else hint
     raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
 
 
@@ -301,7 +303,9 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
     # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
-    raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string")
+    # an assistant's turn may have no content where it has calls
+    way = '; an empty text is "", and calls of tools stand in tool_calls' if value is None else ""
+    raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string{way}")
 
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})

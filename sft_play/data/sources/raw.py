@@ -38,19 +38,22 @@ bytes of memory per byte. What is larger is nearly always a file without line en
 TEXT_CHARS = 1 << 20
 """Plain text of more than twice this many characters is read in pieces of at most this many."""
 
+NOTE_PIECE = "a piece of a longer text, cut after a paragraph: a document of its own"
+NOTE_NULLS = "nulls in tool calls or tools, which tables put where a row lacks a key, are left out"
+
 GZIP_MARK = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One object of a data file with the place it came from; `is_piece`: it is a piece of a longer text; `nulls`: keys
-    of its tool calls and tools for which a table had null, and that were left out."""
+    """One object of a data file with the place it came from; `notes`: what was done to read it; `missing`: columns
+    whose cell in a CSV is a word for no value."""
 
     where: str
     data: dict[str, Any]
-    is_piece: bool = False
-    nulls: int = 0
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
