@@ -65,7 +65,8 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
     ("column", "value", "kind"),
     [
         ("context", PASSAGE, "context"), ("passage", "The hall is lit.", "context"), ("Kontext", PASSAGE, "context"),
-        ("supporting_facts", ["The hall is lit.", "So is the attic."], "context"), ("背景资料", "走廊里有一盏灯", "context"),
+        ("supporting_facts", ["The hall is lit.", "So is the attic."], "context"),
+        ("背景资料", "走廊里有一盏灯", "context"),
         ("wikiParagraph", PASSAGE, "context"), ("anything", PASSAGE, "long"), ("notes", {"inner": [PASSAGE]}, "long"),
         ("reasoning", "The first was lit.", "reasoning"), ("chain_of_thought_cot", "It was lit.", "reasoning"),
         ("thinking", "Hm, the hall.", "reasoning"), ("model_reasoning", "Hm, no.", "reasoning"),
@@ -92,7 +93,8 @@ def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, k
         ("category", "open questions"), ("tags", ["lamp", "hall", "noon"]), ("model", "gpt-4 turbo"),
         ("context_id", "a b c d"), ("tool_name", "look"), ("answer_type", "a place name"), ("num_tools", 3),
         ("skip", False), ("weight", 1), ("weight", "1.0"), ("train", True), ("reasoning", "high"), ("system", ""),
-        ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True), ("is_tool_call", True), ("model_name", "a b c d"),
+        ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
+        ("is_tool_call", True), ("model_name", "a b c d"),
         ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
         ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
     ],
@@ -162,7 +164,7 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
     ("row", "more", "expected"),
     [
         (QA, {"passage": PASSAGE}, [("user", f"Which lamp is on?\n{PASSAGE}")]),
-        (QA, {"my passages": ["One lamp is lit.", "Two are."]}, [("user", "Which lamp is on?\nOne lamp is lit.\n\nTwo are.")]),
+        (QA, {"my passages": ["One is lit.", "Two are."]}, [("user", "Which lamp is on?\nOne is lit.\n\nTwo are.")]),
         (QA, {"system text": "Be brief."}, [("system", "Be brief.")]),
         (TURNS, {"system_text": "Be brief."}, [("system", "Be brief.")]),
     ],
@@ -190,7 +192,10 @@ def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_ma
 
 
 def test_think_text_of_a_column_does_not_replace_that_of_an_answer():
-    row = {"messages": [*TURNS["messages"][:1], {**TURNS["messages"][1], "thinking": "It was lit."}], "cot": "Other text."}
+    row = {
+        "messages": [*TURNS["messages"][:1], {**TURNS["messages"][1], "thinking": "It was lit."}],
+        "cot": "Other text.",
+    }
     assert "data.columns" not in finding(row).found
     refused = read(row, columns={"reasoning": "cot"})
     assert isinstance(refused, BadRow)
@@ -269,13 +274,19 @@ def hint(row: dict[str, Any]) -> str:
 
 
 def test_a_table_of_two_columns_that_say_nothing_is_not_mapped_by_their_order():
-    for row in ({"id": "7", "data": "words"}, {"system": "You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>"}):
+    for row in (
+        {"id": "7", "data": "words"},
+        {"system": "You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>"},
+    ):
         assert not re.search(f"completion: ({'|'.join(row)})", hint(row))
         assert guessed_columns(row) == {}
 
 
 def test_glaive_s_raw_layout_is_named_as_a_conversation_in_one_text():
-    row = {"system": "SYSTEM: You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>\n\n\nUSER: r\n\n\nASSISTANT: b"}
+    row = {
+        "system": "SYSTEM: You are.",
+        "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>\n\n\nUSER: r\n\n\nASSISTANT: b",
+    }
     said = hint(row)
     assert "chat is a whole conversation as text: write its turns as a list of messages" in said
     assert "data.columns" not in said
@@ -284,7 +295,8 @@ def test_glaive_s_raw_layout_is_named_as_a_conversation_in_one_text():
 def test_arena_s_layout_maps_a_conversation_and_never_a_name():
     row = {
         "question_id": "x", "model_a": "m", "model_b": "n", "winner": "model_a", "judge": "arena_user",
-        "conversation_a": TURNS["messages"], "conversation_b": chat("Which lamp is on?", "None.")["messages"], "turn": 1,
+        "conversation_a": TURNS["messages"], "conversation_b": chat("Which lamp is on?", "None.")["messages"],
+        "turn": 1,
     }  # fmt: skip
     said = hint(row)
     assert proposed(said, row).messages == tuple(TURNS["messages"])
@@ -295,7 +307,10 @@ def test_two_answers_of_a_comparison_are_not_mapped():
     row = {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"}
     assert guessed_columns(row) == {}
     assert "completion: ANSWER" in hint(row)
-    assert guessed_columns({"prompt_text": "q", "response_a": "one"}) == {"prompt": "prompt_text", "completion": "response_a"}
+    assert guessed_columns({"prompt_text": "q", "response_a": "one"}) == {
+        "prompt": "prompt_text",
+        "completion": "response_a",
+    }
 
 
 def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():
@@ -310,7 +325,11 @@ def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():
 
 def test_trees_and_messages_of_oasst_are_named():
     reply = {"message_id": "2", "text": "a", "role": "assistant", "replies": []}
-    tree = {"message_tree_id": "1", "tree_state": "ready_for_export", "prompt": {"text": "q", "role": "prompter", "replies": [reply]}}
+    tree = {
+        "message_tree_id": "1",
+        "tree_state": "ready_for_export",
+        "prompt": {"text": "q", "role": "prompter", "replies": [reply]},
+    }
     assert "prompt is a tree of replies (as OASST's), not a conversation" in hint(tree)
     flat = read({"message_id": "2", "parent_id": "1", "text": "a", "role": "assistant", "message_tree_id": "1"})
     assert isinstance(flat, BadRow)
@@ -341,8 +360,6 @@ def test_real_files_hold_no_column_that_would_be_missed():
                 assert not isinstance(example, BadRow), path
                 stats.count_example(example)
             assert not [one for one in judge_columns(stats, DataConfig()) if one.verdict == "WARN"], path
-
-
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,13 @@ SCHEMAS = {
     "data/sources/columns.json": record(
         {
             "kinds": mapping(
-                record({"words": {"type": "string"}}, missed=TEXT, column={"enum": sorted(KNOWN_COLUMNS)}, becomes=TEXT, usual=TEXT)
+                record(
+                    {"words": {"type": "string"}},
+                    missed=TEXT,
+                    column={"enum": sorted(KNOWN_COLUMNS)},
+                    becomes=TEXT,
+                    usual=TEXT,
+                )
             ),
             "hints": mapping(TEXT),
         }

@@ -227,7 +227,13 @@ class TestMessages:
 
     @pytest.mark.parametrize("role", ["reasoner", "Thinking", "model_reasoning"])
     def test_a_turn_of_think_text_is_named_with_where_it_belongs(self, role):
-        row = {"messages": [{"role": "user", "content": "q"}, {"role": role, "content": "hm"}, {"role": "gpt", "content": "a"}]}
+        row = {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": role, "content": "hm"},
+                {"role": "gpt", "content": "a"},
+            ]
+        }
         found = str(example(row))
         assert f'unknown role "{role}"' in found
         assert "think text stands in reasoning_content of the answer behind it" in found
@@ -291,9 +297,13 @@ class TestRows:
         written = (json.dumps(tools), json.dumps(tools, ensure_ascii=False, indent=2), str(tools))
         for text in written:
             prompt = f"You are a function calling AI model. <tools> {text} </tools> Use them."
-            turns_ = [{"from": "system", "value": prompt}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-            for given in (tools, json.dumps(tools)):
-                found = example({"conversations": turns_, "tools": given})
+            turns_ = [
+                {"from": "system", "value": prompt},
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+            ]
+            for column in (tools, json.dumps(tools)):
+                found = example({"conversations": turns_, "tools": column})
                 assert (found.tools, found.notes) == ((), (formats.NOTE_TOOLS_IN_TEXT,))
                 assert found.messages[0]["content"] == prompt
         other = [*tools, {"type": "function", "function": {"name": "listen"}}]
@@ -304,9 +314,9 @@ class TestRows:
 
     def test_variables_for_the_template_are_taken_from_a_row(self):
         kwargs = {"enable_thinking": False, "documents_of": [1, {"a": None}]}
-        for given in (kwargs, json.dumps(kwargs)):
+        for column in (kwargs, json.dumps(kwargs)):
             for row in (chat("q", "a"), {"question": "q", "answer": "a"}):
-                found = example({**row, "chat_template_kwargs": given})
+                found = example({**row, "chat_template_kwargs": column})
                 assert (found.template_kwargs, found.unused) == (kwargs, ())
         for nothing in (None, "", {}, "{}"):
             assert example({**chat("q", "a"), "chat_template_kwargs": nothing}).template_kwargs == {}
@@ -333,7 +343,9 @@ class TestRows:
         assert read(row, ("score",)).notes == ()
         assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
         assert read({"text": word}, ("text",)).reason == "text is missing"
-        renamed = rename_columns(RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",)), {"answer": "antwort"})
+        renamed = rename_columns(
+            RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",)), {"answer": "antwort"}
+        )
         assert renamed.missing == ("answer",)
 
     def test_tools_may_be_text_one_object_or_a_list_of_texts(self):

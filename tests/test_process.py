@@ -508,7 +508,12 @@ class TestStyleOfARun:
         {"messages": [{"role": "system", "content": "old"}, *chat("old", "a")["messages"]]},
         {"messages": [{"role": "System ", "content": "old"}, *chat("odd role", "a")["messages"]]},
         {"messages": [{"role": "developer", "content": "dev", "name": "Ann"}, *chat("developer", "a")["messages"]]},
-        {"messages": [{"role": "system", "content": [{"type": "text", "text": "part"}]}, *chat("parts", "a")["messages"]]},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "part"}]},
+                *chat("parts", "a")["messages"],
+            ]
+        },
         {"messages": [{"role": "system", "content": "  "}, *chat("blank", "a")["messages"]]},
         {"conversations": [{"from": "human", "value": "sharegpt"}, {"from": "gpt", "value": "a"}], "system": "column"},
         {"instruction": "alpaca", "input": "", "output": "a"},
@@ -517,9 +522,10 @@ class TestStyleOfARun:
     """Each in a file of its own, since a file has one format."""
 
     def config(self, folder, path, style):
+        style = {"out_dir": f"{folder}/styled", **style}
         return config_from_text(
             f"model: {{name: x}}\ndata: {{train_path: {path}, process: {{raw_path: {folder}/raw, val_fraction: 0, "
-            f"test_fraction: 0, out_dir: {folder}/out}}, style: {json.dumps({'out_dir': f'{folder}/styled', **style})}}}",
+            f"test_fraction: 0, out_dir: {folder}/out}}, style: {json.dumps(style)}}}",
             name="run.yaml",
         )
 
@@ -539,7 +545,11 @@ class TestStyleOfARun:
     def test_rows_are_those_that_style_writes(self, tmp_path, how, files, system):
         for number, row in enumerate(self.ROWS):
             write(tmp_path / "raw" / f"f{number}.jsonl", row)
-        given = {"how": how, "system": system, "per_source": {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()}}
+        given = {
+            "how": how,
+            "system": system,
+            "per_source": {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()},
+        }
         direct = self.read(self.config(tmp_path, tmp_path / "raw", given))
         process(self.config(tmp_path, tmp_path / "raw", given))
         processed = self.read(self.config(tmp_path, tmp_path / "out" / "train.jsonl", given))
@@ -552,7 +562,9 @@ class TestStyleOfARun:
     def test_the_prompts_by_hand(self, tmp_path):
         for number, row in enumerate(self.ROWS):
             write(tmp_path / "raw" / f"f{number}.jsonl", row)
-        read = self.read(self.config(tmp_path, tmp_path / "raw", {"system": "be terse", "per_source": {"f1.*": "for one"}}))
+        read = self.read(
+            self.config(tmp_path, tmp_path / "raw", {"system": "be terse", "per_source": {"f1.*": "for one"}})
+        )
         assert {question: system_of(messages) for question, messages in read.items()} == {
             "plain": "be terse", "old": "for one\n\nold", "odd role": "be terse\n\nold", "developer": "be terse\n\ndev",
             "parts": "part", "blank": "be terse", "sharegpt": "be terse\n\ncolumn", "alpaca": "be terse",

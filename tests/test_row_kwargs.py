@@ -1,4 +1,4 @@
-"""A row's own chat_template_kwargs: the template is given them, in training, in its files and where answers are asked."""
+"""A row's own chat_template_kwargs reach the template: in training, in files, and where answers are asked for."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def test_more_different_ones_than_a_template_is_probed_with_are_refused_with_the
     assert [isinstance(row, TokenRow) for row in rows] == [True, True, True, False, False]
     assert isinstance(rows[3], BadRow)
     assert rows[3].reason == "the rows have more than 3 different chat_template_kwargs"
-    assert '{"tone": "t3"}' in rows[3].detail
     assert isinstance(made.render(Chat("f:9", MESSAGES, template_kwargs={"tone": "t1"})), TokenRow)
 
 

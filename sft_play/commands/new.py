@@ -13,7 +13,9 @@ from sft_play.commands.request import Request, asked_machine, refusal_here
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
+from sft_play.data.checks import missed_columns
 from sft_play.data.first_look import Count, by_characters, first_look
+from sft_play.data.sources.files import data_paths
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
@@ -37,7 +39,10 @@ def run(request: Request) -> Answer:
         offline_without_hub(request.data)
     head, settings, comments = _translated(request, request.from_) if request.from_ else _fresh(request)
     text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
-    config_from_text(text, name=str(out))  # what is written loads
+    config = config_from_text(text, name=str(out))  # what is written loads
+    with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
+        missed = missed_columns(data_paths(config.data).train, config.data, task_mode=config.task_mode)
+        text = "".join(f"# {line}\n" for line in missed) + text
     try:
         atomic.write(out, text)
     except OSError as error:
@@ -77,16 +82,15 @@ def _named_after(request: Request) -> str:
 
 def _translated(request: Request, file: Path) -> _Written:
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
-    head = [f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"]
     if request.data:
-        look = first_look(request.data)
-        head, seen = [*head, *look.notes], look.settings
+        seen = first_look(request.data).settings
         of_files = ("data.columns", "data.encoding")
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
     text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate(text, name=str(file), given=given)
+    head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
-    return head, result.settings, comments if comments[1:] else []
+    return [head], result.settings, comments if comments[1:] else []
 
 
 def _fresh(request: Request) -> _Written:
@@ -101,7 +105,7 @@ def _fresh(request: Request) -> _Written:
         settings["data.chat_template"] = "chatml"
     mode, why = _mode(request, settings)
     settings["tuning.mode"] = mode
-    return [f"{one_line(request.data)}: {look.words}", *look.notes, f"tuning.mode: {why}"], settings, []
+    return [f"{one_line(request.data)}: {look.words}", f"tuning.mode: {why}"], settings, []
 
 
 def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:

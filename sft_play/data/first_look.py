@@ -11,7 +11,6 @@ from pathlib import Path
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
-from sft_play.data.checks import missed_columns
 from sft_play.data.sources.columns import guessed_columns, looks_rendered
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
@@ -38,12 +37,11 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The settings that the data ask for, by path, and in words what was seen, and what to look at."""
+    """The settings that the data ask for, by path, and in words what was seen."""
 
     settings: dict[str, Plain]
     words: str
     is_chat: bool
-    notes: list[str]
 
 
 def by_characters(text: str) -> int:
@@ -86,9 +84,7 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
     what = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
     longest = "" if is_cpt else f", the longest of about {max(tokens):,} tokens"
     unused = f"; {len(bad):,} of the first {len(bad) + len(examples):,} cannot be used: make check" if bad else ""
-    is_chat = not is_cpt and isinstance(examples[0], Chat)
-    notes = missed_columns(source, reader.data, task_mode="cpt" if is_text else "sft")
-    return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", is_chat, notes)
+    return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", not is_cpt and isinstance(examples[0], Chat))
 
 
 def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

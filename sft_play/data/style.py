@@ -24,6 +24,7 @@ from sft_play.process.waiting import waiting
 
 _DONE = ("set", "prepended", "replaced", "left", "text")
 
+
 @dataclass
 class StyleReport:
     """What became of the system prompts: counts by split of set, prepended, replaced, left, and rows of text."""

@@ -108,7 +108,9 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
     # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
     code = hashlib.sha256(tokenizers.__version__.encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.[pj][ys]*")):  # masks, sources and their words decide rows too
+    for path in sorted(
+        Path(__file__).parents[1].rglob("*.[pj][ys]*")
+    ):  # masks, sources and their words decide rows too
         code.update(path.read_bytes())
     decides = {
         "code": code.hexdigest(),

@@ -223,10 +223,14 @@ class Renderer:
                 example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
                 special_in_text=self.specials.count(text),
             )  # fmt: skip
+        if example.template_kwargs:
+            own = self._with(example.template_kwargs)
+            if own is None:
+                many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
+                return BadRow(example.where, many, "the template is probed with each of them")
+            return own._draft(replace(example, template_kwargs={}))
         messages: Sequence[Message] = example.messages
         try:
-            if example.template_kwargs:
-                return self._for(example.template_kwargs)._draft(replace(example, template_kwargs={}))
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, example.tools)
             turns = self._turns_for(messages, example.tools)
@@ -263,20 +267,6 @@ class Renderer:
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
             special_in_text=special, text=located.text, spans=tuple(spans), notes=notes, added_end=located.added,
         )  # fmt: skip
-
-    def _for(self, template_kwargs: Mapping[str, Any]) -> Renderer:
-        """What renders rows that have these chat_template_kwargs; raises Inexact where there are too many others."""
-        key = json.dumps(template_kwargs, sort_keys=True, default=str)
-        if key not in self._of_rows:
-            if len(self._of_rows) == MOST_ROW_KWARGS:
-                many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
-                raise Inexact(many, f"a template is probed with each; this row has {one_line(key, limit=200)}")
-            both = {**self.data.chat_template_kwargs, **template_kwargs}
-            data = self.data.model_copy(update={"chat_template_kwargs": both})
-            self._of_rows[key] = Renderer(
-                self.parts, data, max_seq_len=self.max_seq_len, today=self.today, encoder=self.encoder
-            )
-        return self._of_rows[key]
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
         if self.data.on_missing_end == "train":
@@ -423,12 +413,13 @@ class Renderer:
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
         where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
+        if chat.template_kwargs:
+            own = self._with(chat.template_kwargs)
+            return own.prompt_ids(replace(chat, template_kwargs={})) if own is not None else None
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None
         try:
-            if chat.template_kwargs:
-                return self._for(chat.template_kwargs).prompt_ids(replace(chat, template_kwargs={}))
             messages: Sequence[Message] = chat.messages
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)
@@ -440,6 +431,17 @@ class Renderer:
             return None
         encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
         return list(encoding.ids), str(last["content"])
+
+    def _with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
+        """What renders rows that have these chat_template_kwargs; None where there are too many others."""
+        key = json.dumps(template_kwargs, sort_keys=True, default=str)
+        if key not in self._of_rows and len(self._of_rows) < MOST_ROW_KWARGS:
+            both = {**self.data.chat_template_kwargs, **template_kwargs}
+            data = self.data.model_copy(update={"chat_template_kwargs": both})
+            self._of_rows[key] = Renderer(
+                self.parts, data, max_seq_len=self.max_seq_len, today=self.today, encoder=self.encoder
+            )
+        return self._of_rows.get(key)
 
     def hides(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""

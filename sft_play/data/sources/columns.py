@@ -118,9 +118,11 @@ def _quoted(name: str) -> str:
 
 # a column's name, its kind where it would be missed (else ""), and the items of data.columns that read it
 Unused = tuple[str, str, tuple[tuple[str, str], ...]]
-# words from which a text is missed: with the name of a question or an answer (a user's name has fewer), with any name
-# if it is as long as the answer (a title has fewer), and in any case
-_SOME_WORDS, _LONG_WORDS, _VERY_LONG_WORDS = 4, 12, 40
+# words from which a text with a telling name is missed: one alone is a flag or a level (`reasoning: high`), and a
+# user's name has two
+_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
+# words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case
+_LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
 _BITS = re.compile(r"\[(?:(?:0|1|true|false)(?:, )?){2,}\]")
 
 
@@ -128,6 +130,8 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
     """The kind of a column that would be missed where it is not read, by the class of its name and value; "" where it
     only describes its row. `is_text`: the rows are plain text."""
     kinds, value = kinds_of_name(name), unpacked(value, "[{")
+    if not isinstance(value, (str, list, dict)) and not kinds:
+        return ""
     items = value if isinstance(value, list) else [value]
     are_objects = all(isinstance(item, dict) for item in items)
     if are_objects and ("tools" in kinds or all("function" in item or "parameters" in item for item in items)):
@@ -139,13 +143,12 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
     if is_text and not kinds.isdisjoint(("label", "answer")) and not isinstance(value, (list, dict)):
         return "label"
     texts = list(texts_in(value))
-    # a word alone is a flag or a level, such as `reasoning: high`
-    words = sum(len(WORD.findall(text)) for text in texts)
-    fewest = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": _SOME_WORDS, "answer": _SOME_WORDS}
-    named = next((kind for kind, count in fewest.items() if kind in kinds and words >= count), "")
-    longest = max(texts, key=len, default="")
-    words = len(WORD.findall(longest))
-    is_long = words >= _VERY_LONG_WORDS or (words >= _LONG_WORDS and len(longest) >= answer_chars)
+    counts = [len(WORD.findall(text[:_ENOUGH_CHARS])) for text in texts]
+    named = next((kind for kind, fewest in _FEWEST_WORDS.items() if kind in kinds and sum(counts) >= fewest), "")
+    is_long = any(
+        count >= _VERY_LONG_WORDS or (count >= _LONG_WORDS and len(text) >= answer_chars)
+        for count, text in zip(counts, texts, strict=True)
+    )
     return named or ("long" if is_long else "")
 
 

@@ -89,13 +89,13 @@ def example_of(row: RawRow | BadRow, shape: Format | None, data: DataConfig) -> 
 _PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
 
 
-def prompt_for(source: str, style: StyleConfig) -> tuple[str, str | None]:
-    """The system prompt for rows of this source, "" for none, and the glob of data.style.per_source that matches."""
+def prompt_for(source: str, style: StyleConfig) -> tuple[str, str]:
+    """The system prompt for rows of this source, and the glob of data.style.per_source that matches; "" for none."""
     file = _PLACE.sub("", source)
     for glob, prompt in style.per_source.items():
         if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
             return prompt, glob
-    return style.system or "", None
+    return style.system or "", ""
 
 
 def with_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tuple[Example, str]:

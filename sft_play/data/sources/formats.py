@@ -7,6 +7,7 @@ example, counted and reported.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -162,8 +163,8 @@ def _chat(row: RawRow, messages: list[Message]) -> Chat:
             raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
     messages = [*_system(row, messages), *messages]
     _check_turns(messages)
-    key = _read_of(TOOL_KEYS, row.data)
-    tools = tools_of(row.data[key]) if key is not None else ()
+    column = _read_of(TOOL_KEYS, row.data)
+    tools = tools_of(row.data[column]) if column is not None else ()
     kwargs = unpacked(row.data.get(TEMPLATE_KWARGS), "{") or {}
     if not isinstance(kwargs, dict):
         raise Unusable(f"{TEMPLATE_KWARGS} is not an object", shown(kwargs))
@@ -232,7 +233,9 @@ def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Messag
 def _chat_of_pair(row: RawRow, question: str, answer: str, *, extras: Iterable[str]) -> Chat:
     prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
     is_chat = _is_turns(prompt) or _is_turns(reply)
-    messages = _turns_of_pair(prompt, reply, question, answer) if is_chat else _question_and_answer(row, question, answer)
+    messages = (
+        _turns_of_pair(prompt, reply, question, answer) if is_chat else _question_and_answer(row, question, answer)
+    )
     more = [text for key in extras if key != question and (text := _text_at(row, key, needed=False)).strip()]
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if more and last is not None:
@@ -425,39 +428,49 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes, *([NOTE_NA] if not empty.isdisjoint(shape.may_have) else [])]
-    example = replace(example, unused=_unused(row, shape, example, data))
+    unused = _unused(row, shape, example, data)
     if isinstance(example, Text):
         notes += [NOTE_CONTROL] if _CONTROL.search(example.text) else []
-        return replace(example, notes=tuple(notes))
-    return _finish(example, notes, data)
+        return replace(example, notes=tuple(notes), unused=unused)
+    return _finish(replace(example, unused=unused) if unused else example, notes, data)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _read_by(shape: Format) -> frozenset[str]:
+    """The columns that a format reads or that say nothing of a row; of several for one thing one is read, see there."""
+    about = TELLTALES.difference(CHOICES) if shape.kind != "text" else frozenset()
+    beside = {"id", "source", STYLED, *_MEDIA_KEYS, *about}
+    return frozenset(beside.union(shape.needs, shape.may_have).difference(SYSTEM_KEYS, TOOL_KEYS))
 
 
 def _unused(row: RawRow, shape: Format, example: Example, data: DataConfig) -> tuple[Unused, ...]:
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
-    is_text = isinstance(example, Text)
-    used = {*shape.needs, *shape.may_have, "id", "source", STYLED, *_MEDIA_KEYS}
-    used |= frozenset() if is_text else TELLTALES.difference(CHOICES)
-    # of several columns for one thing the first is read
-    used -= {key for keys in (SYSTEM_KEYS, TOOL_KEYS) for key in keys if key != _read_of(keys, row.data)}
-    left = {name: value for name, value in row.data.items() if name not in used and value not in (None, "", [], {})}
-    if not left:
+    read = _read_by(shape)
+    if read.issuperset(row.data):
         return ()
-    said = [*texts_in(example.text if isinstance(example, Text) else [*example.tools, *without_given(example.messages)])]
-    whole = "\n".join(said)
+    is_text = isinstance(example, Text)
+    also = () if is_text else (_read_of(SYSTEM_KEYS, row.data), _read_of(TOOL_KEYS, row.data))
+    left = {
+        name: value for name, value in row.data.items()
+        if name not in read and name not in also and value not in (None, "", [], {})
+    }  # fmt: skip
+    messages = [] if isinstance(example, Text) else without_given(example.messages)
+    answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
+    kinds = {name: missed_kind(name, value, is_text=is_text, answer_chars=len(answer)) for name, value in left.items()}
+    said = "\n".join([answer, *texts_in([*getattr(example, "tools", ()), *messages])]) if any(kinds.values()) else ""
+    # a second system prompt, or other think text, would make the row a bad one
+    taken = {message["role"] for message in messages} | {key for message in messages for key in message}
     readable = {"completion"} if is_text else shape.may_have.union(_MAPPED.get(shape.kind, ()))
-    if isinstance(example, Chat):  # a second system prompt, or other think text, would make the row a bad one
-        readable -= {"system"} if example.messages[0]["role"] == "system" else set()
-        readable -= {"reasoning"} if any("reasoning_content" in message for message in example.messages) else set()
+    text = [("prompt", data.columns.get(shape.needs[0], shape.needs[0]))] if is_text else []
     found: list[Unused] = []
     for name, value in left.items():
-        kind = missed_kind(name, value, is_text=is_text, answer_chars=len(said[-1]))
-        texts = list(texts_in(unpacked(value, "[{")))
-        if texts and kind not in ("mask", "label") and all(text.strip() in whole for text in texts):
-            kind = ""  # it is not lost
-        theirs, column = data.columns.get(name, name), KINDS[kind].get("column", "") if kind else ""
+        theirs, kind, texts = data.columns.get(name, name), kinds[name], list(texts_in(unpacked(value, "[{")))
+        if texts and kind not in ("mask", "label") and all(text.strip() in said for text in texts):
+            kind = ""  # what the example holds is not lost
+        column = KINDS[kind].get("column", "") if kind else ""
         fits = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
-        text = [("prompt", data.columns.get(shape.needs[0], shape.needs[0]))] if is_text else []
-        found.append((theirs, kind, (*text, (column, theirs)) if column in readable and fits else ()))
+        is_free = column in readable and not taken.intersection((column, f"{column}_content"))
+        found.append((theirs, kind, (*text, (column, theirs)) if fits and is_free else ()))
     return tuple(found)
 
 
@@ -491,6 +504,8 @@ def _finish(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRow:
     texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
+    if not notes and messages is chat.messages:  # most rows
+        return chat
     return replace(chat, messages=messages, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -522,13 +537,8 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
         absent = next(name for name in data.columns.values() if name in awaited)
         raise DataError(f"{first.where}: data.columns names {one_line(absent)}; the columns are: {_columns(first)}")
     if first is not None and shape is None:
-        raise unknown_format(first)
+        raise DataError(
+            f"{first.where}: columns found: {_columns(first)}. Expected one of: {_LEADING} (docs/data.md has the "
+            f"others, and what is no supervised example). {way_to_read(rename_columns(first, data.columns).data)}"
+        )
     return read, shape
-
-
-def unknown_format(row: RawRow) -> DataError:
-    """The error for rows whose keys no format has, with how to map them, or what they are instead."""
-    return DataError(
-        f"{row.where}: columns found: {_columns(row)}. Expected one of: {_LEADING} (docs/data.md has the others, and "
-        f"what is no supervised example). {way_to_read(row.data)}"
-    )

@@ -275,7 +275,11 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
         return "tool"
     near = nearest(name, ROLES)
     hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
-    hint = "; think text stands in reasoning_content of the answer behind it" if "think" in name or "reason" in name else hint
+    hint = (
+        "; think text stands in reasoning_content of the answer behind it"
+        if "think" in name or "reason" in name
+        else hint
+    )
     raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
 
 
