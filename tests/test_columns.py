@@ -184,7 +184,8 @@ def test_the_setting_that_a_message_proposes_reads_the_column(row, more, expecte
 def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_mapped(row):
     row = {**row, "cot": "The first was lit.", "tool_defs": json.dumps(TOOLS), "tools": None}
     found = finding(row)
-    assert "cot (think text, 1 row) as think text of the last answer" in found.found
+    assert "cot (think text, 1 row)" in found.found
+    assert "reads cot as think text of the last answer, tool_defs as the tools" in found.found
     trained = proposed(found.found, row)
     assert trained.messages[-1]["reasoning_content"] == "The first was lit."
     assert trained.tools == tuple(TOOLS)
@@ -250,9 +251,8 @@ def test_an_instruction_has_its_input_and_context_without_a_mapping():
 def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
     rows = [{**QA, "passage": PASSAGE, "url": "u"}] * 3 + [{**QA, "skip": True, "seed": 4}]
     assert finding(*rows).found == (
-        "not read: passage (text that the question may be about, 3 rows) as text behind the question, "
-        "skip (says what is trained, or is left out, 1 row); data.columns={context: passage} reads passage; "
-        "also not read: url, seed"
+        "not read: passage (text that the question may be about, 3 rows), skip (says what is trained, or is left out, "
+        "1 row); data.columns={context: passage} reads passage as text behind the question; also not read: url, seed"
     )
 
 
@@ -386,9 +386,8 @@ def story(tmp_path, tiny_llama, monkeypatch, command):
 
 
 MISSED = (
-    "not read: passage (text that the question may be about, {} rows) as text behind the question, "
-    "skip (says what is trained, or is left out, 1 row); data.columns={{context: passage}} reads passage; "
-    "also not read: url"
+    "not read: passage (text that the question may be about, {} rows), skip (says what is trained, or is left out, "
+    "1 row); data.columns={{context: passage}} reads passage as text behind the question; also not read: url"
 )
 MAPPED = "data.columns={context: passage}"
 

@@ -157,18 +157,19 @@ def unused_words(counts: Counter[Unused], columns: Mapping[str, str]) -> tuple[s
     whether any of them would be missed."""
     missed: dict[str, str] = {}
     reads: dict[str, str] = {}
+    becomes: list[str] = []
     for (name, kind, mapping), count in counts.most_common():
         if kind and name not in missed:
             missed[name] = f"{one_line(name, limit=40)} ({KINDS[kind]['missed']}, {count:,} row{'s' * (count != 1)})"
             if mapping and reads.keys().isdisjoint(dict(mapping)):  # of two for one known column the first
-                missed[name] += f" as {KINDS[kind]['becomes']}"
                 reads |= mapping
+                becomes.append(f"{one_line(name, limit=40)} as {KINDS[kind]['becomes']}")
     others = [one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed]
     # plain text with a label becomes a question and its answer, whatever was mapped
     setting = columns_setting(reads if "completion" in reads else {**columns, **reads})
     parts = [
         *([f"not read: {', '.join(missed.values())}"] if missed else []),
-        *([f"{setting} reads {' and '.join(reads.values())}"] if reads else []),
+        *([f"{setting} reads {', '.join(becomes)}"] if reads else []),
         *([f"{'also ' if missed else ''}not read: {', '.join(others)}"] if others else []),
     ]
     return "; ".join(parts), bool(missed)
