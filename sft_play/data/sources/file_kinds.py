@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from sft_play.data.sources import json_rows
-from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, blocks, head, is_gzipped, wide_encoding
+from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, RawRow, blocks, head, is_gzipped, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -92,10 +92,11 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
 
 def _json_kind(start: str) -> str:
     first, ended, rest = start.partition("\n")
-    if start[0] == "[":
-        return "lines" if ended and rest.lstrip().startswith("[") and json_rows.is_chat(first) else "array"
-    # of rows on lines of their own, of which the first was cut off, the second is one
     one, other = (json_rows.parse_line(line, "") for line in (first, rest.partition("\n")[0]))
+    if start[0] == "[":  # a list of messages is a row
+        is_row = ended and rest.lstrip().startswith("[") and isinstance(one, RawRow)
+        return "lines" if is_row else "array"
+    # of rows on lines of their own, of which the first was cut off, the second is one
     goes_on = json_rows.GOES_ON in str(one) and isinstance(other, BadRow) and bool(rest.strip())
     return "objects" if goes_on else "lines"
 

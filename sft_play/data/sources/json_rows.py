@@ -152,14 +152,6 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
     return RawRow(where, value)
 
 
-def is_chat(line: str) -> bool:
-    """Whether a line is a list of messages, without an object around it."""
-    try:
-        return are_turns(json.loads(line))
-    except (ValueError, RecursionError):
-        return False
-
-
 def are_turns(value: Any) -> bool:
     """Whether it is a list of messages: objects that name a speaker."""
     return (
