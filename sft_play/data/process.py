@@ -42,8 +42,8 @@ from sft_play.process.waiting import Waiting, waiting
 from sft_play.units import GIB
 
 SPLITS = ("train", "val", "test")
+# Of memory that counting near-duplicates takes; leaving them out takes what it needs.
 MOST_INDEX_BYTES = 2 * GIB
-"""Of memory that counting near-duplicates takes; leaving them out takes what it needs."""
 _SHOWN_FILES = 50
 
 _LINE = json.JSONEncoder(ensure_ascii=False)
@@ -74,14 +74,14 @@ class _Process:
         self._report = ProcessReport(self._options, config.model.max_seq_len)
         self._faults: list[str] = []
         self._has_bad_rows = False
+        # Digests of the rows of each split.
         self._seen: dict[str, set[bytes]] = {name: set() for name in SPLITS}
-        """Digests of the rows of each split."""
+        # The first file with chats, and the first with plain text: they are not processed together.
         self._kinds: dict[str, str] = {}
-        """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
         self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
+        # The rows of each file that training rows are compared with.
         self._others: dict[str, Similar] = {}
-        """The rows of each file that training rows are compared with."""
         self._news: Waiting
 
     @functools.cached_property

@@ -20,8 +20,8 @@ from sft_play.data.sources.formats import Chat, Example
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
+# Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
-"""Rows that are written together: so many, or so many tokens."""
 
 
 class RowWriter:

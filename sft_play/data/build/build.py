@@ -36,16 +36,16 @@ from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, locked
 from sft_play.process.waiting import Waiting, waiting
 
+# The rows of a source, and those of it that are split off for validation.
 KEPT, HELD = "kept", "held"
-"""The rows of a source, and those of it that are split off for validation."""
 
+# Options of the data section that decide no row's tokens; the template is part of the tokenizer.
 _NOT_IN_KEY = frozenset(
     {
         *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
         *("max_lost_fraction", "packing", "sources", "workers", "process", "documents", "chat_template"),
     }
 )
-"""Options of the data section that decide no row's tokens; the template is part of the tokenizer."""
 
 
 @dataclass(frozen=True)

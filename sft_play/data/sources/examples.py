@@ -126,10 +126,10 @@ def characters(example: Example) -> int:
 
 
 NOTE_UNSTYLED = "data.style changes nothing: it is plain text, or has a system prompt in parts"
+# Files of each source that are looked at; a run reads the others with their rows.
 LOOKED_AT_FILES = 20
-"""Files of each source that are looked at; a run reads the others with their rows."""
+# Rows of each file.
 LOOKED_AT_ROWS = 100
-"""Rows of each file."""
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:

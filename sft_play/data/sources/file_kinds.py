@@ -11,8 +11,8 @@ from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, RawRow, blocks, he
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Names of plain text; any other file whose content does not begin like JSON is text only where text is asked.
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
-"""Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})

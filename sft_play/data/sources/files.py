@@ -42,8 +42,8 @@ from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
 
+# Names in folders of data that hold none.
 NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})
-"""Names in folders of data that hold none."""
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,8 @@ def _check_turns(messages: list[Message]) -> None:
 # A question and its answer
 
 
+# What a question is about, in a column of its own: of an instruction, and where data.columns maps it.
 _EXTRAS = ("input", "context")
-"""What a question is about, in a column of its own: of an instruction, and where data.columns maps it."""
 
 
 def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Message]:
@@ -318,6 +318,7 @@ PAIR_COLUMNS = (
 TEXT_COLUMNS = ("text", "content", "document")
 
 _NAMES = {"conversations": "sharegpt", "instruction/output": "alpaca"}
+# In the order in which they are tried: the first whose needed keys are all there.
 FORMATS: tuple[Format, ...] = (
     *(Format(_NAMES.get(key, key), (key,), "turns", _BESIDE_TURNS) for key in TURN_COLUMNS),
     *(
@@ -333,7 +334,6 @@ FORMATS: tuple[Format, ...] = (
     Format("chosen", ("chosen",), "turns", _BESIDE_TURNS),
     *(Format(key, (key,), "text") for key in TEXT_COLUMNS),
 )
-"""In the order in which they are tried: the first whose needed keys are all there."""
 
 # what a chat may have beside its format's own columns, where data.columns maps it
 _MAPPED = {"pair": frozenset({*_EXTRAS, "reasoning"}), "turns": frozenset({"reasoning"})}
@@ -509,8 +509,8 @@ def _finish(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRow:
     return replace(chat, messages=messages, notes=tuple(dict.fromkeys(notes)))
 
 
+# A file's format is that of its first row that has one, among this many.
 FIRST_ROWS = 20
-"""A file's format is that of its first row that has one, among this many."""
 
 
 def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], Format | None]:

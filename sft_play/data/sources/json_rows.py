@@ -17,16 +17,16 @@ from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Objects and lists inside each other; what walks a row later needs a few calls per level.
 MAX_DEPTH = 200
-"""Objects and lists inside each other; what walks a row later needs a few calls per level."""
+# Who speaks, in a message.
 ROLE_KEYS = ("role", "from", "speaker", "author")
-"""Who speaks, in a message."""
 GOES_ON = "the object goes on in the next line"
 _SHOWN_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`).
 _NUMBER_ENDS = 16
-"""Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`)."""
 
 
 class RefusedJson(ValueError):

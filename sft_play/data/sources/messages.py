@@ -17,6 +17,8 @@ from sft_play.spelling import nearest
 
 Message = dict[str, Any]
 
+# What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
+# only a name beside it (OpenAI's form of a result) decides.
 ROLES: dict[str, str] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -24,14 +26,12 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-"""What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
-only a name beside it (OpenAI's form of a result) decides."""
 
+# Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content.
 TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
-"""Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content."""
 
+# Where the think text of a message may stand.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Where the think text of a message may stand."""
 
 UNKNOWN_ROLE = "unknown role"
 NO_SPEAKERS = "a list of texts that does not say whose they are"
@@ -191,16 +191,16 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     return message
 
 
+# Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
+# differ: another name of the role, content in parts, further keys.
 GIVEN = "_given"
-"""Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
-differ: another name of the role, content in parts, further keys."""
 _TRAINED_KEYS = (
     *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
 )
 _MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
+# Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
+# mean either; `train_detail` is axolotl's, by parts of the text.
 _TRAIN_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
-"""Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
-mean either; `train_detail` is axolotl's, by parts of the text."""
 
 
 _READ_KEYS = frozenset(
@@ -315,8 +315,8 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _REASONING_PARTS = frozenset({"reasoning", "thinking"})
 _CALL_PARTS = frozenset({"tool_call", "function_call"})
+# Parts that are no part of the text: they become `reasoning_content` and `tool_calls`.
 _SKIPPED_PARTS = _REASONING_PARTS | _CALL_PARTS
-"""Parts that are no part of the text: they become `reasoning_content` and `tool_calls`."""
 
 
 def _join_parts(parts: list[Any], where: str) -> str:

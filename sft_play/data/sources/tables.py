@@ -32,8 +32,8 @@ from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
 BATCH_ROWS = 1_000
+# About so many bytes of a table become Python objects at once.
 SLICE_BYTES = 8 << 20
-"""About so many bytes of a table become Python objects at once."""
 DELIMITERS = ",\t;|"
 # a first line with which a table tells Excel its delimiter
 _DELIMITER_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\r?\n", re.IGNORECASE)
@@ -146,8 +146,8 @@ class _TextLines:
         start = head(path)
         self._ends_with_cr = b"\r" in start and b"\n" not in start
         self._lines = self._read(path)
+        # The row that is read, and how many characters of it were.
         self.where, self.taken = str(path), 0
-        """The row that is read, and how many characters of it were."""
 
     def __iter__(self) -> Iterator[str]:
         return self
