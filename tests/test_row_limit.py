@@ -115,8 +115,13 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
     assert rows[1].where == f"{path}:2"
     assert rows[1].reason == LIMIT
+    # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
-    assert "jq -c '.KEY[]'" in str(next(read_rows(path, split="train")))
+    assert [row.data for row in read_rows(path, split="train")] == [{"text": "x"}] * 10
+    path.write_text('{"data": [\n' + '{"text": "x"},\n' * (MIB // 8) + '{"text": "x"}]}')
+    (row,) = read_rows(path, split="train")
+    assert row.reason == LIMIT
+    assert "jq -c '.KEY[]' FILE > rows.jsonl" in row.detail
 
 
 def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):

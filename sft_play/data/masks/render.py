@@ -224,11 +224,11 @@ class Renderer:
                 special_in_text=self.specials.count(text),
             )  # fmt: skip
         if example.template_kwargs:
-            own = self._with(example.template_kwargs)
-            if own is None:
+            renderer = self._renderer_with(example.template_kwargs)
+            if renderer is None:
                 many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
                 return BadRow(example.where, many, "the template is probed with each of them")
-            return own._draft(replace(example, template_kwargs={}))
+            return renderer._draft(replace(example, template_kwargs={}))
         messages: Sequence[Message] = example.messages
         try:
             if self.data.system_into_user:
@@ -414,8 +414,8 @@ class Renderer:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
         where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
         if chat.template_kwargs:
-            own = self._with(chat.template_kwargs)
-            return own.prompt_ids(replace(chat, template_kwargs={})) if own is not None else None
+            renderer = self._renderer_with(chat.template_kwargs)
+            return renderer.prompt_ids(replace(chat, template_kwargs={})) if renderer is not None else None
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None
@@ -432,8 +432,8 @@ class Renderer:
         encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
         return list(encoding.ids), str(last["content"])
 
-    def _with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
-        """What renders rows that have these chat_template_kwargs; None where there are too many others."""
+    def _renderer_with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
+        """A renderer of rows that have these chat_template_kwargs; None where there are too many others."""
         key = json.dumps(template_kwargs, sort_keys=True, default=str)
         if key not in self._of_rows and len(self._of_rows) < MOST_ROW_KWARGS:
             both = {**self.data.chat_template_kwargs, **template_kwargs}

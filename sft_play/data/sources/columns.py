@@ -137,8 +137,8 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
     if are_objects and ("tools" in kinds or all("function" in item or "parameters" in item for item in items)):
         return "tools"
     spelled = str(value).strip().lower()
-    asks = [kind for kind in ("mask", "weight") if kind in kinds and spelled not in KINDS[kind]["usual"].split()]
-    if asks or _BITS.fullmatch(spelled):
+    flags = [kind for kind in ("mask", "weight") if kind in kinds and spelled not in KINDS[kind]["usual"].split()]
+    if flags or _BITS.fullmatch(spelled):
         return "mask"
     if is_text and not kinds.isdisjoint(("label", "answer")) and not isinstance(value, (list, dict)):
         return "label"

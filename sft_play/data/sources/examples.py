@@ -113,8 +113,8 @@ def with_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tup
         return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * in_parts)), "left"
     is_before = style.how == "prepend" and bool(first["content"].strip())
     content = f"{prompt}\n\n{first['content']}" if is_before else prompt
-    given = {GIVEN: {**first[GIVEN], "content": content}} if GIVEN in first else {}
-    messages = ({**first, "content": content, **given}, *others)
+    author_form = {GIVEN: {**first[GIVEN], "content": content}} if GIVEN in first else {}
+    messages = ({**first, "content": content, **author_form}, *others)
     return replace(example, messages=messages), "prepended" if is_before else "replaced"
 
 

@@ -327,9 +327,9 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":
         rows = json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
-        yield from _or_rows_within(rows) if part.end is None else rows
+        yield from _unwrapped(rows) if part.end is None else rows
     elif kind == "objects":
-        yield from _or_rows_within(json_rows.read_objects(path, name))
+        yield from _unwrapped(json_rows.read_objects(path, name))
     elif kind == "array":
         yield from json_rows.read_array(path, name)
     elif kind == "csv":
@@ -351,8 +351,8 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
 
 
-def _or_rows_within(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
-    """The rows; of a single object that is no row and holds a list of them under one key, those."""
+def _unwrapped(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
+    """The rows as they are; of a single object that is no row, those of the list that it holds under one key."""
     first = list(itertools.islice(rows, 2))
     row = first[0] if len(first) == 1 else None
     if isinstance(row, RawRow) and recognise(row.data) is None:

@@ -163,7 +163,7 @@ def _chat(row: RawRow, messages: list[Message]) -> Chat:
             raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
     messages = [*_system(row, messages), *messages]
     _check_turns(messages)
-    column = _read_of(TOOL_KEYS, row.data)
+    column = _first_filled(TOOL_KEYS, row.data)
     tools = tools_of(row.data[column]) if column is not None else ()
     kwargs = unpacked(row.data.get(TEMPLATE_KWARGS), "{") or {}
     if not isinstance(kwargs, dict):
@@ -176,14 +176,14 @@ def _chat(row: RawRow, messages: list[Message]) -> Chat:
     return replace(chat, tools=(), notes=(NOTE_TOOLS_IN_TEXT,)) if is_twice else chat
 
 
-def _read_of(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
-    """Which of the columns for one thing is read: the first that holds anything."""
+def _first_filled(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
+    """The first of the columns that holds anything."""
     return next((key for key in keys if data.get(key) not in (None, "", [], {})), None)
 
 
 def _system(row: RawRow, messages: list[Message]) -> list[Message]:
     """The row's own system prompt as a message; none where the first message says the same."""
-    key = _read_of(SYSTEM_KEYS, row.data)
+    key = _first_filled(SYSTEM_KEYS, row.data)
     if key is None:
         return []
     given = row.data[key]
@@ -422,13 +422,13 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
         example = shape.build(given)
         if "reasoning" in shape.may_have and isinstance(example, Chat):
             _add_reasoning(example, row)
+        unused = _unused_columns(row, shape, example, data)
     except Unusable as error:
         is_asked = error.reason == EMPTY_TEXT and data.drop_empty
         return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes, *([NOTE_NA] if not empty.isdisjoint(shape.may_have) else [])]
-    unused = _unused(row, shape, example, data)
     if isinstance(example, Text):
         notes += [NOTE_CONTROL] if _CONTROL.search(example.text) else []
         return replace(example, notes=tuple(notes), unused=unused)
@@ -436,42 +436,43 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
 
 
 @functools.lru_cache(maxsize=1_000)
-def _read_by(shape: Format) -> frozenset[str]:
-    """The columns that a format reads or that say nothing of a row; of several for one thing one is read, see there."""
-    about = TELLTALES.difference(CHOICES) if shape.kind != "text" else frozenset()
-    beside = {"id", "source", STYLED, *_MEDIA_KEYS, *about}
-    return frozenset(beside.union(shape.needs, shape.may_have).difference(SYSTEM_KEYS, TOOL_KEYS))
+def _expected_columns(shape: Format) -> frozenset[str]:
+    """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
+    refused = TELLTALES.difference(CHOICES) if shape.kind != "text" else frozenset()
+    columns = refused.union(shape.needs, shape.may_have, _MEDIA_KEYS, ("id", "source", STYLED))
+    return columns.difference(SYSTEM_KEYS, TOOL_KEYS)
 
 
-def _unused(row: RawRow, shape: Format, example: Example, data: DataConfig) -> tuple[Unused, ...]:
+def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConfig) -> tuple[Unused, ...]:
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
-    read = _read_by(shape)
-    if read.issuperset(row.data):
+    expected = _expected_columns(shape)
+    if expected.issuperset(row.data):
         return ()
     is_text = isinstance(example, Text)
-    also = () if is_text else (_read_of(SYSTEM_KEYS, row.data), _read_of(TOOL_KEYS, row.data))
-    left = {
-        name: value for name, value in row.data.items()
-        if name not in read and name not in also and value not in (None, "", [], {})
-    }  # fmt: skip
     messages = [] if isinstance(example, Text) else without_given(example.messages)
     answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
-    kinds = {name: missed_kind(name, value, is_text=is_text, answer_chars=len(answer)) for name, value in left.items()}
-    said = "\n".join([answer, *texts_in([*getattr(example, "tools", ()), *messages])]) if any(kinds.values()) else ""
+    example_text = "\n".join([answer, *texts_in([*getattr(example, "tools", ()), *messages])])
+    # of several columns for a system prompt, or for tools, the first is read
+    read = () if is_text else (_first_filled(SYSTEM_KEYS, row.data), _first_filled(TOOL_KEYS, row.data))
+    mappable = {"completion"} if is_text else shape.may_have.union(_MAPPED.get(shape.kind, ()))
     # a second system prompt, or other think text, would make the row a bad one
-    taken = {message["role"] for message in messages} | {key for message in messages for key in message}
-    readable = {"completion"} if is_text else shape.may_have.union(_MAPPED.get(shape.kind, ()))
-    text = [("prompt", data.columns.get(shape.needs[0], shape.needs[0]))] if is_text else []
-    found: list[Unused] = []
-    for name, value in left.items():
-        theirs, kind, texts = data.columns.get(name, name), kinds[name], list(texts_in(unpacked(value, "[{")))
-        if texts and kind not in ("mask", "label") and all(text.strip() in said for text in texts):
+    mappable = mappable.difference(message["role"] for message in messages)
+    mappable -= {"reasoning"} if any("reasoning_content" in message for message in messages) else set()
+    text_column = data.columns.get(shape.needs[0], shape.needs[0])
+    unused: list[Unused] = []
+    for name, value in row.data.items():
+        if name in expected or name in read or value in (None, "", [], {}):
+            continue
+        kind = missed_kind(name, value, is_text=is_text, answer_chars=len(answer))
+        texts = list(texts_in(unpacked(value, "[{")))
+        if texts and kind not in ("mask", "label") and all(text.strip() in example_text for text in texts):
             kind = ""  # what the example holds is not lost
         column = KINDS[kind].get("column", "") if kind else ""
         fits = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
-        is_free = column in readable and not taken.intersection((column, f"{column}_content"))
-        found.append((theirs, kind, (*text, (column, theirs)) if fits and is_free else ()))
-    return tuple(found)
+        theirs = data.columns.get(name, name)
+        mapping = ((column, theirs),) if column in mappable and fits else ()
+        unused.append((theirs, kind, (("prompt", text_column), *mapping) if is_text and mapping else mapping))
+    return tuple(unused)
 
 
 def _finish(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRow:
