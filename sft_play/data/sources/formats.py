@@ -445,24 +445,22 @@ def _expected_columns(shape: Format) -> frozenset[str]:
 
 def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConfig) -> tuple[Unused, ...]:
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
-    expected = _expected_columns(shape)
-    if expected.issuperset(row.data):
+    expected, is_text = _expected_columns(shape), isinstance(example, Text)
+    # of several columns for a system prompt, or for tools, the first is read
+    read = () if is_text else (_first_filled(SYSTEM_KEYS, row.data), _first_filled(TOOL_KEYS, row.data))
+    names = [name for name in row.data if name not in expected and name not in read]
+    if not names:
         return ()
-    is_text = isinstance(example, Text)
     messages = [] if isinstance(example, Text) else without_given(example.messages)
     answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
     example_text = "\n".join([answer, *texts_in([*getattr(example, "tools", ()), *messages])])
-    # of several columns for a system prompt, or for tools, the first is read
-    read = () if is_text else (_first_filled(SYSTEM_KEYS, row.data), _first_filled(TOOL_KEYS, row.data))
     mappable = {"completion"} if is_text else shape.may_have.union(_MAPPED.get(shape.kind, ()))
     # a second system prompt, or other think text, would make the row a bad one
     mappable = mappable.difference(message["role"] for message in messages)
     mappable -= {"reasoning"} if any("reasoning_content" in message for message in messages) else set()
     text_column = data.columns.get(shape.needs[0], shape.needs[0])
     unused: list[Unused] = []
-    for name, value in row.data.items():
-        if name in expected or name in read or value in (None, "", [], {}):
-            continue
+    for name, value in ((name, row.data[name]) for name in names if row.data[name] not in (None, "", [], {})):
         kind = missed_kind(name, value, is_text=is_text, answer_chars=len(answer))
         texts = list(texts_in(unpacked(value, "[{")))
         if texts and kind not in ("mask", "label") and all(text.strip() in example_text for text in texts):
