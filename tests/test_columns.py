@@ -72,7 +72,8 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
         ("thinking", "Hm, the hall.", "reasoning"), ("model_reasoning", "Hm, no.", "reasoning"),
         ("tool_defs", TOOLS, "tools"), ("available_functions", json.dumps(TOOLS), "tools"), ("x", TOOLS, "tools"),
         ("api", [{"type": "function", "function": {"name": "f"}}], "tools"), ("specs", json.dumps(TOOLS[0]), "tools"),
-        ("loss_mask", [1, 0, 1], "mask"), ("loss_mask", "[0, 1]", "mask"), ("spans", [True, False], "mask"),
+        ("loss_mask", [1, 0, 1], "mask"), ("loss_mask", "[0, 1]", "mask"),
+        ("turns_seen", [0, 1, 1], "mask"), ("loss_masks", [True, False], "mask"),
         ("skip", True, "mask"), ("skip", "true", "mask"), ("weight", 0.5, "mask"), ("weight", "0.5", "mask"),
         ("is_ignored", 1, "mask"), ("ignore", 1, "mask"), ("sample_weight", 0, "mask"), ("train", False, "mask"),
         ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
@@ -92,7 +93,9 @@ def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, k
         ("created_at", "2024-01-01 10:00:00"), ("sha256", "ab" * 32), ("title", "The Lord of the Rings"),
         ("category", "open questions"), ("tags", ["lamp", "hall", "noon"]), ("model", "gpt-4 turbo"),
         ("context_id", "a b c d"), ("tool_name", "look"), ("answer_type", "a place name"), ("num_tools", 3),
-        ("skip", False), ("weight", 1), ("weight", "1.0"), ("train", True), ("reasoning", "high"), ("system", ""),
+        ("is_complete", [True, True]), ("correctness", [True, False]), ("skip", False),
+        ("quality_explanation", "It is clear and short."), ("weight", 1), ("weight", "1.0"), ("train", True),
+        ("reasoning", "high"), ("system", ""),
         ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
         ("is_tool_call", True), ("model_name", "a b c d"),
         ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
@@ -113,6 +116,17 @@ def test_what_the_conversation_holds_is_not_missed():
     }  # fmt: skip
     assert kinds({"problem": "2 + 2?", "solution": "It is 4, as is 2 x 2.", "answer": "It is 4, as"}) == {"answer": ""}
     assert kinds({**TURNS, "response": f"{answered['content']} Or not."}) == {"response": "answer"}
+    # as alpaca's own file has it: the whole row rendered with a preamble
+    rendered = (
+        f"Below is a task. ### Instruction: {asked['content']} ### Response: {answered['content']} " + "more " * 40
+    )
+    for row in (TURNS, QA):
+        assert kinds({**row, "full_text": rendered}) == {"full_text": ""}
+    alpaca = {"instruction": asked["content"], "input": "In the house.", "output": answered["content"]}
+    assert kinds({**alpaca, "text": f"{rendered} ### Input: In the house."}) == {"text": ""}
+    assert kinds({**QA, "passage": f"{PASSAGE} {QA['answer']}"}) == {
+        "passage": "context"
+    }  # extractive answers stand there
 
 
 def test_every_format_names_a_column_beside_it_that_holds_long_text():
@@ -152,6 +166,8 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
     assert kinds({"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}) == {
         "url": "", "lang": "", "dump": "",
     }  # fmt: skip
+    code = {"content": "def f(): pass", "max_stars_repo_head_hexsha": "ab" * 20, "max_stars_repo_licenses": ["MIT"]}
+    assert set(kinds(code).values()) == {""}
     mapped = {"columns": {"text": "body"}}
     row = {"body": "I liked the lamp.", "label": "positive"}
     assert "{prompt: body, completion: label}" in finding(row, **mapped).found

@@ -402,7 +402,8 @@ class DataConfig(Section):
 
     chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.masks.render"})
     """Variables for the chat template, such as `{enable_thinking: false}`. A value may go by what a row's answers hold,
-    think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the default."""
+    think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the
+    default. A row's own column `chat_template_kwargs` goes before."""
 
     template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = leaf(None, owner="data.masks.render")
     """Date for templates that write one (YYYY-MM-DD); null uses the day when the run starts."""

@@ -123,7 +123,7 @@ Unused = tuple[str, str, tuple[tuple[str, str], ...]]
 _FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
 # words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
-_BITS = re.compile(r"\[(?:(?:0|1|true|false)(?:, )?){2,}\]")
+_BITS = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 
 def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> str:

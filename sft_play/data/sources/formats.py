@@ -453,6 +453,7 @@ def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConf
         return ()
     messages = [] if isinstance(example, Text) else without_given(example.messages)
     answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
+    contents = [message["content"] or "" for message in messages]
     example_text = "\n".join([answer, *texts_in([*getattr(example, "tools", ()), *messages])])
     mappable = {"completion"} if is_text else shape.may_have.union(_MAPPED.get(shape.kind, ()))
     # a second system prompt, or other think text, would make the row a bad one
@@ -463,8 +464,12 @@ def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConf
     for name, value in ((name, row.data[name]) for name in names if row.data[name] not in (None, "", [], {})):
         kind = missed_kind(name, value, is_text=is_text, answer_chars=len(answer))
         texts = list(texts_in(unpacked(value, "[{")))
-        if texts and kind not in ("mask", "label") and all(text.strip() in example_text for text in texts):
-            kind = ""  # what the example holds is not lost
+        whole = "\n".join(texts)
+        # what the example holds is not lost, nor is a text that is all of it, as some data sets have it rendered too
+        is_held = all(text.strip() in example_text for text in texts)
+        is_rendered = not is_text and all(line in whole for line in "\n".join(contents).split("\n"))
+        if texts and kind not in ("mask", "label") and (is_held or is_rendered):
+            kind = ""
         column = KINDS[kind].get("column", "") if kind else ""
         fits = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
         theirs = data.columns.get(name, name)
