@@ -53,10 +53,9 @@ def judge_columns(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
     """The columns that are not read; a warning where one of them would be missed."""
     words, is_missed = unused_words(survey.unused, data.columns)
     name = f"columns: {survey.split}"
-    if is_missed:
-        yield warned(name, words, "map them as it says, or take them out: make preview shows what is trained")
-    elif words:
-        yield passed(name, words)
+    do = "map them as it says, or take them out: make preview shows what is trained"
+    if words:
+        yield warned(name, words, do) if is_missed else passed(name, words)
 
 
 # rows from which new, preview and plan tell which columns are not read
