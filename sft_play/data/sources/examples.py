@@ -144,11 +144,27 @@ def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
                 _look(part, data, named=name if name.startswith("source ") else f"data.{name}_path")
 
 
+class _Enough(Exception):
+    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
+
+
 def _look(part: Part, data: DataConfig, *, named: str) -> None:
-    read, _ = first_format(itertools.islice(read_part(part), LOOKED_AT_ROWS), data)
+    read: list[RawRow | BadRow] = []
+
+    def first_rows() -> Iterator[RawRow | BadRow]:
+        for row in read_part(part):
+            if len(read) == LOOKED_AT_ROWS:
+                raise _Enough
+            read.append(row)
+            yield row
+
+    among = ""
+    try:
+        first_format(first_rows(), data)
+    except _Enough:
+        among = "the first "
     bad = [row for row in read if isinstance(row, BadRow)]
     if bad and len(bad) == len(read) and data.on_bad_row == "fail":
-        among = "the first " if len(bad) == LOOKED_AT_ROWS else ""
         raise none_usable(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", bad)
 
 
