@@ -20,19 +20,19 @@ from sft_play.data.sources.tables import split_of_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Rows that are looked at.
 SAMPLE = 5_000
-"""Rows that are looked at."""
+# Of these the longest, whose tokens are counted.
 _COUNTED = 100
-"""Of these the longest, whose tokens are counted."""
+# What a template writes beside the texts: a system prompt of its own, and the marks of each turn.
 _FORMAT_TOKENS, _TURN_TOKENS = 40, 8
-"""What a template writes beside the texts: a system prompt of its own, and the marks of each turn."""
 _LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+# Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with the longest row.
 _USUAL = 4096
-"""Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with the longest row."""
 _FEWEST_TO_SPLIT, _MOST_HELD_OUT = 40, 2_000
 
+# The tokens of a text.
 Count = Callable[[str], int]
-"""The tokens of a text."""
 
 
 @dataclass(frozen=True)

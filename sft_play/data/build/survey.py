@@ -18,10 +18,10 @@ from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
 
+# Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64
-"""Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again."""
+# Counts tokens that are in no message's text.
 TEMPLATE = "template"
-"""Counts tokens that are in no message's text."""
 
 
 # Tokens by role

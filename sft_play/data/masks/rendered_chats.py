@@ -22,8 +22,8 @@ _PROBES: tuple[tuple[str, ...], ...] = (
     ("system", "user", "assistant"),
     ("system", "user", "assistant", "user", "assistant"),
 )
+# Neighbours of the first turn and of the last.
 _START, _END = "", ""
-"""Neighbours of the first turn and of the last."""
 Gaps = dict[tuple[str, str], tuple[str, ...]]
 
 
@@ -35,8 +35,8 @@ class RenderedChats:
         self._gaps = _gaps_of(template)
         self._special = tuple(special)
         gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
+        # Control tokens that the template writes around turns.
         self._marks = frozenset(filter(str.strip, control_tokens(gaps, special)))
-        """Control tokens that the template writes around turns."""
 
     def read(self, text: str) -> tuple[Message, ...] | None:
         """The messages of a text that the template renders from them; None where it is no such text."""
