@@ -167,9 +167,9 @@ def unused_words(counts: Counter[Unused], columns: Mapping[str, str]) -> tuple[s
     others = [one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed]
     # plain text with a label becomes a question and its answer, whatever was mapped
     setting = columns_setting(reads if "completion" in reads else {**columns, **reads})
-    parts = [
-        *([f"not read: {', '.join(missed.values())}"] if missed else []),
-        *([f"{setting} reads {', '.join(becomes)}"] if reads else []),
-        *([f"{'also ' if missed else ''}not read: {', '.join(others)}"] if others else []),
-    ]
-    return "; ".join(parts), bool(missed)
+    parts = {
+        f"not read: {', '.join(missed.values())}": missed,
+        f"{setting} reads {', '.join(becomes)}": reads,
+        f"{'also ' * bool(missed)}not read: {', '.join(others)}": others,
+    }
+    return "; ".join(words for words, columns_named in parts.items() if columns_named), bool(missed)
