@@ -50,7 +50,7 @@ BAD_ROWS = {
         'Line: {"messages": [{"role": "user", "content": "CUT)',
     ),
     "10_missing_key.jsonl": (6, ":3: messages is missing (format messages; its keys: conversations)"),
-    "11_null_content.jsonl": (6, ":3: content is not text (messages[1].content is null, expected a string)"),
+    "11_null_content.jsonl": (6, ":3: content is not text (messages[1].content is null, expected a string"),
     "13_empty_messages.jsonl": (6, ":3: messages is empty"),
     "14_ends_with_user.jsonl": (6, ":3: ends with a user turn, nothing to learn from it"),
     "17_role_typo.jsonl": (6, ':3: unknown role "asistant" (messages[1]; did you mean "assistant"?)'),

@@ -544,6 +544,30 @@ def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path,
     assert "checked below is data/processed_with_style/train.jsonl" in said
 
 
+def test_a_style_of_the_config_is_given_once_on_the_whole_way_and_to_every_command_that_reads_rows(
+    tiny_llama, tmp_path, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    config = pipeline_yaml(tmp_path, tiny_llama, style={"system": "Be brief."})
+
+    def prompts() -> set[str]:
+        rows = (tmp_path / "data/rendered/train.jsonl").read_text().splitlines()
+        return {json.loads(row)["text"].partition("<|im_start|>user")[0] for row in rows}
+
+    for style, expected in ((None, "Be brief."), ("You are terse.", "You are terse.")):
+        answer = piped(config, style=style, force=True)
+        assert answer.data["ok"], answer.lines
+        assert prompts() == {f"<|im_start|>system\n{expected}<|im_end|>\n"}
+    raw = f"data.train_path={tmp_path}/data/raw/sums.jsonl"
+    assert command("render", "--config", str(config), raw, "--force")[0] == 0
+    assert prompts() == {"<|im_start|>system\nBe brief.<|im_end|>\n"}
+    code, told = command("preview", "--config", str(config), raw, "--force")
+    assert code == 0
+    assert told.replace("¦", "").count("Be·brief.") == 5
+    (shown,) = [one for one in checked(config, raw).findings if one.name == "example"]
+    assert "Be brief." in shown.found
+
+
 def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from sft_play.config.leaves import leaves
+from sft_play.data.sources.formats import KNOWN_COLUMNS
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "sft_play"
@@ -72,6 +73,20 @@ SCHEMAS = {
             rows=listed(record({"keys": TEXT}, **ROW)),
             data_sets=mapping(mapping(TEXT)),
         )
+    ),
+    "data/sources/columns.json": record(
+        {
+            "kinds": mapping(
+                record(
+                    {"words": {"type": "string"}},
+                    missed=TEXT,
+                    column={"enum": sorted(KNOWN_COLUMNS)},
+                    becomes=TEXT,
+                    usual=TEXT,
+                )
+            ),
+            "hints": mapping(TEXT),
+        }
     ),
     "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
     "process/variables.json": record(

@@ -72,10 +72,54 @@ class TestKinds:
         assert kind_of(path) == "array"
         assert data_of(path) == [ROW, ROW]
 
-    def test_an_object_over_several_lines_is_named(self, tmp_path):
+    def test_objects_over_several_lines_are_rows(self, tmp_path):
         path = tmp_path / "a.json"
         path.write_text(json.dumps(ROW, indent=2))
+        assert data_of(path) == [ROW]
+        path.write_text("\n".join(json.dumps(ROW, indent=2) for _ in range(3)))
+        assert data_of(path) == [ROW] * 3
+        assert [row.where.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
+        path.write_text(json.dumps(ROW, indent=2)[:-2])
+        with pytest.raises(DataError, match="not valid JSON"):
+            rows(path)
+
+    @pytest.mark.parametrize("indent", [None, 2], ids=["a line", "lines"])
+    @pytest.mark.parametrize("key", ["data", "rows", "my list"])
+    def test_an_object_around_a_list_of_rows_is_these_rows(self, tmp_path, indent, key):
+        path = tmp_path / "a.json"
+        item = {"prompt": "q", "completion": "a"}
+        about = {"version": 1, "info": {"name": "x", "tags": ["a", "b"]}, "languages": ["en", "de"]}
+        for whole in ({**about, key: [item, ROW]}, {key: [item, ROW], **about}):
+            path.write_text(json.dumps(whole, indent=indent))
+            assert data_of(path) == [item, ROW]
+            assert [row.where for row in rows(path)] == [f"{path}:1 {key}[0]", f"{path}:1 {key}[1]"]
+        with gzip.open(tmp_path / "b.json.gz", "wt") as file:
+            file.write(json.dumps({**about, key: [ROW]}, indent=indent))
+        assert data_of(tmp_path / "b.json.gz") == [ROW]
+
+    def test_a_large_object_around_rows_is_the_same_in_one_process_and_in_several(self, tmp_path):
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps({"data": [{"text": "x" * 1_000}] * 900}))
+        (part,) = split_part(data_files(path)[0], part_bytes=1 << 10)
+        assert [row.data for row in read_part(part)] == [{"text": "x" * 1_000}] * 900
+
+    def test_a_row_with_a_list_of_objects_beside_its_text_is_a_row(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        for row in (
+            {"prompt": "q", "completion": "a", "spans": [{"begin": 1}]},
+            {"Unterhaltung": ROW["messages"]},
+            {"train": [{"text": "a"}], "test": [{"text": "b"}]},  # of which one would be lost
+        ):
+            path.write_text(json.dumps(row))
+            assert data_of(path) == [row]
+        lines(path, {"data": [ROW]}, {"data": [ROW]})
+        assert data_of(path) == [{"data": [ROW]}] * 2
+
+    def test_a_line_that_was_cut_off_is_named(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text(f'{{"messages": [\n{json.dumps(ROW)}\n')
         assert "the object goes on in the next line" in str(rows(path)[0])
+        assert rows(path)[1].data == ROW
 
     def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
@@ -262,6 +306,31 @@ class TestTables:
             assert data_of(tmp_path / name) == [{"question": "1,5", "answer": "b"}]
         (tmp_path / "e.csv").write_text("text\none\ntwo\n")
         assert data_of(tmp_path / "e.csv") == [{"text": "one"}, {"text": "two"}]
+
+    @pytest.mark.parametrize("mark", [";", ",", "\t", "|", "^"])
+    @pytest.mark.parametrize("first", ["sep={}\n", "\ufeffsep={}\r\n", '"sep={}"\r\n', "SEP={}\n"])
+    def test_a_first_line_that_tells_excel_the_delimiter_is_no_header(self, tmp_path, mark, first):
+        path = tmp_path / "a.csv"
+        path.write_text(f"{first.format(mark)}question{mark}answer\na, b; c{mark}d\ne\n".replace("a, b; c", "x"))
+        found = rows(path)
+        assert found[0].data == {"question": "x", "answer": "d"}
+        assert [row.where.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
+        assert "1 fields instead of 2" in str(found[1])
+
+    def test_a_column_of_the_name_sep_is_a_header(self, tmp_path):
+        (tmp_path / "a.csv").write_text("sep,text\n;,b\n")
+        assert data_of(tmp_path / "a.csv") == [{"sep": ";", "text": "b"}]
+
+    def test_cells_that_pandas_reads_as_missing_are_marked_and_kept_for_an_option_to_decide(self, tmp_path):
+        from pandas._libs.parsers import STR_NA_VALUES
+
+        assert STR_NA_VALUES - {""} == tables.NA_WORDS
+        path = tmp_path / "a.csv"
+        for word in sorted(tables.NA_WORDS):
+            path.write_text(f'question,answer,more\na,{word},"{word}"\nb,x {word},\n')
+            first, second = rows(path)
+            assert (first.data["answer"], first.missing) == (word, ("answer", "more"))
+            assert (second.data["answer"], second.missing) == (f"x {word}", ())
 
     def test_a_ragged_csv_row_is_a_bad_row_with_its_line(self, tmp_path):
         (tmp_path / "a.csv").write_text("question,answer\na,b\nc\nd,e,f\ng,h\n")

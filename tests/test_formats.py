@@ -205,7 +205,7 @@ class TestMessages:
         ("message", "reason"),
         [
             ({"content": 4}, "content is not text (messages[1].content is a number, expected a string)"),
-            ({"content": None}, "content is not text (messages[1].content is null, expected a string)"),
+            ({"content": None}, "content is not text (messages[1].content is null, expected a string"),
             ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
             ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
             ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
@@ -224,6 +224,27 @@ class TestMessages:
             "messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}, {"role": "assistant", "content": "a"}]
         }
         assert "tool calls in a user turn" in str(example(row))
+
+    @pytest.mark.parametrize("role", ["reasoner", "Thinking", "model_reasoning"])
+    def test_a_turn_of_think_text_is_named_with_where_it_belongs(self, role):
+        row = {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": role, "content": "hm"},
+                {"role": "gpt", "content": "a"},
+            ]
+        }
+        found = str(example(row))
+        assert f'unknown role "{role}"' in found
+        assert "think text stands in reasoning_content of the answer behind it" in found
+
+    def test_an_answer_without_content_and_calls_says_what_to_write(self):
+        found = str(example(answer(content=None)))
+        assert 'an empty text is "", and calls of tools stand in tool_calls' in found
+
+    def test_further_keys_of_a_question_and_its_answer_are_noted(self):
+        row = {"conversation": [{"human": "q", "assistant": "a", "thinking": "hm", "id": 3, "empty": ""}]}
+        assert example(row).notes == (formats.NOTE_UNREAD_KEY.format(key="thinking"),)
 
     def test_unknown_roles_list_those_that_are_known(self):
         row = {"messages": [{"role": "narrator", "content": "q"}]}
@@ -262,6 +283,70 @@ class TestRows:
         row = {"messages": [{"role": "system", "content": "s"}, *chat("q", "a")["messages"]], "system": "s"}
         assert turns(row) == SQA
         assert "two system prompts" in str(example({**row, "system": "t"}))
+
+    def test_tools_that_stand_in_the_system_prompt_too_are_given_once(self):
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "look", "description": 'Look at "it".\nTwice, at Ann\'s.',
+                    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+                },
+            }
+        ]  # fmt: skip
+        written = (json.dumps(tools), json.dumps(tools, ensure_ascii=False, indent=2), str(tools))
+        for text in written:
+            prompt = f"You are a function calling AI model. <tools> {text} </tools> Use them."
+            turns_ = [
+                {"from": "system", "value": prompt},
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+            ]
+            for column in (tools, json.dumps(tools)):
+                found = example({"conversations": turns_, "tools": column})
+                assert (found.tools, found.notes) == ((), (formats.NOTE_TOOLS_IN_TEXT,))
+                assert found.messages[0]["content"] == prompt
+        other = [*tools, {"type": "function", "function": {"name": "listen"}}]
+        assert example({"conversations": turns_, "tools": other}).tools == tuple(other)
+        brief = [{"from": "system", "value": 'Use "look" where it helps.'}, *turns_[1:]]
+        assert example({"conversations": brief, "tools": tools}).tools == tuple(tools)
+        assert example({"conversations": turns_[1:], "tools": tools}).tools == tuple(tools)
+
+    def test_variables_for_the_template_are_taken_from_a_row(self):
+        kwargs = {"enable_thinking": False, "documents_of": [1, {"a": None}]}
+        for column in (kwargs, json.dumps(kwargs)):
+            for row in (chat("q", "a"), {"question": "q", "answer": "a"}):
+                found = example({**row, "chat_template_kwargs": column})
+                assert (found.template_kwargs, found.unused) == (kwargs, ())
+        for nothing in (None, "", {}, "{}"):
+            assert example({**chat("q", "a"), "chat_template_kwargs": nothing}).template_kwargs == {}
+        bad = example({**chat("q", "a"), "chat_template_kwargs": "no_think"})
+        assert "chat_template_kwargs is not an object" in str(bad)
+        plain, other = (example({**chat("q", "a"), "chat_template_kwargs": one}) for one in ({}, {"a": 1}))
+        assert formats.content_digest(plain) == formats.content_digest(example(chat("q", "a")))
+        assert formats.content_digest(plain) != formats.content_digest(other)
+
+    @pytest.mark.parametrize("word", ["NaN", "None", "null", "N/A"])
+    def test_a_cell_that_says_nothing_is_empty_or_text_as_the_option_says(self, word):
+        def read(data, missing, **options):
+            return to_example(RawRow("f:2", data, missing=missing), recognise(data), DataConfig(**options))
+
+        row = {"question": "q", "answer": word}
+        bad = read(row, ("answer",))
+        assert bad.reason == "answer is missing"
+        assert "data.keep_default_na=false takes it as text" in bad.detail
+        assert read(row, ("answer",), keep_default_na=False).messages[-1]["content"] == word
+        assert read(row, ()).messages[-1]["content"] == word  # a row of JSON
+        row = {"instruction": "q", "input": word, "output": "a", "score": word}
+        found = read(row, ("input", "score"))
+        assert (found.messages[0]["content"], found.notes, found.unused) == ("q", (formats.NOTE_NA,), ())
+        assert read(row, ("score",)).notes == ()
+        assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
+        assert read({"text": word}, ("text",)).reason == "text is missing"
+        renamed = rename_columns(
+            RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",)), {"answer": "antwort"}
+        )
+        assert renamed.missing == ("answer",)
 
     def test_tools_may_be_text_one_object_or_a_list_of_texts(self):
         for tools in ('[{"name": "f"}]', {"name": "f"}, ['{"name": "f"}'], [{"name": "f"}]):

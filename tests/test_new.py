@@ -25,7 +25,7 @@ from sft_play.config.leaves import homes, leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.translated import run_yaml, translate
 from sft_play.data.first_look import first_look
-from sft_play.data.sources.column_words import guessed_columns
+from sft_play.data.sources.columns import guessed_columns
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
@@ -307,7 +307,7 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
     ],
 )
 def test_columns_are_guessed_by_what_they_are_called(names, columns):
-    assert guessed_columns(names) == columns
+    assert guessed_columns(dict.fromkeys(names, "some text")) == columns
 
 
 def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):

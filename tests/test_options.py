@@ -57,6 +57,7 @@ def world(tmp_path_factory, tiny_llama):
         row = json.dumps(chat("wer?", answer), ensure_ascii=False)
         (folder / f"{encoding}.jsonl").write_bytes(f"{row}\n".encode(encoding))
     (folder / "bad.jsonl").write_text(json.dumps(chat("a", "b")) + "\n{}\n")
+    (folder / "na.csv").write_text("prompt,completion\n" + "what is none?,None\n" * 9)
     (folder / "text.txt").write_text("the light in the kitchen is on. " * 200)
     (folder / "mine.jinja").write_text(
         "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
@@ -701,6 +702,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(splits, "data.text_fraction", 0.1, "text_rows", 2, MIXED),
     one(splits, "data.val_fraction", 0.3, "rows", 13),
     unlocks(splits, "data.columns", GERMAN, "trained", "b<|im_end|>", data("german.jsonl")),
+    unlocks(splits, "data.keep_default_na", "false", "trained", "None<|im_end|>", data("na.csv")),
+    one(splits, "data.style.system", "be loud", "text", Says("system\nbe loud<|im_end|>")),
     one(splits, "data.chat_template", "WORLD/mine.jinja", "text", Says("userwhat is 0?<|im_end|>assistant")),
     one(splits, "data.loss_on", "all", "trained", NORMAL),
     one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),

@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
+from sft_play.config.schema import StyleConfig
+from sft_play.data.build.splits import build_splits
 from sft_play.data.process import process, read_processed, split_by_digest
-from sft_play.data.sources.files import Part
+from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
+from sft_play.data.sources.files import Part, data_paths
+from sft_play.data.sources.messages import GIVEN, as_given
 from sft_play.data.style import style
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
@@ -490,6 +494,115 @@ class TestStyle:
         assert report.total["text"] == 40
         assert "40 rows of plain text untouched" in report.lines()[0]
         assert (tmp_path / "out" / "train.jsonl").read_bytes() == (made.folder / "train.jsonl").read_bytes()
+
+
+def system_of(messages) -> str | None:
+    return messages[0]["content"] if messages[0]["role"] == "system" else None
+
+
+class TestStyleOfARun:
+    """System prompts that rows are given when they are read: those that `make style` would write."""
+
+    ROWS = (
+        chat("plain", "a"),
+        {"messages": [{"role": "system", "content": "old"}, *chat("old", "a")["messages"]]},
+        {"messages": [{"role": "System ", "content": "old"}, *chat("odd role", "a")["messages"]]},
+        {"messages": [{"role": "developer", "content": "dev", "name": "Ann"}, *chat("developer", "a")["messages"]]},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "part"}]},
+                *chat("parts", "a")["messages"],
+            ]
+        },
+        {"messages": [{"role": "system", "content": "  "}, *chat("blank", "a")["messages"]]},
+        {"conversations": [{"from": "human", "value": "sharegpt"}, {"from": "gpt", "value": "a"}], "system": "column"},
+        {"instruction": "alpaca", "input": "", "output": "a"},
+        {"prompt": [{"role": "system", "content": "of pairs"}, {"role": "user", "content": "pair"}], "completion": "a"},
+    )
+    """Each in a file of its own, since a file has one format."""
+
+    def config(self, folder, path, style):
+        style = {"out_dir": f"{folder}/styled", **style}
+        return config_from_text(
+            f"model: {{name: x}}\ndata: {{train_path: {path}, process: {{raw_path: {folder}/raw, val_fraction: 0, "
+            f"test_fraction: 0, out_dir: {folder}/out}}, style: {json.dumps(style)}}}",
+            name="run.yaml",
+        )
+
+    def read(self, config):
+        reader = ExampleReader(Path(config.data.train_path), config.data, split="train")
+        found = {}
+        for _, example in reader.numbered():
+            question = next(message["content"] for message in example.messages if message["role"] == "user")
+            found[question] = [{**message, GIVEN: as_given(message)} for message in example.messages]
+        return found
+
+    @pytest.mark.parametrize("how", ["prepend", "replace", "keep"])
+    @pytest.mark.parametrize(("system", "files"), [
+        ("be terse", {}), ("be terse", {"*1.jsonl": "for one"}), ("be terse", {"raw/*3*": "for three", "*": "for all"}),
+        (None, {"*1.jsonl": "for one"}), (None, {"*": "for all"}),
+    ])  # fmt: skip
+    def test_rows_are_those_that_style_writes(self, tmp_path, how, files, system):
+        for number, row in enumerate(self.ROWS):
+            write(tmp_path / "raw" / f"f{number}.jsonl", row)
+        given = {
+            "how": how,
+            "system": system,
+            "per_source": {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()},
+        }
+        direct = self.read(self.config(tmp_path, tmp_path / "raw", given))
+        process(self.config(tmp_path, tmp_path / "raw", given))
+        processed = self.read(self.config(tmp_path, tmp_path / "out" / "train.jsonl", given))
+        style(self.config(tmp_path, tmp_path / "raw", given), None)
+        # what style wrote is read as it is, whatever the config says: nothing is prepended twice
+        for again in (given, {"how": "prepend", "system": "another"}):
+            written = self.read(self.config(tmp_path, tmp_path / "styled" / "train.jsonl", again))
+            assert written == direct == processed
+
+    def test_the_prompts_by_hand(self, tmp_path):
+        for number, row in enumerate(self.ROWS):
+            write(tmp_path / "raw" / f"f{number}.jsonl", row)
+        read = self.read(
+            self.config(tmp_path, tmp_path / "raw", {"system": "be terse", "per_source": {"f1.*": "for one"}})
+        )
+        assert {question: system_of(messages) for question, messages in read.items()} == {
+            "plain": "be terse", "old": "for one\n\nold", "odd role": "be terse\n\nold", "developer": "be terse\n\ndev",
+            "parts": "part", "blank": "be terse", "sharegpt": "be terse\n\ncolumn", "alpaca": "be terse",
+            "pair": "be terse\n\nof pairs",
+        }  # fmt: skip
+        assert read["developer"][0][GIVEN] == {"role": "developer", "content": "be terse\n\ndev", "name": "Ann"}
+
+    def test_what_keeps_its_prompt_without_being_asked_is_noted(self, tmp_path):
+        for row in (self.ROWS[4], {"text": "plain words"}):
+            path = write(tmp_path / "a.jsonl", row)
+            data = self.config(tmp_path, path, {"system": "be terse"}).data
+            ((_, example),) = ExampleReader(path, data, split="train").numbered()
+            assert example.notes == (NOTE_UNSTYLED,)
+            kept = data.model_copy(update={"style": data.style.model_copy(update={"how": "keep", "system": None})})
+            ((_, example),) = ExampleReader(path, kept, split="train").numbered()
+            assert example.notes == ()
+
+    @pytest.mark.build
+    def test_rows_that_are_trained_and_held_out_have_it(self, tmp_path, tiny_llama):
+        from transformers import AutoTokenizer
+
+        path = write(tmp_path / "a.jsonl", *chats(0, 60))
+        tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+        config = config_from_text(
+            f"model: {{name: x}}\ndata: {{train_path: {path}, val_fraction: 0.3, test_path: {path}, "
+            "style: {system: be terse}}}}".replace("}}}}", "}}"),
+            name="x",
+        )
+        splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=200)
+        for split in (splits.train, splits.val, splits.test):
+            texts = [tokenizer.decode(ids) for ids in split.rows["input_ids"]]
+            assert all(text.startswith("<|im_start|>system\nbe terse<|im_end|>") for text in texts)
+        for split in (splits.val, splits.test):
+            assert len(split.chats) == len(split.rows)
+            assert all(system_of(split.chats[at].messages) == "be terse" for at in range(len(split.chats)))
+        plain = config.model_copy(update={"data": config.data.model_copy(update={"style": StyleConfig()})})
+        other = build_splits(plain, data_paths(plain.data), tokenizer, max_seq_len=200)  # not from the other's cache
+        assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 
 def test_commands_answer_with_their_exit_codes(command, tmp_path):

@@ -12,9 +12,9 @@ import pytest
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import NOTE_RENDERED_CHAT, Renderer
-from sft_play.data.masks.rendered_chats import looks_rendered
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import TokenRow
+from sft_play.data.sources.columns import looks_rendered
 from sft_play.data.sources.formats import Chat, Text
 from sft_play.errors import SftPlayError
 from tests.bundled import FILES, template_of

@@ -28,8 +28,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
-from sft_play.data.sources.formats import NOTE_PIECE, Text
-from sft_play.data.sources.raw import BadRow, RawRow, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.formats import Text
+from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.errors import DataError
 from sft_play.process import heap
 from tests.bundled import data_file, there, tokenizer_folder
@@ -115,8 +115,13 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
     assert rows[1].where == f"{path}:2"
     assert rows[1].reason == LIMIT
+    # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
-    assert "jq -c '.KEY[]'" in str(next(read_rows(path, split="train")))
+    assert [row.data for row in read_rows(path, split="train")] == [{"text": "x"}] * 10
+    path.write_text('{"data": [\n' + '{"text": "x"},\n' * (MIB // 8) + '{"text": "x"}]}')
+    (row,) = read_rows(path, split="train")
+    assert row.reason == LIMIT
+    assert "jq -c '.KEY[]' FILE > rows.jsonl" in row.detail
 
 
 def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
@@ -224,7 +229,7 @@ def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, 
     rows = list(read_rows(tmp_path / "a.jsonl", split="train", text_wanted=True))
     assert len(of_file) > 5
     assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
-    assert [row.is_piece for row in rows] == [False, *(True for _ in of_file)]
+    assert [bool(row.notes) for row in rows] == [False, *(True for _ in of_file)]
     assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
     whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
     assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained

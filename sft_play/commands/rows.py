@@ -16,6 +16,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker
+from sft_play.data.checks import missed_columns
 from sft_play.data.preview import (
     TERMINAL_PIECES,
     Shown,
@@ -243,7 +244,8 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     refuse_source(target, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
     unseen = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
-    notes = (*of_stage, *tools.notes, *unseen)
+    columns = missed_columns(path, config.data, task_mode=config.task_mode)
+    notes = (*of_stage, *tools.notes, *unseen, *columns)
     about = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "

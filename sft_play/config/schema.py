@@ -267,19 +267,19 @@ class ProcessConfig(Section):
 
 
 class StyleConfig(Section):
-    """`make style`: the system prompt of processed conversations."""
+    """The system prompt of conversations: given to rows when they are read, or written into them by `make style`."""
 
-    system: Name | None = leaf(None, owner="data.style")
+    system: Name | None = leaf(None, owner="data.sources.examples")
     """System prompt for every conversation; STYLE= overrides it."""
 
-    how: Literal["prepend", "replace", "keep"] = leaf("prepend", owner="data.style")
+    how: Literal["prepend", "replace", "keep"] = leaf("prepend", owner="data.sources.examples")
     """What to do with an existing system prompt: put the new one before it, replace it, or keep it."""
 
-    per_source: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.style"})
+    per_source: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.examples"})
     """System prompts by raw file, as `{glob: prompt}`; the first glob that matches a row's source is used."""
 
     out_dir: Name = leaf("data/processed_with_style", owner="data.style")
-    """Folder that the styled splits are written to."""
+    """Folder that `make style` writes the styled splits to."""
 
 
 class DocumentsConfig(Section):
@@ -388,8 +388,13 @@ class DataConfig(Section):
     """What files of text and tables are written in. Files that are UTF-8 are read as that whatever is set here; with
     another encoding, the others are read as that one."""
 
+    keep_default_na: bool = leaf(True, owner="data.sources.formats")
+    """Whether a cell of a CSV or TSV that is NaN, None, null, N/A or another of pandas' words for no value is empty;
+    false takes it as text."""
+
     columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
-    """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`."""
+    """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`; a chat may have
+    context (text behind the question), reasoning (think text of the last answer), system and tools too."""
 
     chat_template: Name | None = leaf(None, owner="training.prepare.tokenizer")
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template; `training` uses TRL's
@@ -397,7 +402,8 @@ class DataConfig(Section):
 
     chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.masks.render"})
     """Variables for the chat template, such as `{enable_thinking: false}`. A value may go by what a row's answers hold,
-    think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the default."""
+    think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the
+    default. A row's own column `chat_template_kwargs` goes before."""
 
     template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = leaf(None, owner="data.masks.render")
     """Date for templates that write one (YYYY-MM-DD); null uses the day when the run starts."""
@@ -466,7 +472,7 @@ class DataConfig(Section):
     """`make process`: turns raw files into checked conversations, split into train, val and test."""
 
     style: StyleConfig = StyleConfig()
-    """`make style`: the system prompt of processed conversations."""
+    """The system prompt of conversations: given to rows when they are read, or written into them by `make style`."""
 
     documents: DocumentsConfig = DocumentsConfig()
     """`make dapt-docx`: turns documents into clean plain text."""

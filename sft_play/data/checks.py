@@ -11,10 +11,13 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, note_shared, rows_text, ways_to_keep
-from sft_play.data.build.survey import TEMPLATE
+from sft_play.data.build.survey import TEMPLATE, survey_rows
 from sft_play.data.masks.token_row import METHODS
+from sft_play.data.sources.columns import unused_words
+from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
+from sft_play.data.sources.tables import HUB
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
 
@@ -43,6 +46,29 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
         first = one_line(survey.first_noted[note], limit=300)
         found = f"{rows_text(count)}: {one_line(note, limit=400)} (the first: {first})"
         yield warned(name, found, "used as they are: make preview ROW=… shows one")
+    yield from judge_columns(survey, data)
+
+
+def judge_columns(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
+    """The columns that are not read; a warning where one of them would be missed."""
+    words, is_missed = unused_words(survey.unused, data.columns)
+    name = f"columns: {survey.split}"
+    do = "map them as it says, or take them out: make preview shows what is trained"
+    if words:
+        yield warned(name, words, do) if is_missed else passed(name, words)
+
+
+# rows from which new, preview and plan tell which columns are not read
+_FIRST_ROWS = 1_000
+
+
+def missed_columns(source: AnySource, data: DataConfig, *, task_mode: str) -> list[str]:
+    """A line on the columns of a source's first rows that are not read and would be missed; none where there are none,
+    or the source is the hub's. Raises DataError where the rows cannot be read."""
+    if str(source).startswith(HUB):
+        return []
+    survey = survey_rows(source, data, "train", text_wanted=task_mode == "cpt", most=_FIRST_ROWS)
+    return [f"Columns {finding.found}" for finding in judge_columns(survey, data) if finding.verdict == "WARN"]
 
 
 def _bad(

@@ -11,8 +11,7 @@ from pathlib import Path
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
-from sft_play.data.masks.rendered_chats import looks_rendered
-from sft_play.data.sources.column_words import guessed_columns
+from sft_play.data.sources.columns import guessed_columns, looks_rendered
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise
@@ -21,19 +20,19 @@ from sft_play.data.sources.tables import split_of_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Rows that are looked at.
 SAMPLE = 5_000
-"""Rows that are looked at."""
+# Of these the longest, whose tokens are counted.
 _COUNTED = 100
-"""Of these the longest, whose tokens are counted."""
+# What a template writes beside the texts: a system prompt of its own, and the marks of each turn.
 _FORMAT_TOKENS, _TURN_TOKENS = 40, 8
-"""What a template writes beside the texts: a system prompt of its own, and the marks of each turn."""
 _LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+# Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with the longest row.
 _USUAL = 4096
-"""Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with the longest row."""
 _FEWEST_TO_SPLIT, _MOST_HELD_OUT = 40, 2_000
 
+# The tokens of a text.
 Count = Callable[[str], int]
-"""The tokens of a text."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool
 def _columns(source: AnySource) -> dict[str, str]:
     rows = itertools.islice(read_rows(source, split="train"), SAMPLE)
     first = next((row for row in rows if isinstance(row, RawRow)), None)
-    return guessed_columns(list(first.data)) if first is not None and recognise(first.data) is None else {}
+    return guessed_columns(first.data) if first is not None and recognise(first.data) is None else {}
 
 
 def _sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:

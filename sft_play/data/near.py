@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.process_report import said_in
+from sft_play.data.sources.columns import WORD
 from sft_play.data.sources.files import data_files, find_source, read_part
 from sft_play.data.sources.formats import Example, Text, recognise, to_example
 from sft_play.data.sources.messages import texts_in
@@ -26,17 +26,15 @@ from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 
 NGRAM = 3
+# Of a user's turn, or of a text in a benchmark's row, by which rows are compared: fewer are the same by chance.
 LEAST_WORDS = 8
-"""Of a user's turn, or of a text in a benchmark's row, by which rows are compared: fewer are the same by chance."""
+# A pair whose similarity is this far above the threshold is missed with at most this probability.
 MARGIN, MISSED = 0.05, 1e-4
-"""A pair whose similarity is this far above the threshold is missed with at most this probability."""
 _MOST_BANDS, _MOST_ROWS = 16, 5
+# Texts that are kept under one key (what more share is a form), and candidates that are compared.
 _MOST_ALIKE, _MOST_COMPARED = 256, 32
-"""Texts that are kept under one key (what more share is a form), and candidates that are compared."""
+# What a text takes beside its shingles (measured on GSM8K's 7,473 rows).
 _INDEX_BYTES = 2_300
-"""What a text takes beside its shingles (measured on GSM8K's 7,473 rows)."""
-_BY_LETTER = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_BY_LETTER}]|[^\W{_BY_LETTER}]+")
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
 Shingles = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -48,7 +46,7 @@ def _hash_of(word: str) -> int:
 
 def words_of(text: str) -> list[str]:
     """The words by which texts are compared; a text without any is one word."""
-    return _WORD.findall(text.lower()) or [text.strip()]
+    return WORD.findall(text.lower()) or [text.strip()]
 
 
 def shingles_of(text: str) -> Shingles:
@@ -114,8 +112,8 @@ class Similar:
         self._threshold = sketches.threshold
         self._tables: list[dict[bytes, tuple[int, ...] | list[int]]] = [{} for _ in range(sketches.bands)]
         self._texts: list[tuple[Shingles, str]] = []
+        # Of memory, about.
         self.bytes = 0
-        """Of memory, about."""
 
     def __len__(self) -> int:
         return len(self._texts)

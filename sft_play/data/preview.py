@@ -24,8 +24,8 @@ from sft_play.errors import DataError
 from sft_play.log import one_line
 
 TERMINAL_PIECES = 1_500
+# Characters that are shown of a row that cannot be used, as it is in the file.
 RAW_CHARACTERS = 1_500
-"""Characters that are shown of a row that cannot be used, as it is in the file."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def heading(shown: Shown) -> str:
 
 TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
 OTHER_STYLES = ("grey93 on grey23", "grey93 on grey35")
+# Foreground and background both, so that tokens can be read on dark and on light terminals.
 CUT_TRAINED_STYLE, CUT_STYLE = "pale_green3 on grey11 strike", "grey58 on grey11 strike"
-"""Foreground and background both, so that tokens can be read on dark and on light terminals."""
 
 
 def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES) -> list[str]:
@@ -195,8 +195,8 @@ def _trouble(shown: Shown) -> list[str]:
     return [reason, f"  {visible(shown.raw)}"] if shown.raw else [reason]
 
 
+# A row as it is in its file, and the format of the file.
 Raw = tuple[RawRow | BadRow, Any]
-"""A row as it is in its file, and the format of the file."""
 
 
 def row_numbered(reader: ExampleReader, wanted: int) -> list[tuple[int, Raw]]:
@@ -264,17 +264,16 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
 
 
 def _row_notes(whole: TokenRow) -> Iterator[str]:
-    if whole.untrained_turns:
-        yield f"{whole.untrained_turns} assistant turns have no exact mask and are not trained"
-    if whole.stripped_think:
-        yield f"{whole.stripped_think} pieces of think text are not written by the template"
-    if whole.special_in_text:
-        yield f"{whole.special_in_text} special tokens are spelled in its texts"
+    counted = (
+        (whole.untrained_turns, "assistant turns have no exact mask and are not trained"),
+        (whole.stripped_think, "pieces of think text are not written by the template"),
+        (whole.special_in_text, "special tokens are spelled in its texts"),
+        (whole.merged, "answers end inside a token, which is split there"),
+    )
+    yield from (f"{count} {words}" for count, words in counted if count)
     if whole.added_end:
         end = one_line(whole.added_end.strip())
         yield f"{end} is added after the last turn, which the chat template does not end"
-    if whole.merged:
-        yield f"{whole.merged} answers end inside a token, which is split there"
 
 
 def _why(row: BadRow) -> str:
@@ -393,8 +392,8 @@ def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool]:
 
 Kind = Literal["text", "space", "newline", "mark"]
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
+# Letters and marks without a shape.
 _BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5")
-"""Letters and marks without a shape."""
 NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sft_play.data.preview import NEWLINE, SPACE, TAB, Gap, Kind, Shown, TokenPiece, signs, visible
 
+# Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count.
 PAGE_PIECES = 20_000
-"""Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;

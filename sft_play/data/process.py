@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft_play.config.schema import ProcessConfig, RunConfig
+from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
 from sft_play.data.build.stats import RowStats, rows_text
+from sft_play.data.checks import judge_columns
 from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.sources.examples import example_of, rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, walk
 from sft_play.data.sources.formats import (
+    TEMPLATE_KWARGS,
     Example,
     Text,
     check_columns,
@@ -29,8 +31,6 @@ from sft_play.data.sources.formats import (
     digest_share,
     first_format,
     is_processed,
-    rename_columns,
-    unused_columns,
 )
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
@@ -42,8 +42,8 @@ from sft_play.process.waiting import Waiting, waiting
 from sft_play.units import GIB
 
 SPLITS = ("train", "val", "test")
+# Of memory that counting near-duplicates takes; leaving them out takes what it needs.
 MOST_INDEX_BYTES = 2 * GIB
-"""Of memory that counting near-duplicates takes; leaving them out takes what it needs."""
 _SHOWN_FILES = 50
 
 _LINE = json.JSONEncoder(ensure_ascii=False)
@@ -74,14 +74,14 @@ class _Process:
         self._report = ProcessReport(self._options, config.model.max_seq_len)
         self._faults: list[str] = []
         self._has_bad_rows = False
+        # Digests of the rows of each split.
         self._seen: dict[str, set[bytes]] = {name: set() for name in SPLITS}
-        """Digests of the rows of each split."""
+        # The first file with chats, and the first with plain text: they are not processed together.
         self._kinds: dict[str, str] = {}
-        """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
         self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
+        # The rows of each file that training rows are compared with.
         self._others: dict[str, Similar] = {}
-        """The rows of each file that training rows are compared with."""
         self._news: Waiting
 
     @functools.cached_property
@@ -216,17 +216,18 @@ class _Process:
             return
         finally:
             self._has_bad_rows = self._has_bad_rows or bool(stats.bad)
+            file.unused = list(dict.fromkeys(name for name, _, _ in stats.unused))[:SHOWN]
+            for finding in judge_columns(stats, self._config.data):
+                self._report.remarks += [f"{file.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
         if stats.bad and self._config.data.on_bad_row == "fail":
             self._faults.append(_file_fault(file, stats))
 
     def _examples(self, part: Part, file: FileReport) -> Iterator[Example | BadRow]:
-        rows, data = read_part(part), self._config.data
+        # rows are written without data.style, which make style or a run adds
+        rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
         first, shape = first_format(rows, data)
         if shape is not None:
-            assert isinstance(first[-1], RawRow)
-            row = rename_columns(first[-1], data.columns)
             file.format = shape.name
-            file.unused = unused_columns(row.data, shape)[:SHOWN]
         for raw in itertools.chain(first, rows):
             example = example_of(raw, shape, data)
             if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed(raw.data):
@@ -374,10 +375,12 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
         content = {"messages": [as_given(message) for message in example.messages]}
         if example.tools:
             content["tools"] = list(example.tools)
+        if example.template_kwargs:
+            content[TEMPLATE_KWARGS] = example.template_kwargs
     return {**content, "source": example.where, "id": digest.hex()[:32]}
 
 
-def read_processed(path: Path) -> Iterator[dict[str, Any]]:
+def read_processed(path: Path) -> Iterator[RawRow]:
     """The rows of a file that `make process` wrote, as they are; raises DataError where it holds something else."""
     if not path.is_file():
         raise DataError(f"{path} is missing; make process writes it")
@@ -386,4 +389,4 @@ def read_processed(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(f"{row}; make process writes it again")
         if "messages" not in row.data and "text" not in row.data:
             raise DataError(f"{row.where}: neither messages nor text; make process writes rows of that form")
-        yield row.data
+        yield row

@@ -18,12 +18,12 @@ from sft_play.data.sources.formats import Example, Text
 from sft_play.data.sources.messages import TEXT_KEYS, Message
 from sft_play.log import one_line
 
+# Rows that are named of each problem; the rest is counted.
 SHOWN = 20
-"""Rows that are named of each problem; the rest is counted."""
+# Upper edges in tokens, inclusive, of the ranges that rows are counted in; one more range is above the last.
 LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Upper edges in tokens, inclusive, of the ranges that rows are counted in; one more range is above the last."""
+# Without the chat template's own tokens: processing needs no model, and its rows may be trained with any.
 _LENGTHS_BY = f"lengths are estimated at {CHARACTERS_PER_TOKEN:g} characters per token"
-"""Without the chat template's own tokens: processing needs no model, and its rows may be trained with any."""
 
 
 @dataclass
@@ -70,10 +70,10 @@ class SplitReport:
     stats: RowStats = field(default_factory=RowStats)
     trained_turns: int = 0
     tokens: int = 0
+    # Rows by range of length.
     lengths: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_EDGES) + 1))
-    """Rows by range of length."""
+    # Rows that are longer than max_seq_len.
     over: int = 0
-    """Rows that are longer than max_seq_len."""
     longest: int = 0
 
     def count(self, example: Example, *, max_seq_len: int) -> None:
@@ -124,10 +124,10 @@ class ProcessReport:
     notes: dict[str, Places] = field(default_factory=dict)
     duplicates: Places = field(default_factory=Places)
     leaks: Places = field(default_factory=Places)
+    # Rows that are nearly an earlier one, each with that and their similarity.
     near: Places = field(default_factory=Places)
-    """Rows that are nearly an earlier one, each with that and their similarity."""
+    # By each file of compare_with: the training rows that are nearly one of its rows.
     overlaps: dict[str, Places] = field(default_factory=dict)
-    """By each file of compare_with: the training rows that are nearly one of its rows."""
     own_splits: bool = False
     skipped_files: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)

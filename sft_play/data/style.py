@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import rows_text
 from sft_play.data.process import SPLITS, read_processed
-from sft_play.data.sources.examples import rows_of
+from sft_play.data.sources.examples import prompt_for, rows_of, with_system_prompt
 from sft_play.data.sources.files import Part
+from sft_play.data.sources.formats import STYLED, Text, recognise, to_example
+from sft_play.data.sources.messages import as_given
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
 _DONE = ("set", "prepended", "replaced", "left", "text")
-_PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
-"""What follows a file's name in a row's source: its line, or row."""
 
 
 @dataclass
@@ -63,9 +62,8 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
     """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts: that of the first
     glob of `data.style.per_source` that matches, else `text` (STYLE=), else `data.style.system`. Raises ConfigError
     without a prompt, DataError without processed rows or where edited files would be written over."""
-    options = config.data.style
-    prompt = options.system if text is None else text
-    if (prompt is None or not prompt.strip()) and not options.per_source:
+    options = config.data.style if text is None else config.data.style.model_copy(update={"system": text})
+    if not (options.system or "").strip() and not options.per_source:
         raise ConfigError(
             "no system prompt is given: make style STYLE='You are terse.', or data.style.system, or "
             "data.style.per_source={'*faq*': 'You answer briefly.'}"
@@ -76,7 +74,7 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
     files = [name for name in SPLITS if (source / f"{name}.jsonl").is_file()]
     if "train" not in files:
         raise DataError(f"{source / 'train.jsonl'} is missing; make process writes it")
-    styler, report = _Styler(options, prompt), StyleReport(str(target))
+    report, unused = StyleReport(str(target)), dict.fromkeys(options.per_source)
     names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
     with OutputFolder(target, names, force=force, command="style") as out:
         for name in files:
@@ -85,47 +83,24 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
             total = functools.partial(rows_of, [Part(str(source / f"{name}.jsonl"), "lines")])
             with waiting(f"Styling {name} rows", unit="rows", total=total) as news:
                 for row in read_processed(source / f"{name}.jsonl"):
-                    styled, done = styler(row)
+                    prompt, glob = prompt_for(str(row.data.get("source")), options)
+                    unused.pop(glob, None)
+                    styled, done = _styled(row, options, prompt)
                     counts[done] += 1
                     file.write(json.dumps(styled, ensure_ascii=False) + "\n")
                     news.add()
-        report.unused_globs = tuple(styler.unused)
+        report.unused_globs = tuple(unused)
         out.write_json("report.json", report.as_json())
     return report
 
 
-class _Styler:
-    def __init__(self, options: StyleConfig, prompt: str | None) -> None:
-        self._options, self._prompt = options, prompt
-        self.unused = dict.fromkeys(options.per_source)
-
-    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The row as it is to be, and what was done: one of `_DONE`."""
-        messages = row.get("messages")
-        if messages is None:
-            return row, "text"
-        if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
-            raise DataError(f"a processed row has no list of messages (id {one_line(str(row.get('id')))})")
-        prompt, first = self._prompt_of(row), messages[0]
-        if prompt is None or not prompt.strip():
-            return row, "left"
-        if first.get("role") not in ("system", "developer"):  # processed rows keep their authors' names of roles
-            return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
-        present, how = first.get("content"), self._options.how
-        # content in parts is its author's own form, which a prompt of ours would not fit into
-        if how == "keep" or not isinstance(present, str):
-            return row, "left"
-        is_before = how == "prepend" and bool(present.strip())
-        content = f"{prompt}\n\n{present}" if is_before else prompt
-        styled = {**row, "messages": [{**first, "content": content}, *messages[1:]]}
-        return styled, "prepended" if is_before else "replaced"
-
-    def _prompt_of(self, row: dict[str, Any]) -> str | None:
-        source = row.get("source")
-        if isinstance(source, str):
-            file = _PLACE.sub("", source)
-            for glob, prompt in self._options.per_source.items():
-                if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
-                    self.unused.pop(glob, None)
-                    return prompt
-        return self._prompt
+def _styled(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
+    """The row as it is to be, and what was done: one of `_DONE`."""
+    shape = recognise(row.data)
+    example = to_example(row, shape) if shape is not None else BadRow(row.where, "no known format")
+    if isinstance(example, BadRow):
+        raise DataError(f"{example}; make process writes it again")
+    styled, done = with_system_prompt(example, options, prompt)
+    if isinstance(styled, Text):
+        return row.data, done
+    return {**row.data, "messages": [as_given(message) for message in styled.messages], STYLED: True}, done

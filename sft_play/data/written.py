@@ -20,8 +20,8 @@ from sft_play.errors import DataError
 from sft_play.files import atomic
 from sft_play.log import one_line
 
+# Name of a folder's record: digests of the files as they were left.
 RECORD = ".sft_play_written.json"
-"""Name of a folder's record: digests of the files as they were left."""
 
 
 class CannotWrite(DataError):

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.data.checks import missed_columns
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.models.architecture import local_folder, positions_of
@@ -34,7 +35,7 @@ QUICK_BYTES = 32 * MIB
 """Bytes of data that a plan reads to count their tokens: a few seconds."""
 _TOKENIZERS = ("tokenizer*", "vocab*")
 _OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
-_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "style", "documents"})
+_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
 """Options of the data section that decide neither which rows there are nor their tokens."""
 _counted: dict[str, RowTokens | None] = {}
 """What this process has counted, for a cache that cannot be written."""
@@ -72,6 +73,9 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
     absent: list[str] = []
     for part in loaded.parts:
         config = part.config
+        with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
+            for line in missed_columns(data_paths(config.data).train, config.data, task_mode=config.task_mode):
+                logger.warning("%s", line)
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue
         with contextlib.suppress(OSError):

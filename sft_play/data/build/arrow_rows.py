@@ -18,9 +18,10 @@ from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.sources.formats import Chat, Example
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
+# Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
-"""Rows that are written together: so many, or so many tokens."""
 
 
 class RowWriter:
@@ -61,7 +62,7 @@ class RowWriter:
         columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
             chats = (example if isinstance(example, Chat) else None for _, example in self._waiting)
-            texts = [one and json.dumps([one.where, one.messages, one.tools], ensure_ascii=False) for one in chats]
+            texts = [one and _JSON.encode([one.where, one.messages, one.tools, one.template_kwargs]) for one in chats]
             columns.append(pa.array(texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._waiting, self._tokens = [], 0
@@ -69,8 +70,8 @@ class RowWriter:
 
 def chat_of(text: str) -> Chat:
     """A conversation as it was kept beside its tokens."""
-    where, messages, tools = json.loads(text)
-    return Chat(where, tuple(messages), tuple(tools))
+    where, messages, tools, template_kwargs = json.loads(text)
+    return Chat(where, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
 
 
 def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: bool) -> None:

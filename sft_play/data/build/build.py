@@ -36,16 +36,16 @@ from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, locked
 from sft_play.process.waiting import Waiting, waiting
 
+# The rows of a source, and those of it that are split off for validation.
 KEPT, HELD = "kept", "held"
-"""The rows of a source, and those of it that are split off for validation."""
 
+# Options of the data section that decide no row's tokens; the template is part of the tokenizer.
 _NOT_IN_KEY = frozenset(
     {
         *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
-        *("max_lost_fraction", "packing", "sources", "workers", "process", "style", "documents", "chat_template"),
+        *("max_lost_fraction", "packing", "sources", "workers", "process", "documents", "chat_template"),
     }
 )
-"""Options of the data section that decide no row's tokens; the template is part of the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
     # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
     code = hashlib.sha256(tokenizers.__version__.encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # masks and sources decide tokens too
+    for path in sorted(
+        Path(__file__).parents[1].rglob("*.[pj][ys]*")
+    ):  # masks, sources and their words decide rows too
         code.update(path.read_bytes())
     decides = {
         "code": code.hexdigest(),

@@ -17,8 +17,8 @@ from sft_play.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 
+# A mix that needs more passes over the same rows in one epoch is taken for a mistake.
 MAX_PASSES = 1_000
-"""A mix that needs more passes over the same rows in one epoch is taken for a mistake."""
 
 
 def exact_shares(weights: Sequence[float], total: int) -> tuple[int, ...]:

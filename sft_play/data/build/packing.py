@@ -72,8 +72,8 @@ def joined(parts: Sequence[Packs]) -> Packs:
 
 def _dealt(falling: Indices, capacity: int) -> list[int]:
     values, counts = np.unique(-falling, return_counts=True)
+    # Open packs by the space that they have left, and these spaces in order.
     by_space: dict[int, list[int]] = {}
-    """Open packs by the space that they have left, and these spaces in order."""
     spaces: list[int] = []
 
     def put(space: int, packs: list[int]) -> None:

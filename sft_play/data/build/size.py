@@ -12,14 +12,14 @@ from sft_play.data.sources.messages import texts_in
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError
 
+# English text by a tokenizer with a large vocabulary; code and other languages have fewer characters per token.
 CHARACTERS_PER_TOKEN = 4.0
-"""English text by a tokenizer with a large vocabulary; code and other languages have fewer characters per token."""
+# Rows that are read of each file; the rest of a longer one is taken to be like them.
 SAMPLE_ROWS = 20_000
-"""Rows that are read of each file; the rest of a longer one is taken to be like them."""
+# Characters that are read of each file at most.
 SAMPLE_CHARACTERS = 32 << 20
-"""Characters that are read of each file at most."""
+# Files that are read at most; the others are taken to have as many rows per byte.
 SAMPLE_FILES = 20
-"""Files that are read at most; the others are taken to have as many rows per byte."""
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from sft_play.data.sources.formats import Chat, Text, check_columns
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
+# With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none.
 FEW_DOCUMENTS = 20
-"""With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none."""
+# Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0.
 HELD_TEXT_FRACTION = 0.05
-"""Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0."""
 
 
 class Chats:
@@ -46,8 +46,8 @@ class Chats:
         self.column = column
         tables = () if column is None else column.with_format("arrow").iter(batch_size=10_000)
         is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
+        # The number of each conversation's row in its split.
         self.rows = [place for place, valid in enumerate(is_chat) if valid]
-        """The number of each conversation's row in its split."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,8 +64,8 @@ class Split:
     rows: Any
     report: RowStats
     chats: Chats = field(default_factory=Chats)
+    # The option that names the source, where it is not the split's.
     key: str = ""
-    """The option that names the source, where it is not the split's."""
 
     def first(self) -> TokenRow:
         """The first row."""
@@ -81,8 +81,8 @@ class Splits:
     val: Split | None
     test: Split | None
     notes: tuple[str, ...] = ()
+    # Where several sources are mixed: the column `source` is their number, -1 in rows of none of them.
     sources: Sources | None = None
-    """Where several sources are mixed: the column `source` is their number, -1 in rows of none of them."""
 
 
 def build_splits(

@@ -17,6 +17,7 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.sources.columns import Unused
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
 
@@ -125,6 +126,8 @@ class RowStats:
     """What looks odd in rows that are used."""
     first_noted: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
+    # rows in which a column that is not read holds something
+    unused: Counter[Unused] = field(default_factory=Counter)
     digests: array[int] = field(default_factory=lambda: array("Q"))
     """Of the tokens of each row that is kept, or of each document."""
     shared: dict[str, int] = field(default_factory=dict)
@@ -221,6 +224,7 @@ class RowStats:
         else:
             self.texts += 1
         self._note(example.notes, example.where)
+        self.unused.update(example.unused)
 
     def _note(self, notes: Iterable[str], where: str) -> None:
         for note in notes:
@@ -320,6 +324,7 @@ class RowStats:
             "repeated": self.repeated,
             "shared": self.shared,
             "noted": dict(self.notes),
+            "unused": sorted({name for name, _, _ in self.unused}),
         }
 
     def short_line(self, *, max_seq_len: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,10 @@ from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
 
+# Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64
-"""Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again."""
+# Counts tokens that are in no message's text.
 TEMPLATE = "template"
-"""Counts tokens that are in no message's text."""
 
 
 # Tokens by role
@@ -182,12 +183,14 @@ def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
         yield batch
 
 
-def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False) -> RowStats:
-    """The rows of a source as far as they can be counted without a tokenizer; raises DataError where a file cannot be
-    read or is of no format."""
+def survey_rows(
+    source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, most: int | None = None
+) -> RowStats:
+    """The rows of a source, or the first `most`, as far as they can be counted without a tokenizer; raises DataError
+    where a file cannot be read or is of no format."""
     survey = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for _, example in reader.numbered():
+    for _, example in itertools.islice(reader.numbered(), most):
         if isinstance(example, BadRow):
             survey.count_bad(example)
         else:

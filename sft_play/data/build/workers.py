@@ -19,13 +19,13 @@ from sft_play.data.sources.files import Part, split_part
 from sft_play.errors import DataError
 from sft_play.process.endings import leave_with
 
+# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
 FEW_BYTES = 4 << 20
-"""Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer."""
 MOST_WORKERS = 16
+# Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS.
 BATCH_ROWS = 256
-"""Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS."""
+# Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each.
 BATCH_CHARS = 1 << 20
-"""Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each."""
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
 _PIECES_FOR_EACH = 8
 
@@ -94,8 +94,8 @@ def without_program() -> Iterator[None]:
             sys.modules["__main__"] = program
 
 
+# What a worker calls with each job; None in the parent.
 _do_job: Callable[[Any], Any] | None = None
-"""What a worker calls with each job; None in the parent."""
 
 
 def _start_worker(sent: bytes, parent: int) -> None:

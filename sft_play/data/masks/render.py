@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
+from sft_play.data.masks.rendered_chats import RenderedChats
 from sft_play.data.masks.special_tokens import Specials, spliced, texts_of
 from sft_play.data.masks.template import (
     PLAIN,
@@ -41,6 +42,7 @@ from sft_play.data.masks.token_row import (
 )
 from sft_play.data.masks.tokenizer import Encoder, Masked, TokenizerParts, masked_of
 from sft_play.data.masks.turns import LocatedTurns, Turns
+from sft_play.data.sources.columns import looks_rendered
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import GIVEN, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
@@ -84,6 +86,8 @@ NEVER_CLOSED = (
     "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
     "so the model would not learn to close it"
 )
+# different chat_template_kwargs of rows: the template is probed for each, which takes a second and some memory
+MOST_ROW_KWARGS = 64
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
@@ -111,6 +115,8 @@ class Renderer:
         self._turns: dict[tuple[bool, str], Turns | TokenizerError] = {}
         self._stops: dict[bool, tuple[str, ...]] = {}
         self._by_kind = any(map(is_by_kind, self.data.chat_template_kwargs.values()))
+        # for rows with chat_template_kwargs of their own, by these
+        self._of_rows: dict[str, Renderer] = {}
 
     # What the template does.
 
@@ -171,7 +177,7 @@ class Renderer:
         except Inexact:
             messages = None
         if messages is not None:
-            return Chat(example.where, messages, notes=(*example.notes, NOTE_RENDERED_CHAT))
+            return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = looks_rendered(example.text)
         note = NOTE_LOOKS_RENDERED.format(mark=mark)
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
@@ -197,7 +203,9 @@ class Renderer:
         history = [{**message, "train": False} if message["role"] == "assistant" else message
                    for message in example.messages]  # fmt: skip
         return [
-            Chat(f"{example.where} turn {number}", (*history[:index], example.messages[index]), example.tools)
+            replace(
+                example, where=f"{example.where} turn {number}", messages=(*history[:index], example.messages[index])
+            )
             for number, index in enumerate(turns, start=1)
         ]
 
@@ -246,6 +254,12 @@ class Renderer:
                 example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
                 special_in_text=self.specials.count(text),
             )  # fmt: skip
+        if example.template_kwargs:
+            renderer = self._renderer_with(example.template_kwargs)
+            if renderer is None:
+                many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
+                return BadRow(example.where, many, "the template is probed with each of them")
+            return renderer._draft(replace(example, template_kwargs={}))
         messages: Sequence[Message] = example.messages
         try:
             messages = self._adapted(messages, example.tools)
@@ -467,6 +481,9 @@ class Renderer:
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
         where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
+        if chat.template_kwargs:
+            renderer = self._renderer_with(chat.template_kwargs)
+            return renderer.prompt_ids(replace(chat, template_kwargs={})) if renderer is not None else None
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None
@@ -480,6 +497,17 @@ class Renderer:
             return None
         encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
         return list(encoding.ids), str(last["content"])
+
+    def _renderer_with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
+        """A renderer of rows that have these chat_template_kwargs; None where there are too many others."""
+        key = json.dumps(template_kwargs, sort_keys=True, default=str)
+        if key not in self._of_rows and len(self._of_rows) < MOST_ROW_KWARGS:
+            both = {**self.data.chat_template_kwargs, **template_kwargs}
+            data = self.data.model_copy(update={"chat_template_kwargs": both})
+            self._of_rows[key] = Renderer(
+                self.parts, data, max_seq_len=self.max_seq_len, today=self.today, encoder=self.encoder
+            )
+        return self._of_rows.get(key)
 
     def hides(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""

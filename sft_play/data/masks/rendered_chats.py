@@ -9,7 +9,6 @@ only if the template renders them as this very text again.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 from sft_play.data.masks.fitted_template import FittedTemplate
@@ -23,14 +22,8 @@ _PROBES: tuple[tuple[str, ...], ...] = (
     ("system", "user", "assistant"),
     ("system", "user", "assistant", "user", "assistant"),
 )
-_LOOKS_RENDERED = re.compile(
-    r"<\|?(?:im_start|start_header_id|start_of_turn|start_of_role|turn_start)\|?>\s?(?:user|human)"
-    r"|<[|｜](?:user|User|human)[|｜]>|\[INST\]|(?:^|\n)#{2,3} ?(?:Human|User|Instruction):"
-    r"|(?:^|\n)(?:USER|Human|User): .*\n+(?:ASSISTANT|Assistant|GPT): "
-)
-"""How a user's turn begins in layouts that data sets have, of other templates than the run's too."""
+# Neighbours of the first turn and of the last.
 _START, _END = "", ""
-"""Neighbours of the first turn and of the last."""
 Gaps = dict[tuple[str, str], tuple[str, ...]]
 
 
@@ -42,8 +35,8 @@ class RenderedChats:
         self._gaps = _gaps_of(template)
         self._special = tuple(special)
         gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
+        # Control tokens that the template writes around turns.
         self._marks = frozenset(filter(str.strip, control_tokens(gaps, special)))
-        """Control tokens that the template writes around turns."""
 
     def read(self, text: str) -> tuple[Message, ...] | None:
         """The messages of a text that the template renders from them; None where it is no such text."""
@@ -119,12 +112,6 @@ class RenderedChats:
         ends = sorted((end.strip() for end in self._gaps.get((role, _END), ())), key=len, reverse=True)
         end = next((end for end in ends if end and rest.rstrip().endswith(end)), "")
         return (*messages, {"role": role, "content": rest.rstrip().removesuffix(end).rstrip() if end else rest})
-
-
-def looks_rendered(text: str) -> str | None:
-    """The mark of a user's turn by which a text looks like a rendered chat of any template; None where it has none."""
-    match = _LOOKS_RENDERED.search(text)
-    return match.group().strip().splitlines()[0][:40] if match else None
 
 
 def _gaps_of(template: FittedTemplate) -> Gaps:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, StyleConfig
 from sft_play.data.sources.file_kinds import kind_of
 from sft_play.data.sources.files import AnySource, DataPaths, Part, data_files, read_part
-from sft_play.data.sources.formats import Example, Format, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.sources.formats import (
+    STYLED,
+    Example,
+    Format,
+    Text,
+    check_columns,
+    first_format,
+    is_processed,
+    rename_columns,
+    to_example,
+)
+from sft_play.data.sources.messages import GIVEN, as_given
 from sft_play.data.sources.raw import BadRow, RawRow, blocks, is_gzipped, none_usable
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
@@ -55,12 +69,53 @@ class ExampleReader:
 
 
 def example_of(row: RawRow | BadRow, shape: Format | None, data: DataConfig) -> Example | BadRow:
-    """A row of a file with this format as an example."""
+    """A row of a file with this format as an example, with the system prompt that data.style gives it."""
     if isinstance(row, BadRow):
         return row
     if shape is None:
         return BadRow(row.where, "no known format")
-    return to_example(rename_columns(row, data.columns), shape, data)
+    example = to_example(rename_columns(row, data.columns), shape, data)
+    was_processed = is_processed(row.data)
+    is_styled = was_processed and bool(row.data.get(STYLED))
+    if isinstance(example, BadRow) or is_styled or not (data.style.system or data.style.per_source):
+        return example
+    source = str(row.data["source"]) if was_processed else row.where
+    return with_system_prompt(example, data.style, prompt_for(source, data.style)[0])[0]
+
+
+# The system prompts of data.style: those that `make style` writes are those of rows that a run reads.
+
+# what follows a file's name in a row's source: its line, or row
+_PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
+
+
+def prompt_for(source: str, style: StyleConfig) -> tuple[str, str]:
+    """The system prompt for rows of this source, and the glob of data.style.per_source that matches; "" for none."""
+    file = _PLACE.sub("", source)
+    for glob, prompt in style.per_source.items():
+        if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
+            return prompt, glob
+    return style.system or "", ""
+
+
+def with_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tuple[Example, str]:
+    """The example with this system prompt, and what was done: set, prepended, replaced, left, or text (it is plain)."""
+    if isinstance(example, Text):
+        return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * bool(prompt))), "text"
+    first, *others = example.messages
+    if not prompt.strip():
+        return example, "left"
+    if first["role"] != "system":
+        return replace(example, messages=({"role": "system", "content": prompt}, *example.messages)), "set"
+    # content in parts is its author's own form, which a prompt of ours would not fit into
+    in_parts = not isinstance(as_given(first).get("content"), str)
+    if style.how == "keep" or in_parts:
+        return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * in_parts)), "left"
+    is_before = style.how == "prepend" and bool(first["content"].strip())
+    content = f"{prompt}\n\n{first['content']}" if is_before else prompt
+    author_form = {GIVEN: {**first[GIVEN], "content": content}} if GIVEN in first else {}
+    messages = ({**first, "content": content, **author_form}, *others)
+    return replace(example, messages=messages), "prepended" if is_before else "replaced"
 
 
 def characters(example: Example) -> int:
@@ -70,10 +125,11 @@ def characters(example: Example) -> int:
     return sum(len(message.get("content") or "") for message in example.messages)
 
 
+NOTE_UNSTYLED = "data.style changes nothing: it is plain text, or has a system prompt in parts"
+# Files of each source that are looked at; a run reads the others with their rows.
 LOOKED_AT_FILES = 20
-"""Files of each source that are looked at; a run reads the others with their rows."""
+# Rows of each file.
 LOOKED_AT_ROWS = 100
-"""Rows of each file."""
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 from sft_play.data.sources import json_rows
-from sft_play.data.sources.raw import BOM, GZIP_MARK, blocks, head, is_gzipped, wide_encoding
+from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, RawRow, blocks, head, is_gzipped, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Names of plain text; any other file whose content does not begin like JSON is text only where text is asked.
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
-"""Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
@@ -37,7 +37,7 @@ _FOREIGN = {
 
 
 def kind_of(path: Path, *, text_wanted: bool = False) -> str:
-    """What a file is: lines, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
+    """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
     only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     start = head(path)
     binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
@@ -92,8 +92,13 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
 
 def _json_kind(start: str) -> str:
     first, ended, rest = start.partition("\n")
-    is_list = start[0] == "[" and not (ended and rest.lstrip().startswith("[") and json_rows.is_chat(first))
-    return "array" if is_list else "lines"
+    one, other = (json_rows.parse_line(line, "") for line in (first, rest.partition("\n")[0]))
+    if start[0] == "[":  # a list of messages is a row
+        is_row = ended and rest.lstrip().startswith("[") and isinstance(one, RawRow)
+        return "lines" if is_row else "array"
+    # of rows on lines of their own, of which the first was cut off, the second is one
+    goes_on = json_rows.GOES_ON in str(one) and isinstance(other, BadRow) and bool(rest.strip())
+    return "objects" if goes_on else "lines"
 
 
 def _is_object(line: str) -> bool:

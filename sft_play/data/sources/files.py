@@ -22,8 +22,11 @@ from pathlib import Path, PurePath
 
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
+from sft_play.data.sources.columns import shape_of
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
+from sft_play.data.sources.formats import recognise
 from sft_play.data.sources.raw import (
+    NOTE_PIECE,
     BadRow,
     RawRow,
     blocks,
@@ -39,8 +42,8 @@ from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
 
+# Names in folders of data that hold none.
 NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})
-"""Names in folders of data that hold none."""
 
 
 @dataclass(frozen=True)
@@ -316,14 +319,17 @@ def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
         return
     for number, (_, piece) in enumerate(pieces_of([row.data[long[0]]]), start=1):
         data = {**row.data, long[0]: piece}
-        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, is_piece=True)
+        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, notes=(NOTE_PIECE,))
 
 
 def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
     kind = part.kind if part.kind != "auto" else kind_of(part.path, text_wanted=part.text_wanted)
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":
-        yield from json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
+        rows = json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
+        yield from _unwrapped(rows) if part.end is None else rows
+    elif kind == "objects":
+        yield from _unwrapped(json_rows.read_objects(path, name))
     elif kind == "array":
         yield from json_rows.read_array(path, name)
     elif kind == "csv":
@@ -342,7 +348,18 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         first = list(itertools.islice(pieces, 2))
         is_whole = len(first) == 1  # a second piece is read ahead to know it: whole files are named without a line
         for line, text in itertools.chain(first, pieces):
-            yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, is_piece=not is_whole)
+            yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
+
+
+def _unwrapped(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
+    """The rows as they are; of a single object that is no row, those of the list that it holds under one key."""
+    first = list(itertools.islice(rows, 2))
+    row = first[0] if len(first) == 1 else None
+    if isinstance(row, RawRow) and recognise(row.data) is None:
+        keys = [key for key, value in row.data.items() if shape_of(value) == "rows"]
+        if len(keys) == 1:
+            first = [RawRow(f"{row.where} {keys[0]}[{at}]", item) for at, item in enumerate(row.data[keys[0]])]
+    return itertools.chain(first, rows)
 
 
 def split_part(part: Part, *, part_bytes: int) -> list[Part]:
@@ -361,7 +378,8 @@ def split_part(part: Part, *, part_bytes: int) -> list[Part]:
         return groups or [whole]
     # offsets are those of the bytes that are read, which another encoding's are not
     if kind == "lines" and part.encoding == "utf-8" and not is_gzipped(path) and path.stat().st_size > part_bytes:
-        return _line_ranges(whole, part_bytes)
+        ranges = _line_ranges(whole, part_bytes)
+        return ranges if len(ranges) > 1 else [whole]
     return [whole]
 
 

@@ -17,15 +17,16 @@ from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
+# Objects and lists inside each other; what walks a row later needs a few calls per level.
 MAX_DEPTH = 200
-"""Objects and lists inside each other; what walks a row later needs a few calls per level."""
+# Who speaks, in a message.
 ROLE_KEYS = ("role", "from", "speaker", "author")
-"""Who speaks, in a message."""
+GOES_ON = "the object goes on in the next line"
 _SHOWN_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`).
 _NUMBER_ENDS = 16
-"""Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`)."""
 
 
 class RefusedJson(ValueError):
@@ -144,22 +145,15 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
     problem = _lost(value, text)
     if problem:
         return BadRow(where, problem)
-    if _are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
+    if are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
         return RawRow(where, {"messages": value})
     if not isinstance(value, dict):
         return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
     return RawRow(where, value)
 
 
-def is_chat(line: str) -> bool:
-    """Whether a line is a list of messages, without an object around it."""
-    try:
-        return _are_turns(json.loads(line))
-    except (ValueError, RecursionError):
-        return False
-
-
-def _are_turns(value: Any) -> bool:
+def are_turns(value: Any) -> bool:
+    """Whether it is a list of messages: objects that name a speaker."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -174,7 +168,7 @@ def _why(error: json.JSONDecodeError) -> str:
     rest = text[error.pos : error.pos + 40].strip()
     if not rest and text.rstrip().endswith(("{", "[", ",")):
         way = "(jq -c . FILE > rows.jsonl; of an object around them: jq -c '.KEY[]')"
-        return f"the object goes on in the next line; a row is one line, or an item of a list {way}"
+        return f"{GOES_ON}; a row is one line, or an item of a list {way}"
     if error.msg == "Extra data" and rest == ",":
         return f"remove the comma at the end (column {column})"
     if error.msg == "Extra data" and rest.startswith("{"):
@@ -271,6 +265,14 @@ class Window:
 
     def _fault(self, why: str) -> DataError:
         return DataError(f"{self._path}:{self.place()[0]}: {why}")
+
+
+def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    """The rows of objects one behind the other, each over as many lines as it has."""
+    window, last_line = Window(path), 0
+    while window.peek():
+        where, last_line = _where(window, name, last_line)
+        yield _next_row(window, where)
 
 
 def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:

@@ -17,6 +17,8 @@ from sft_play.spelling import nearest
 
 Message = dict[str, Any]
 
+# What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
+# only a name beside it (OpenAI's form of a result) decides.
 ROLES: dict[str, str] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -24,14 +26,12 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-"""What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
-only a name beside it (OpenAI's form of a result) decides."""
 
+# Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content.
 TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
-"""Keys of a message whose texts a template may write: think text, Cohere's text before a call, and the content."""
 
+# Where the think text of a message may stand.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Where the think text of a message may stand."""
 
 UNKNOWN_ROLE = "unknown role"
 NO_SPEAKERS = "a list of texts that does not say whose they are"
@@ -143,8 +143,9 @@ def _messages(item: Any, index: int) -> list[Message]:
         if question and answer:
             system = item.get("system")
             first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            turns = {"user": item[question], "assistant": item[answer]}
-            return [*first, *({"role": role, "content": text} for role, text in turns.items())]
+            unread = tuple(key for key in item if key not in (question, answer, "system", "id", "index") and item[key])
+            reply = {"role": "assistant", "content": item[answer], "_unread": unread}
+            return [*first, {"role": "user", "content": item[question]}, reply]
         raise Unusable("a message has no role", f"{where} has the keys {shown(list(item))}")
     return [_message(item, where, role_key)]
 
@@ -190,16 +191,16 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     return message
 
 
+# Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
+# differ: another name of the role, content in parts, further keys.
 GIVEN = "_given"
-"""Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
-differ: another name of the role, content in parts, further keys."""
 _TRAINED_KEYS = (
     *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
 )
 _MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
+# Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
+# mean either; `train_detail` is axolotl's, by parts of the text.
 _TRAIN_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
-"""Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
-mean either; `train_detail` is axolotl's, by parts of the text."""
 
 
 _READ_KEYS = frozenset(
@@ -274,6 +275,11 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
         return "tool"
     near = nearest(name, ROLES)
     hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
+    hint = (
+        "; think text stands in reasoning_content of the answer behind it"
+        if "think" in name or "reason" in name
+        else hint
+    )
     raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
 
 
@@ -301,14 +307,16 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
     # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
-    raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string")
+    # an assistant's turn may have no content where it has calls
+    way = '; an empty text is "", and calls of tools stand in tool_calls' if value is None else ""
+    raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string{way}")
 
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _REASONING_PARTS = frozenset({"reasoning", "thinking"})
 _CALL_PARTS = frozenset({"tool_call", "function_call"})
+# Parts that are no part of the text: they become `reasoning_content` and `tool_calls`.
 _SKIPPED_PARTS = _REASONING_PARTS | _CALL_PARTS
-"""Parts that are no part of the text: they become `reasoning_content` and `tool_calls`."""
 
 
 def _join_parts(parts: list[Any], where: str) -> str:

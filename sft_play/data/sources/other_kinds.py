@@ -12,26 +12,26 @@ from typing import Any
 
 from sft_play.data.sources.messages import Unusable, unpacked
 
+# Where rows of KTO say whether an answer is wanted.
 TAGS = ("label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_chosen", "undesirable", "is_undesirable")
-"""Where rows of KTO say whether an answer is wanted."""
+# What they say of one that is not, as text; of a name with `un` the contrary.
 _UNWANTED = frozenset({"false", "0", "0.0", "undesirable", "unwanted", "rejected", "dispreferred"})
-"""What they say of one that is not, as text; of a name with `un` the contrary."""
 REJECTED = (
     *("rejected", "rejected_response", "response_rejected", "rejected_answer", "rejected_completion"),
     *("rejected_output", "rejected_messages", "rejected_conversations", "non_preferred_output", "dispreferred"),
 )
 NEGATIVES = ("negative", "negatives", "neg", "hard_negatives")
 CHOICES = ("choices", "options")
+# Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look.
 TELLTALES = frozenset({*TAGS, *REJECTED, *NEGATIVES, *CHOICES})
-"""Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look."""
 
 UNWANTED = "an answer that is not wanted (KTO)"
 PREFERENCE = "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples"
 RETRIEVAL = "pairs and negatives for retrieval or embeddings, which are not supervised examples"
 CHOICE = "multiple choice, whose answer is a mark in a column that the prompt does not show"
 
+# What a flag of the name "rejected" holds.
 _NO_ANSWERS = frozenset({"", "yes", "no", "true", "false", "none", "null", "nan", "n/a", "0", "1"})
-"""What a flag of the name "rejected" holds."""
 
 
 def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text: bool) -> None:

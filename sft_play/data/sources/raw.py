@@ -27,16 +27,19 @@ from sft_play.log import one_line
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
+# The beginning of a file that decides what it is.
 HEAD_BYTES = 1 << 16
-"""The beginning of a file that decides what it is."""
 MAX_UNPACKED_BYTES = 1 << 30
+# A gzipped file that unpacks to more than both is refused: gzip packs text 3 to 20 times, zeros 1,000 times.
 MAX_UNPACKED_RATIO = 200
-"""A gzipped file that unpacks to more than both is refused: gzip packs text 3 to 20 times, zeros 1,000 times."""
+# A larger row is a bad row and never held: 16 MiB are four million tokens of English, and tokenising takes some 140
+# bytes of memory per byte. What is larger is nearly always a file without line ends, or one object around all rows.
 MAX_ROW_BYTES = 16 << 20
-"""A larger row is a bad row and never held: 16 MiB are four million tokens of English, and tokenising takes some 140
-bytes of memory per byte. What is larger is nearly always a file without line ends, or one object around all rows."""
+# Plain text of more than twice this many characters is read in pieces of at most this many.
 TEXT_CHARS = 1 << 20
-"""Plain text of more than twice this many characters is read in pieces of at most this many."""
+
+NOTE_PIECE = "a piece of a longer text, cut after a paragraph: a document of its own"
+NOTE_NULLS = "nulls in tool calls or tools, which tables put where a row lacks a key, are left out"
 
 GZIP_MARK = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
@@ -44,13 +47,13 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One object of a data file with the place it came from; `is_piece`: it is a piece of a longer text; `nulls`: keys
-    of its tool calls and tools for which a table had null, and that were left out."""
+    """One object of a data file with the place it came from; `notes`: what was done to read it; `missing`: columns
+    whose cell in a CSV is a word for no value."""
 
     where: str
     data: dict[str, Any]
-    is_piece: bool = False
-    nulls: int = 0
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,10 +327,10 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     return None
 
 
+# Encodings of scripts other than Latin. Of equally likely ones the first counts: Chinese text may be Korean too.
 _OTHER_SCRIPTS = ("cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "euc_kr", "big5")
-"""Encodings of scripts other than Latin. Of equally likely ones the first counts: Chinese text may be Korean too."""
+# Bytes that are the same everywhere, and those that no text has beside them alone.
 _ASCII, _NOWHERE = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
-"""Bytes that are the same everywhere, and those that no text has beside them alone."""
 
 
 def guess_encoding(sample: bytes) -> Encoding | None:
@@ -347,8 +350,8 @@ def guess_encoding(sample: bytes) -> Encoding | None:
     return "cp1252" if any(0x80 <= byte <= 0x9F for byte in sample) else "latin1"
 
 
+# Bad rows of a source that are listed; the others are counted.
 SHOWN_BAD_ROWS = 20
-"""Bad rows of a source that are listed; the others are counted."""
 FIX_OR_SKIP = "fix them, or leave them out, counted, with data.on_bad_row=skip"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import itertools
 import math
 import os
 import re
@@ -15,16 +16,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import BLOCK_BYTES, MAX_ROW_BYTES, BadRow, RawRow, head, text_blocks, too_large
+from sft_play.data.sources.raw import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    NOTE_NULLS,
+    BadRow,
+    RawRow,
+    head,
+    text_blocks,
+    too_large,
+)
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import hub_answers
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
 BATCH_ROWS = 1_000
+# About so many bytes of a table become Python objects at once.
 SLICE_BYTES = 8 << 20
-"""About so many bytes of a table become Python objects at once."""
 DELIMITERS = ",\t;|"
+# a first line with which a table tells Excel its delimiter
+_DELIMITER_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\r?\n", re.IGNORECASE)
+# cells that pandas reads as missing (STR_NA_VALUES of pandas 3.1), but for the empty one
+NA_WORDS = frozenset(
+    {
+        *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA"),
+        *("NULL", "NaN", "None", "n/a", "nan", "null"),
+    }
+)
 
 SPLIT_WORDS = {
     "train": "train",
@@ -69,11 +88,13 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    start = head(path).decode("utf-8", "ignore")
+    says = _DELIMITER_LINE.match(start)
+    before = len(list(itertools.islice(lines, 1))) if says else 0
+    reader = csv.reader(lines, delimiter=says[1] if says else find_delimiter(start), strict=True)
     names: list[str] | None = None
     while True:
-        line = reader.line_num + 1
+        line = before + reader.line_num + 1
         lines.where, lines.taken = f"{name}:{line}", 0
         try:
             fields = next(reader)
@@ -94,7 +115,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
-            yield RawRow(f"{name}:{line}", data)
+            missing = () if NA_WORDS.isdisjoint(fields) else (key for key, field in data.items() if field in NA_WORDS)
+            yield RawRow(f"{name}:{line}", data, missing=tuple(missing))
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
 
@@ -124,8 +146,8 @@ class _TextLines:
         start = head(path)
         self._ends_with_cr = b"\r" in start and b"\n" not in start
         self._lines = self._read(path)
+        # The row that is read, and how many characters of it were.
         self.where, self.taken = str(path), 0
-        """The row that is read, and how many characters of it were."""
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -273,10 +295,11 @@ def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(where, "nested too deeply")
-    return RawRow(where, {key: value for key, value in cells.items() if value is not None}, nulls=left_out[0])
+    notes = (NOTE_NULLS,) if left_out[0] else ()
+    return RawRow(where, {key: value for key, value in cells.items() if value is not None}, notes)
 
 
-_CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions"})
+_CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions", "chat_template_kwargs"})
 _CALL_PARTS = frozenset({"tool_call", "function_call"})
 
 

@@ -144,7 +144,8 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         report = replace(split.report, split=name) if split else None
         for finding in judge_split(report, config.data, max_seq_len=plan.max_seq_len, positions=None) if report else ():
-            level = logging.INFO if finding.verdict == "WARN" else logging.DEBUG
+            is_said_of_train = name != "train" and finding.name.startswith("columns")
+            level = logging.INFO if finding.verdict == "WARN" and not is_said_of_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
     train = replace(splits.train.report, split="train")
     marks = (*judge_roles(train), *judge_marks(train, tokenizer.tokenizer))

@@ -1,0 +1,449 @@
+"""Columns: which of a row are read, which would be missed, and what to do about it; the same in every command."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
+from sft_play.data.build.stats import RowStats
+from sft_play.data.checks import judge_columns
+from sft_play.data.sources.columns import KINDS, guessed_columns, kinds_of_name, way_to_read
+from sft_play.data.sources.examples import ExampleReader, example_of
+from sft_play.data.sources.formats import FORMATS, Chat, Text, first_format, recognise
+from sft_play.data.sources.raw import BadRow, RawRow
+from sft_play.errors import DataError
+from tests.bundled import data_file
+from tests.conftest import chat
+
+QA: dict[str, Any] = {"question": "Which lamp is on?", "answer": "The one in the hall."}
+TURNS = chat("Which lamp is on?", "The one in the hall.")
+TOOLS = [{"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}]
+PASSAGE = "A lamp stands in the hall and one in the kitchen, of which the first was lit at noon by Ann."
+
+
+def read(row: dict[str, Any], **options: Any) -> Any:
+    """The row as a file of it alone is read."""
+    data = DataConfig(**options)
+    first, shape = first_format(iter([RawRow("f:1", row)]), data)
+    return example_of(first[0], shape, data)
+
+
+def kinds(row: dict[str, Any], **options: Any) -> dict[str, str]:
+    """By each column that is not read, the kind by which it would be missed."""
+    found = read(row, **options)
+    assert isinstance(found, (Chat, Text)), found
+    return {name: kind for name, kind, _ in found.unused}
+
+
+def finding(*rows: dict[str, Any], **options: Any) -> Any:
+    stats, data = RowStats(), DataConfig(**options)
+    for row in rows:
+        stats.count_example(read(row, **options))
+    return next(judge_columns(stats, data), None)
+
+
+def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
+    """The row as it is read with the setting that a message proposes."""
+    setting = re.search(r"data\.columns=\{.*?\}", words)
+    assert setting is not None, words
+    # through the config, as a person would type it
+    config = config_from_text("model: {name: a/b}", name="x", overrides=[setting[0]])
+    return read(row, **{**options, "columns": config.data.columns})
+
+
+# --- what would be missed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("context", PASSAGE, "context"), ("passage", "The hall is lit.", "context"), ("Kontext", PASSAGE, "context"),
+        ("supporting_facts", ["The hall is lit.", "So is the attic."], "context"),
+        ("背景资料", "走廊里有一盏灯", "context"),
+        ("wikiParagraph", PASSAGE, "context"), ("anything", PASSAGE, "long"), ("notes", {"inner": [PASSAGE]}, "long"),
+        ("reasoning", "The first was lit.", "reasoning"), ("chain_of_thought_cot", "It was lit.", "reasoning"),
+        ("thinking", "Hm, the hall.", "reasoning"), ("model_reasoning", "Hm, no.", "reasoning"),
+        ("tool_defs", TOOLS, "tools"), ("available_functions", json.dumps(TOOLS), "tools"), ("x", TOOLS, "tools"),
+        ("api", [{"type": "function", "function": {"name": "f"}}], "tools"), ("specs", json.dumps(TOOLS[0]), "tools"),
+        ("loss_mask", [1, 0, 1], "mask"), ("loss_mask", "[0, 1]", "mask"),
+        ("turns_seen", [0, 1, 1], "mask"), ("loss_masks", [True, False], "mask"),
+        ("skip", True, "mask"), ("skip", "true", "mask"), ("weight", 0.5, "mask"), ("weight", "0.5", "mask"),
+        ("is_ignored", 1, "mask"), ("ignore", 1, "mask"), ("sample_weight", 0, "mask"), ("train", False, "mask"),
+        ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
+        ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
+        ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
+    ],
+)  # fmt: skip
+def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, kind):
+    for row in (QA, TURNS):
+        assert kinds({**row, column: value}) == {column: kind}, row
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("uuid", "0b1c"), ("url", "https://example.org/a/very/long/path/of/a/page"), ("score", 0.93), ("lang", "en"),
+        ("created_at", "2024-01-01 10:00:00"), ("sha256", "ab" * 32), ("title", "The Lord of the Rings"),
+        ("category", "open questions"), ("tags", ["lamp", "hall", "noon"]), ("model", "gpt-4 turbo"),
+        ("context_id", "a b c d"), ("tool_name", "look"), ("answer_type", "a place name"), ("num_tools", 3),
+        ("is_complete", [True, True]), ("correctness", [True, False]), ("skip", False),
+        ("quality_explanation", "It is clear and short."), ("weight", 1), ("weight", "1.0"), ("train", True),
+        ("reasoning", "high"), ("system", ""),
+        ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
+        ("is_tool_call", True), ("model_name", "a b c d"),
+        ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
+        ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
+    ],
+)  # fmt: skip
+def test_what_only_describes_a_row_is_listed_without_a_warning(column, value):
+    for row in (QA, TURNS):
+        found = finding({**row, column: value})
+        assert found is None or (found.verdict, found.found) == ("PASS", f"not read: {column}")
+        assert (found is None) is (value == "")
+
+
+def test_what_the_conversation_holds_is_not_missed():
+    asked, answered = TURNS["messages"]
+    assert kinds({**TURNS, "prompt": asked["content"], "prompt_id": "x", "chosen": TURNS["messages"]}) == {
+        "prompt": "", "prompt_id": "", "chosen": "",
+    }  # fmt: skip
+    assert kinds({"problem": "2 + 2?", "solution": "It is 4, as is 2 x 2.", "answer": "It is 4, as"}) == {"answer": ""}
+    assert kinds({**TURNS, "response": f"{answered['content']} Or not."}) == {"response": "answer"}
+    # as alpaca's own file has it: the whole row rendered with a preamble
+    rendered = (
+        f"Below is a task. ### Instruction: {asked['content']} ### Response: {answered['content']} " + "more " * 40
+    )
+    for row in (TURNS, QA):
+        assert kinds({**row, "full_text": rendered}) == {"full_text": ""}
+    alpaca = {"instruction": asked["content"], "input": "In the house.", "output": answered["content"]}
+    assert kinds({**alpaca, "text": f"{rendered} ### Input: In the house."}) == {"text": ""}
+    assert kinds({**QA, "passage": f"{PASSAGE} {QA['answer']}"}) == {
+        "passage": "context"
+    }  # extractive answers stand there
+
+
+def test_every_format_names_a_column_beside_it_that_holds_long_text():
+    draw = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for shape in FORMATS:
+        row: dict[str, Any] = dict.fromkeys(shape.needs, "What is it that you see?")
+        row |= {key: TURNS["messages"] for key in shape.needs if shape.kind == "turns"}
+        if shape.kind == "calls":
+            row |= {"answers": [{"name": "look", "arguments": {}}], "tools": TOOLS}
+        name = "".join(draw.choices(letters, k=9))
+        words = ["".join(draw.choices(letters, k=5)) for _ in range(60)]
+        if recognise({**row, name: ""}) == shape:
+            assert kinds({**row, name: " ".join(words)}) == {name: "long"}, shape
+            assert kinds({**row, name: words[0]}) == {name: ""}, shape
+
+
+def test_of_two_columns_for_one_thing_the_one_that_is_not_read_is_named():
+    both = {**TURNS, "system": "Be brief.", "system_instruction": "Speak like a pirate.", "tools": TOOLS}
+    assert kinds(both) == {"system_instruction": "system"}
+    assert kinds({**both, "functions": [{**TOOLS[0], "name": "other"}]})["functions"] == "tools"
+    assert kinds({**both, "functions": TOOLS, "system_instruction": "Be brief."}) == {
+        "system_instruction": "", "functions": "",
+    }  # fmt: skip
+
+
+def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
+    for column in ("label", "sentiment", "Etikett", "intent", "target", "summary"):
+        row = {"text": "I liked the lamp.", column: "positive"}
+        found = finding(row)
+        assert found.verdict == "WARN"
+        trained = proposed(found.found, row)
+        assert [message["content"] for message in trained.messages] == ["I liked the lamp.", "positive"]
+        assert trained.unused == ()
+    assert kinds({"text": "I liked the lamp.", "label": 1}) == {"label": "label"}
+    assert "data.columns" not in finding({"text": "I liked the lamp.", "label": 1}).found  # a number is no answer
+    assert kinds({"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}) == {
+        "url": "", "lang": "", "dump": "",
+    }  # fmt: skip
+    code = {"content": "def f(): pass", "max_stars_repo_head_hexsha": "ab" * 20, "max_stars_repo_licenses": ["MIT"]}
+    assert set(kinds(code).values()) == {""}
+    mapped = {"columns": {"text": "body"}}
+    row = {"body": "I liked the lamp.", "label": "positive"}
+    assert "{prompt: body, completion: label}" in finding(row, **mapped).found
+
+
+# --- what to do about it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "expected"),
+    [
+        (QA, {"passage": PASSAGE}, [("user", f"Which lamp is on?\n{PASSAGE}")]),
+        (QA, {"my passages": ["One is lit.", "Two are."]}, [("user", "Which lamp is on?\nOne is lit.\n\nTwo are.")]),
+        (QA, {"system text": "Be brief."}, [("system", "Be brief.")]),
+        (TURNS, {"system_text": "Be brief."}, [("system", "Be brief.")]),
+    ],
+)  # fmt: skip
+def test_the_setting_that_a_message_proposes_reads_the_column(row, more, expected):
+    row = {**row, **more}
+    found = finding(row)
+    assert found.verdict == "WARN"
+    trained = proposed(found.found, row)
+    said = [(message["role"], message["content"]) for message in trained.messages]
+    assert said[: len(expected)] == expected
+    assert said[-1] == ("assistant", "The one in the hall.")
+    assert trained.unused == ()
+
+
+@pytest.mark.parametrize("row", [QA, TURNS], ids=["pair", "turns"])
+def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_mapped(row):
+    row = {**row, "cot": "The first was lit.", "tool_defs": json.dumps(TOOLS), "tools": None}
+    found = finding(row)
+    assert "cot (think text, 1 row)" in found.found
+    assert "reads cot as think text of the last answer, tool_defs as the tools" in found.found
+    trained = proposed(found.found, row)
+    assert trained.messages[-1]["reasoning_content"] == "The first was lit."
+    assert trained.tools == tuple(TOOLS)
+    assert trained.unused == ()
+
+
+def test_think_text_of_a_column_does_not_replace_that_of_an_answer():
+    row = {
+        "messages": [*TURNS["messages"][:1], {**TURNS["messages"][1], "thinking": "It was lit."}],
+        "cot": "Other text.",
+    }
+    assert "data.columns" not in finding(row).found
+    refused = read(row, columns={"reasoning": "cot"})
+    assert isinstance(refused, BadRow)
+    assert "two different think texts" in refused.reason
+    assert read({**row, "cot": "It was lit."}, columns={"reasoning": "cot"}).messages[-1]["reasoning_content"] == (
+        "It was lit."
+    )
+
+
+def test_the_proposed_setting_keeps_what_is_mapped_already():
+    columns = {"prompt": "frage", "completion": "antwort"}
+    row = {"frage": "Welche Lampe?", "antwort": "Die im Flur.", "absatz": PASSAGE, "gedanken": "Sie brennt."}
+    found = finding(row, columns=columns)
+    trained = proposed(found.found, row)
+    assert trained.messages == (
+        {"role": "user", "content": f"Welche Lampe?\n{PASSAGE}"},
+        {"role": "assistant", "content": "Die im Flur.", "reasoning_content": "Sie brennt."},
+    )
+
+
+def test_no_setting_is_proposed_that_would_make_the_row_a_bad_one():
+    prompted = {"messages": [{"role": "system", "content": "Hello."}, *TURNS["messages"]]}
+    for row in (
+        {**prompted, "system_text": "Be brief."},
+        {**TURNS, "passage": PASSAGE},  # which turn it belongs to is not said
+        {**QA, "passage": {"title": "Lamps", "text": PASSAGE}},
+        {**QA, "skip": True},
+        {"text": "A text.", "passage": PASSAGE},
+    ):
+        found = finding(row)
+        assert (found.verdict, "data.columns" in found.found) == ("WARN", False), row
+
+
+def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
+    data = DataConfig(columns={"reasoning": "cot"})
+    rows = [RawRow(f"f:{number}", {**QA, **({"cot": "Hm, yes."} if number == 5 else {})}) for number in range(1, 9)]
+    read_rows, shape = first_format(iter(rows), data)
+    assert len(read_rows) == 5
+    assert "reasoning_content" not in example_of(rows[0], shape, data).messages[-1]
+    assert example_of(rows[4], shape, data).messages[-1]["reasoning_content"] == "Hm, yes."
+    for columns in ({"reasoning": "cott"}, {"prompt": "quest"}):
+        with pytest.raises(DataError, match=r"f:1: data\.columns names .*; the columns are: question, answer"):
+            first_format(iter(rows), DataConfig(columns=columns))
+
+
+def test_an_instruction_has_its_input_and_context_without_a_mapping():
+    row = {"instruction": "Sum up.", "input": "[1, 2]", "context": "a\nb", "output": "ab"}
+    assert read(row).messages[0]["content"] == "Sum up.\n[1, 2]\na\nb"
+    assert read(row).unused == ()
+
+
+def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
+    rows = [{**QA, "passage": PASSAGE, "url": "u"}] * 3 + [{**QA, "skip": True, "seed": 4}]
+    assert finding(*rows).found == (
+        "not read: passage (text that the question may be about, 3 rows), skip (says what is trained, or is left out, "
+        "1 row); data.columns={context: passage} reads passage as text behind the question; also not read: url, seed"
+    )
+
+
+def test_the_words_of_kinds_stand_in_lower_case_and_each_kind_that_is_missed_says_what():
+    for kind, row in KINDS.items():
+        assert row["words"] == row["words"].lower()
+        assert set(row) <= {"words"} or "missed" in row, kind
+    assert kinds_of_name("toolDefs") == {"tools"}
+    assert kinds_of_name("question_id") == kinds_of_name("Title") == frozenset()
+
+
+# --- hints for rows of no known format --------------------------------------------------------------------------------
+
+
+def hint(row: dict[str, Any]) -> str:
+    with pytest.raises(DataError) as refused:
+        read(row)
+    return str(refused.value)
+
+
+def test_a_table_of_two_columns_that_say_nothing_is_not_mapped_by_their_order():
+    for row in (
+        {"id": "7", "data": "words"},
+        {"system": "You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>"},
+    ):
+        assert not re.search(f"completion: ({'|'.join(row)})", hint(row))
+        assert guessed_columns(row) == {}
+
+
+def test_glaive_s_raw_layout_is_named_as_a_conversation_in_one_text():
+    row = {
+        "system": "SYSTEM: You are.",
+        "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>\n\n\nUSER: r\n\n\nASSISTANT: b",
+    }
+    said = hint(row)
+    assert "chat is a whole conversation as text: write its turns as a list of messages" in said
+    assert "data.columns" not in said
+
+
+def test_arena_s_layout_maps_a_conversation_and_never_a_name():
+    row = {
+        "question_id": "x", "model_a": "m", "model_b": "n", "winner": "model_a", "judge": "arena_user",
+        "conversation_a": TURNS["messages"], "conversation_b": chat("Which lamp is on?", "None.")["messages"],
+        "turn": 1,
+    }  # fmt: skip
+    said = hint(row)
+    assert proposed(said, row).messages == tuple(TURNS["messages"])
+    assert guessed_columns(row) == {}  # make new writes none: which of both is to be trained is not known
+
+
+def test_two_answers_of_a_comparison_are_not_mapped():
+    row = {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"}
+    assert guessed_columns(row) == {}
+    assert "completion: ANSWER" in hint(row)
+    assert guessed_columns({"prompt_text": "q", "response_a": "one"}) == {
+        "prompt": "prompt_text",
+        "completion": "response_a",
+    }
+
+
+def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():
+    row = {"id": "0", "data": ["q", "a", "r", "b"]}
+    said = hint(row)
+    assert "data.turns_without_roles=alternate" in said
+    trained = proposed(said, row, turns_without_roles="alternate")
+    assert [(message["role"], message["content"]) for message in trained.messages] == [
+        ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"),
+    ]  # fmt: skip
+
+
+def test_trees_and_messages_of_oasst_are_named():
+    reply = {"message_id": "2", "text": "a", "role": "assistant", "replies": []}
+    tree = {
+        "message_tree_id": "1",
+        "tree_state": "ready_for_export",
+        "prompt": {"text": "q", "role": "prompter", "replies": [reply]},
+    }
+    assert "prompt is a tree of replies (as OASST's), not a conversation" in hint(tree)
+    flat = read({"message_id": "2", "parent_id": "1", "text": "a", "role": "assistant", "message_tree_id": "1"})
+    assert isinstance(flat, BadRow)
+    assert "one message, not a conversation" in flat.reason
+    assert "parent_id says which message it answers" in flat.detail
+
+
+def test_a_conversation_under_any_name_is_mapped_by_its_value():
+    for value in (TURNS["messages"], json.dumps(TURNS["messages"])):
+        row = {"id": "q", "Unterhaltung": value, "user_id": "7"}
+        assert guessed_columns(row) == {"messages": "Unterhaltung"}
+        assert proposed(hint(row), row).messages == tuple(TURNS["messages"])
+
+
+def test_names_that_only_describe_a_row_are_no_questions():
+    assert guessed_columns({"question_id": "1", "prompt_length": "7", "user_query": "q", "botReply": "a"}) == {
+        "prompt": "user_query", "completion": "botReply",
+    }  # fmt: skip
+    assert guessed_columns({"question": 7, "answer": 8}) == {}
+    assert "QUESTION" in way_to_read({})
+
+
+def test_real_files_hold_no_column_that_would_be_missed():
+    for name in ("bundled/rows", "sft"):
+        for path in sorted(Path(data_file(name)).rglob("*.json*")):
+            stats = RowStats()
+            for _, example in ExampleReader(path, DataConfig(), split="train").numbered():
+                assert not isinstance(example, BadRow), path
+                stats.count_example(example)
+            assert not [one for one in judge_columns(stats, DataConfig()) if one.verdict == "WARN"], path
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def story(tmp_path, tiny_llama, monkeypatch, command):
+    """Commands in a folder with 40 rows that hold a passage and a flag: (exit code, printed text)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHY", "0")
+    rows = [
+        {"question": f"Which lamp is {n}?", "passage": f"{PASSAGE} {n}", "answer": f"The {n}th.", "url": "u"}
+        for n in range(40)
+    ]
+    rows[3]["skip"] = True
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("my.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
+        "data: {train_path: own.jsonl, val_fraction: 0.2, process: {raw_path: own.jsonl}}\n"
+        "train: {effective_batch_size: 8, max_steps: 1, report_to: [], gradient_checkpointing: false}\n"
+        "eval: {before_training: false, steps: 0}\n"
+    )
+    return lambda name, *words: command(name, "--config", "my.yaml", *words)
+
+
+MISSED = (
+    "not read: passage (text that the question may be about, {} rows), skip (says what is trained, or is left out, "
+    "1 row); data.columns={{context: passage}} reads passage as text behind the question; also not read: url"
+)
+MAPPED = "data.columns={context: passage}"
+
+
+@pytest.mark.build
+def test_every_command_that_reads_rows_says_what_would_be_missed(story, command, tiny_llama):
+    said = MISSED.format(40)
+    code, told = story("check")
+    assert code == 0
+    assert said in told.replace("\n", " ")
+    for name, words in (("plan", ()), ("preview", ()), ("process", ())):
+        code, told = story(name, *words)
+        assert (code, told.count(said)) == (0, 1), (name, told)
+    code, told = command("new", "--model", str(tiny_llama), "--data", "own.jsonl", "--out", "new.yaml")
+    assert code == 0
+    assert f"# Columns {said}\n" in Path("new.yaml").read_text()
+    code, told = story("train")
+    assert code == 0, told
+    (line,) = [line for line in told.splitlines() if "passage" in line]
+    assert "Data train: columns: not read: passage (text that the question may be about," in line
+    (run,) = Path("outputs").iterdir()
+    report = json.loads((run / "manifest.json").read_text())["data"]["train"]["report"]
+    assert report["unused"] == ["passage", "skip", "url"]
+
+
+@pytest.mark.build
+def test_with_the_setting_that_is_proposed_the_column_is_read_and_not_named(story):
+    code, told = story("preview", MAPPED, "--row", "1")
+    assert code == 0
+    assert "noon" in told.replace("¦", "")
+    code, told = story("check", MAPPED)
+    assert (code, "passage" in told.replace(MAPPED, "")) == (0, False)
+    assert "not read: skip" in told
+
+
+@pytest.mark.build
+def test_check_names_columns_that_only_describe_rows_without_a_warning(story):
+    rows = [{**QA, "question": f"Which lamp is {n}?", "url": "u"} for n in range(40)]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, told = story("check", "--json")
+    assert code == 0
+    checks = {one["name"]: (one["state"], one["what"]) for one in json.loads(told)["checks"]}
+    assert checks["columns: train"] == ("ok", "not read: url")
