@@ -9,6 +9,7 @@ Shape letters: T tokens of one row.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -396,11 +397,10 @@ class Renderer:
         rows = self.render_all([Text("", text) for text in texts])
         return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
-    def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
-        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
-        where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
-        last = chat.messages[-1]
-        if last["role"] != "assistant" or not last.get("content"):
+    def prompt_ids(self, chat: Chat) -> list[int] | None:
+        """Tokens of everything before the last turn with the generation prompt. None where the last turn is not the
+        assistant's, or its prompt cannot be rendered."""
+        if chat.messages[-1]["role"] != "assistant":
             return None
         try:
             messages: Sequence[Message] = chat.messages
@@ -413,7 +413,21 @@ class Renderer:
         except (RenderError, Inexact):
             return None
         encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
-        return list(encoding.ids), str(last["content"])
+        return list(encoding.ids)
+
+    def question_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
+        """Tokens of the last turn's prompt, and those that training teaches to write behind it, the end of the turn
+        included. None where there is no such prompt, or the turn is not trained."""
+        prompt = self.prompt_ids(chat)
+        last_turn = copy.copy(self)  # shares the probed template
+        last_turn.data = self.data.model_copy(update={"loss_on": "completion"})
+        row = last_turn.render(chat)  # before any limit: an answer that is cut is not the right one
+        if prompt is None or isinstance(row, BadRow):
+            return None
+        answer = [label for label in row.labels if label != IGNORED]
+        before = row.input_ids[: row.labels.index(answer[0])]
+        # what stands untrained between prompt and answer is given too: an empty think block, a header
+        return (before if before[: len(prompt)] == prompt else prompt), answer
 
     def hides(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""

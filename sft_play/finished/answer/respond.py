@@ -62,7 +62,7 @@ class Responder:
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
-        return prompt[0]
+        return prompt
 
     def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[Answer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own

@@ -128,7 +128,7 @@ class _ShipRows:
         self.asked: list[Question] = []
         if self.rows and config.eval.generate_rows:
             asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, renderer, asked, max_seq_len=run.plan().max_seq_len)
+            self.asked = questions(self.held.split, renderer, tokenizer, asked)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             tokenizer,

@@ -256,7 +256,7 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
         answers = _change(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
         shares = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
         figures |= {"exact_match": shares | {"rows": len(task.right_base), "change": answers.as_json()}}
-        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%}"
+        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%} of {len(task.right_base):,} rows"
         if answers.is_below:
             reason = f"exact match fell from {shares['base']:.1%} to {shares['tuned']:.1%}, by more than chance"
     if not interval.low > asked:

@@ -173,11 +173,19 @@ def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[s
 
 
 def _results(facts: CardFacts) -> list[list[str]]:
-    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
-    count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
-    rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
+    (count, generated), split = rows_of(facts.summary), str(facts.summary.get("split"))
+    words = f"{count:,} {'validation' if split == 'val' else split} rows"
+    words += f", {generated:,} of them with a generated answer" if 0 < generated < count else ""
+    rows = [[words if count else "", "before", "after"]]
     rows += map(list, figures_of(facts.summary))
     return rows if len(rows) > 1 else []
+
+
+def rows_of(summary: Mapping[str, Any]) -> tuple[int, int]:
+    """Held-out rows, and how many of them an answer was generated for: all that exact match is of."""
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    rows, generated = (after.get(key) or before.get(key) or 0 for key in ("rows", "generated_rows"))
+    return rows, generated
 
 
 def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

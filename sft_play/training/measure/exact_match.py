@@ -1,8 +1,10 @@
-"""Generated answers, compared word for word with the reference answers; greedy, from the prompt of training rows."""
+"""Generated answers, compared word for word with what training teaches to write behind the same prompt; greedy."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 from sft_play.config.schema import EvalConfig
 from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
+from sft_play.data.sources.formats import Chat
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as token ids, its text as shown, and the reference answer."""
+    """A prompt as token ids, its text as shown, and the reference: the answer that training teaches behind it."""
 
     prompt_ids: list[int]
     shown: str
@@ -37,18 +42,40 @@ class Answer:
         return self.text.strip() == self.question.answer.strip()
 
 
-def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_len: int) -> list[Question]:
-    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats that end with an answer."""
-    asked = []
+def questions(split: Split, renderer: Renderer, tokenizer: Any, config: EvalConfig) -> list[Question]:
+    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats."""
     count = min(config.generate_rows, len(split.chats))
-    for index in range(count):
-        chat = split.chats[index * len(split.chats) // count]
-        prompt = renderer.prompt_ids(chat)
-        if prompt is None or len(prompt[0]) + 1 >= max_seq_len:
-            continue
-        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-        asked.append(Question(prompt[0], shown, prompt[1]))
+    chats = [split.chats[index * len(split.chats) // count] for index in range(count)]
+    asked = [question for question in questions_of(chats, renderer, tokenizer) if question is not None]
+    lengths = [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) for question in asked]
+    too_long = sum(length > config.max_new_tokens for length in lengths)
+    if too_long:
+        why = f"longer than eval.max_new_tokens={config.max_new_tokens} (the longest {max(lengths):,} tokens)"
+        logger.warning("Exact match: %s of %s answers are %s and cannot be matched", too_long, len(asked), why)
     return asked
+
+
+def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
+    """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt, or
+    max_seq_len leaves no room for one."""
+    # in training the model is not loaded yet: what its generation config adds to these tokens ends no trained turn
+    stop = stop_ids("sft", tokenizer, renderer, None) if chats else []
+
+    def question_of(chat: Chat) -> Question | None:
+        ids = renderer.question_ids(chat)
+        if ids is None or len(ids[0]) + 1 >= renderer.max_seq_len:  # room for a token and the one that ends it
+            return None
+        answer = text_of_answer(tokenizer, ids[1], stop)
+        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
+        return Question(ids[0], shown, answer) if answer.strip() else None
+
+    return [question_of(chat) for chat in chats]
+
+
+def text_of_answer(tokenizer: Any, ids: Sequence[int], stop: Sequence[int]) -> str:
+    """The text of an answer's tokens, special ones included, up to the one that ends it."""
+    ends = set(stop)
+    return str(tokenizer.decode([*itertools.takewhile(lambda token: token not in ends, ids)], skip_special_tokens=False))
 
 
 Configured = int | list[int] | None
@@ -107,11 +134,7 @@ def answers(
         model.train(was_training)
         if router_logits:
             config.output_router_logits = router_logits
-    ends = set(stop)
-    texts = {
-        index: str(tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=False))
-        for index, ids in given.items()
-    }
+    texts = [text_of_answer(tokenizer, given[index], stop) for index in range(len(asked))]
     return [Answer(question, texts[index], given[index]) for index, question in enumerate(asked)]
 
 
