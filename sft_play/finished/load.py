@@ -18,6 +18,7 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.manifest import first_day
+from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import sdpa
@@ -40,7 +41,8 @@ def this_device() -> str:
 def load_as_trained(run: FinishedRun) -> Any:
     """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in the precision that it
     was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
-    is missing or another one, or weights are missing."""
+    is missing or another one, or weights are missing or damaged."""
+    require_sealed(run.weights)
     if not run.is_adapter:
         return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
     return load_adapter(load_base(run), run.weights)

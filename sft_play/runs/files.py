@@ -1,4 +1,4 @@
-"""Files of a run folder: read, written redacted, aside and renamed; their digests; the lines of metrics.jsonl; and a
+"""Files of a run folder: read, written redacted, aside and renamed; the lines of metrics.jsonl; and a
 disk that takes no more, recognised in whatever a library makes of it, with one message in its place.
 
 No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -59,19 +58,6 @@ def scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:
     if isinstance(value, Mapping):
         return {redact(str(key), secrets=secrets): scrub(item, secrets) for key, item in value.items()}
     return [scrub(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def sha256_of(path: Path) -> str:
-    """Digest of a file, or of the names and contents of all files of a folder."""
-    digest = hashlib.sha256()
-    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    for file in files:
-        if path.is_dir():
-            digest.update(str(file.relative_to(path)).encode() + b"\0")
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def flush(folder: Path, *, below: bool = True) -> None:

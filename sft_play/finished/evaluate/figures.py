@@ -96,11 +96,7 @@ def _built_in(name: str) -> Metric:
         return Metric(name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score))
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
-
-    def is_right(answer: str, reference: str, _: Sequence[Message]) -> float:
-        return float(Answer(Question([], "", reference), answer).right)
-
-    return Metric(name, is_right, is_share=True)
+    return Metric(name, lambda answer, reference, _: float(Answer(Question([], "", reference), answer).right), is_share=True)
 
 
 def rouge_l(answer: str, reference: str) -> float:

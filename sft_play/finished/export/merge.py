@@ -41,6 +41,7 @@ from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
+from sft_play.training.checkpoints.checkpoints import require_sealed, seal
 from sft_play.training.checkpoints.model_saving import set_dtype
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.model_spec import ModelSpec
@@ -102,6 +103,7 @@ def merge_run(
     target = out or run.folder.path / MERGED
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
+    require_sealed(run.weights)
     folder = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
     weights = MergedWeights(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
@@ -109,6 +111,7 @@ def merge_run(
         require_space(building, weights.most_bytes, "the merged model needs")
         weights.write(building, file_bytes)
         stops = _write_configs(adapted, folder, building, weights.dtype)
+        seal(building)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         adapter = weights_facts(str(run.weights), None)["sha256"]
@@ -150,9 +153,13 @@ def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch
 
 
 def merged_model(run: FinishedRun) -> Path | None:
-    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    """The run's `merged/`; None where there is none, or one of an earlier adapter. Raises ModelError where its weights
+    are not those that were merged."""
     folder = run.folder.path / MERGED
-    return folder if (folder / "config.json").is_file() and _is_of(folder, run) else None
+    if not (folder / "config.json").is_file() or not _is_of(folder, run):
+        return None
+    require_sealed(folder)
+    return folder
 
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
@@ -160,6 +167,7 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
     where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
     if not run.is_adapter:
+        require_sealed(run.weights)
         return run.weights
     merged = merged_model(run)
     if merged is not None:

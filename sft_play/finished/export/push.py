@@ -19,6 +19,7 @@ from sft_play.finished.export.places import MERGED
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
+from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.units import size_of
 
 UPLOADED = (
@@ -105,6 +106,8 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+    if not is_merged:
+        require_sealed(folder)
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files = _chosen(folder)
     if CARD in files:

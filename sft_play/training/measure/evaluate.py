@@ -75,7 +75,7 @@ def _questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Que
         return []
     asked = questions(split, prepared.renderer, prepared.tokenizer.tokenizer, config)
     if not asked:
-        logger.info("No held-out row ends with an answer to generate: exact match is not measured")
+        logger.info("No held-out row ends with an answer that can be generated: exact match is not measured")
     return asked
 
 

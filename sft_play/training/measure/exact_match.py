@@ -56,9 +56,9 @@ def questions(split: Split, renderer: Renderer, tokenizer: Any, config: EvalConf
 
 
 def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
-    """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt, or
-    max_seq_len leaves no room for one."""
-    # in training the model is not loaded yet: what its generation config adds to these tokens ends no trained turn
+    """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt,
+    max_seq_len leaves no room for one, or a token that ends an answer stands inside it."""
+    # without the model's generation config: in training the model is not loaded yet, and these end every trained turn
     stop = stop_ids("sft", tokenizer, renderer, None) if chats else []
 
     def question_of(chat: Chat) -> Question | None:
@@ -66,16 +66,19 @@ def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> l
         if ids is None or len(ids[0]) + 1 >= renderer.max_seq_len:  # room for a token and the one that ends it
             return None
         answer = text_of_answer(tokenizer, ids[1], stop)
+        whole = tokenizer.decode([token for token in ids[1] if token not in stop], skip_special_tokens=False)
+        if not answer.strip() or answer.strip() != whole.strip():  # gpt-oss: `<|end|>` ends think text, and turns too
+            return None
         shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-        return Question(ids[0], shown, answer) if answer.strip() else None
+        return Question(ids[0], shown, answer)
 
     return [question_of(chat) for chat in chats]
 
 
 def text_of_answer(tokenizer: Any, ids: Sequence[int], stop: Sequence[int]) -> str:
     """The text of an answer's tokens, special ones included, up to the one that ends it."""
-    ends = set(stop)
-    return str(tokenizer.decode([*itertools.takewhile(lambda token: token not in ends, ids)], skip_special_tokens=False))
+    written = itertools.takewhile(lambda token: token not in stop, ids)
+    return str(tokenizer.decode([*written], skip_special_tokens=False))
 
 
 Configured = int | list[int] | None
