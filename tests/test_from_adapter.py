@@ -407,7 +407,7 @@ def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, comm
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 26)]
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 56)]
     (tmp_path / "rows.jsonl").write_text("".join(held))
     assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
                    f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
@@ -428,7 +428,7 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     shipped = json.loads((run / "ship.json").read_text())
     task = shipped["evidence"]["task"]["losses"]
     assert sum(task["base"]) / sum(task["tokens"]) == pytest.approx(of_adapter, rel=1e-6)
-    assert (code, shipped["before"]) == (2, "run plain's adapter")  # six rows are not enough
+    assert shipped["before"] == "run plain's adapter"
     code, said = command("ship", "--replay", str(run / "ship.json"))
     assert "Before: run plain's adapter" in said
 

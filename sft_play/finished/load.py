@@ -43,6 +43,10 @@ def load_as_trained(run: FinishedRun) -> Any:
     was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
     is missing or another one, or weights are missing or damaged."""
     require_sealed(run.weights)
+    return _load_trained(run)
+
+
+def _load_trained(run: FinishedRun) -> Any:
     if not run.is_adapter:
         return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
     return load_adapter(load_base(run), run.weights)
@@ -103,11 +107,12 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T
         with model.disable_adapter():
             before = measure("base", model)
     else:
+        require_sealed(run.weights)  # before minutes are spent on the other model
         model = load_before(run)
         before = measure("base" if continued is None else f"model before training ({continued.name})", model)
         del model  # two whole models may be more than fits
         free_memory()
-        model = load_as_trained(run)
+        model = _load_trained(run)
     after = measure("trained model", model)
     del model
     free_memory()
