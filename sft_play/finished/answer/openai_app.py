@@ -136,6 +136,7 @@ class _OneModel(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.responder = name, responder
         self.model, self.positions = responder.model, _positions(responder.model)
+        self.takes_tools = responder.takes_tools
         # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
         self.tokenizer = copy.deepcopy(responder.tokenizer)
         self.tokenizer.apply_chat_template = _rendered
@@ -220,6 +221,8 @@ class _ChatHandler(ChatCompletionHandler):
         manager: _OneModel = self.model_manager
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
             raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
+        if asked.get("tools") and not manager.takes_tools:
+            raise requests.refused("tools cannot be given: the model's chat template writes no tools", "tools")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
         async with manager.is_rendering:  # one at a time: so does the tokenizer

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
+from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
@@ -63,6 +64,13 @@ class Responder:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
         return prompt
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template writes the tools that a conversation brings."""
+        chats = (Chat("", tuple(PLAIN), tools) for tools in ((), tuple(PROBE_TOOLS)))
+        without, with_tools = map(self._renderer.prompt_ids, chats)
+        return without != with_tools
 
     def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[Answer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
