@@ -398,6 +398,14 @@ def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
     assert json.loads(words[-1])["model"] == 'it\'s "a run"'
 
 
+def test_the_positions_of_the_model_are_said_beside_shorter_rows_of_training(world):
+    with started(of_run(world / "lora")) as endpoint:
+        words = "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)"
+        assert endpoint.context == words
+        assert words in endpoint.lines()
+        assert endpoint.as_json()["context"] == words
+
+
 def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, monkeypatch):
     monkeypatch.setattr("sft_play.finished.answer.respond.Responder", lambda *_: pytest.fail("a model was loaded"))
     with socket.socket() as taken:

@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import config_json, local_folder, text_only
+from sft_play.facts.models.architecture import config_json, local_folder, positions_of, text_only
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
@@ -186,6 +186,19 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
     except ModelError:  # the base is gone: a fully trained model needs it no more
         return ()
     return (f"Class: {said}",) if said else ()
+
+
+def context_of(run: FinishedRun, model: str) -> tuple[int, str]:
+    """How many positions the model in a folder, or on the hub, has for a conversation, and what to say of the rows that
+    it was trained on; empty where they were as long."""
+    trained, config = run.plan().max_seq_len, config_json(model)
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    positions = positions_of(model) or trained
+    if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
+        positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
+    rows = f"rows of training had at most {trained:,} tokens (model.max_seq_len)"
+    return positions, f"Context: the model's own {positions:,} positions; {rows}" if positions != trained else ""
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------
