@@ -137,7 +137,10 @@ def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
 def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):
     path = tmp_path / "prompts.jsonl"
     for row, said in (
-        ({"id": 1, "frage": "q"}, r"no column is a prompt \(columns: id, frage\); a prompt is a column prompt, question"),
+        (
+            {"id": 1, "frage": "q"},
+            r"no column is a prompt \(columns: id, frage\); a prompt is a column prompt, question",
+        ),
         ({"text": "q"}, "no column is a prompt"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "holds nothing that an answer can follow"),

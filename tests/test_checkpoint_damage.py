@@ -252,7 +252,6 @@ def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished,
         "eval": ["eval"],
         "ship": ["ship"],
         "export": ["export", "--format", "vllm", "--out", str(tmp_path / "exported")],
-        "reproduce": ["reproduce"],
         **({"merge": ["merge", "--out", str(tmp_path / "merged")]} if is_adapter else {}),
     }
     rng = random.Random(2)

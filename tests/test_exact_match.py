@@ -286,13 +286,14 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     assert held_out > 3
     for when in ("before", "after"):
         assert (summary[when]["exact_match"], summary[when]["generated_rows"]) == (1.0, 3)
-    assert f"Held-out exact match (val, 3 of {held_out} rows): 100.0% before, 100.0% after" in printed
+    assert f"Held-out exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
     assert "exact match 100.0% of 3 rows" in printed
     assert [one["generated_rows"] for one in summary["evaluations"]] == [3] * len(summary["evaluations"])
     assert summary["samples"][0]["right"]
     assert summary["samples"][0]["expected"].startswith("<think>\n\n</think>\n\nit is ")
     card = (folder / "adapter" / "README.md").read_text()
-    assert f"| {held_out} validation rows, 3 of them with a generated answer | before | after |" in card
+    assert f"| {held_out} validation rows | before | after |" in card
+    assert "| exact match of 3 answers | 100.0% | 100.0% |" in card
     assert "exact match 100.0% of 3 rows" in command("runs", "--config", str(tmp_path / "run.yaml"))[1]
     assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
     shutil.copytree(folder, folder.with_name("two"))

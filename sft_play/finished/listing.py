@@ -48,13 +48,12 @@ class ListedRun:
     best_metric: str | None
     """Of the best held-out figure: `exact_match`, else `loss`."""
     best_value: float | None
-    best_rows: int | None
-    """Rows whose answer was generated for the best exact match."""
     best_step: int | None
     best_checkpoint: str | None
     bytes: int
     checkpoint_bytes: int
     started: datetime | None
+    best_rows: int | None = None  # whose answer was generated for the best exact match
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ def _listed(folder: RunFolder) -> ListedRun:
         step=max((entry["step"] for entry in metrics), default=None),
         best_metric=metric,
         best_value=value,
-        best_rows=rows,
         **best_checkpoint(folder),
         bytes=_bytes(folder.path),
         checkpoint_bytes=sum(_bytes(place) for place in folder.path.rglob("checkpoints") if place.is_dir()),
         started=_date(manifest.get("started")),
+        best_rows=rows,
     )
 
 

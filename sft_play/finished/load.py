@@ -18,7 +18,6 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.manifest import first_day
-from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import sdpa
@@ -41,12 +40,7 @@ def this_device() -> str:
 def load_as_trained(run: FinishedRun) -> Any:
     """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in the precision that it
     was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
-    is missing or another one, or weights are missing or damaged."""
-    require_sealed(run.weights)
-    return _load_trained(run)
-
-
-def _load_trained(run: FinishedRun) -> Any:
+    is missing or another one, or weights are missing."""
     if not run.is_adapter:
         return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
     return load_adapter(load_base(run), run.weights)
@@ -107,12 +101,11 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T
         with model.disable_adapter():
             before = measure("base", model)
     else:
-        require_sealed(run.weights)  # before minutes are spent on the other model
         model = load_before(run)
         before = measure("base" if continued is None else f"model before training ({continued.name})", model)
         del model  # two whole models may be more than fits
         free_memory()
-        model = _load_trained(run)
+        model = load_as_trained(run)
     after = measure("trained model", model)
     del model
     free_memory()

@@ -35,7 +35,6 @@ from sft_play.runs.files import read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
 from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
-from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.tensor_files import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -117,7 +116,6 @@ def _free_name(folder: RunFolder) -> str:
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
-    require_sealed(run.weights)
     base_folder(run)
     recorded = run.manifest.get("data") or {}
     wrong = changed_data(run.manifest, loaded)

@@ -83,10 +83,6 @@ def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> No
         write_text(path, "".join(f"{line}\n" for line in kept))
 
 
-EVALUATED = ("loss", "exact_match", "generated_rows")
-"""What an evaluation says, as metrics.jsonl names it behind `eval_`."""
-
-
 def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
     """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
     `generated_rows` that it is of.
@@ -97,9 +93,11 @@ def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]
     for _, entry in metric_lines(path) if path.exists() else ():
         if entry.get("stage") != stage:
             continue
-        figures = {name: entry[f"eval_{name}"] for name in EVALUATED if f"eval_{name}" in entry}
+        figures = {
+            name: entry[f"eval_{name}"] for name in ("loss", "exact_match", "generated_rows") if f"eval_{name}" in entry
+        }
         if figures:
-            empty = {"step": entry["step"], **dict.fromkeys(EVALUATED)}
+            empty = {"step": entry["step"], "loss": None, "exact_match": None, "generated_rows": None}
             by_step[entry["step"]] = by_step.get(entry["step"], empty) | figures
     return [by_step[step] for step in sorted(by_step)]
 

@@ -14,8 +14,8 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.files import find_source, read_rows
 from sft_play.data.sources.formats import FORMATS, Chat, rename_columns, to_example
-from sft_play.data.sources.messages import Message, shown, unpacked
-from sft_play.data.sources.raw import BadRow, RawRow, require_file
+from sft_play.data.sources.messages import Message, shown, unpacked, without_given
+from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
@@ -28,9 +28,8 @@ _AT_ONCE = 256
 """Prompts that are answered before their answers are written; within them the batches are sorted by length."""
 _SHOWN_ROWS = 5
 """Rows that are no prompts, of which an error shows so many."""
+# of the output: a column of the file that is called so is written as `input_…`
 _OWN_COLUMNS = ("messages", "tools", "answer", "reference", "by")
-"""Of the output: a column of the file that is called so is written as `input_…`."""
-_TAKEN = "a prompt is a column prompt, question or instruction (with input), or a list messages"
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,13 @@ class Prompt:
     def line(self) -> dict[str, Any]:
         """In plain data, as it is read back: tuples are lists."""
         columns = {f"input_{name}" if name in _OWN_COLUMNS else name: value for name, value in self.columns.items()}
-        ours = {"messages": self.messages, "tools": self.tools or None, "reference": self.reference}
-        told = {name: value for name, value in ours.items() if value is not None}
-        line: dict[str, Any] = json.loads(json.dumps({**columns, **told}, default=str))
-        return line
+        tools = {"tools": self.tools} if self.tools else {}
+        reference = {} if self.reference is None else {"reference": self.reference}
+        return dict(
+            json.loads(
+                json.dumps({**columns, "messages": without_given(self.messages), **tools, **reference}, default=str)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,7 @@ def read_prompts(path: Path, columns: Mapping[str, str] | None = None) -> list[P
     """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with their last answer or
     without it; `columns` are the user's names of them (data.columns). Raises DataError where a row is not a prompt."""
     if path.suffix == ".txt":
-        require_file(path)
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"INPUT={one_line(str(path))} cannot be read as UTF-8: {error}") from None
+        lines = "".join(text_blocks(path)).split("\n")
         prompts = [Prompt(({"role": "user", "content": line.removesuffix("\r")},)) for line in lines if line.strip()]
     else:
         prompts = _from_rows(path, columns or {})
@@ -105,7 +103,8 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
     shape = next(whole, next(iter(fitting), None))
     if shape is None:
         found = one_line(", ".join(map(str, row)) or "none", limit=200)
-        return f"no column is a prompt (columns: {found}); {_TAKEN}"
+        taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
+        return f"no column is a prompt (columns: {found}); {taken}"
     asked, *answers = shape.needs
     value = unpacked(row[asked], "[")
     if not isinstance(value, (str, list)):
@@ -113,7 +112,8 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
     used = {key: one for key, one in row.items() if key in shape.needs or key in shape.may_have}
     if shape.kind == "turns":
-        is_open = bool(value) and not isinstance(value[-1], list)  # a list of [question, answer] is never open
+        # a list of [question, answer] is never open
+        is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
         used[asked] = [*value, {"role": "assistant", "content": "."}] if is_open else value
     else:
         is_open = row.get(answers[0]) is None
@@ -159,10 +159,8 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
     file."""
     named = f"OUTPUT={one_line(str(target))}"
     if not target.exists():
-        try:
+        with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{named} cannot be written: {error.strerror}") from None
         return 0
     require_file(target)
     # a process that was killed may have left half a line, or half a character of one

@@ -32,6 +32,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -136,7 +137,8 @@ class _OneModel(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.responder = name, responder
         self.model, self.positions = responder.model, _positions(responder.model)
-        self.takes_tools = responder.takes_tools
+        without, with_tools = (Chat("", tuple(PLAIN), tools) for tools in ((), tuple(PROBE_TOOLS)))
+        self.takes_tools = responder.renderer.prompt_ids(without) != responder.renderer.prompt_ids(with_tools)
         # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
         self.tokenizer = copy.deepcopy(responder.tokenizer)
         self.tokenizer.apply_chat_template = _rendered

@@ -50,8 +50,7 @@ class Serving(Outcome):
     host: str
     port: int
     pid: int
-    context: str = ""
-    """What to say of the model's positions and the rows that it was trained on; may be empty."""
+    context: str = ""  # what to say of the model's positions, where rows of training were shorter
 
     @property
     def url(self) -> str:
@@ -146,8 +145,8 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_S)
-        _, context = context_of(run, run.config.model.name if run.is_adapter else str(run.weights))
-        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), context)
+        _, note = context_of(run, run.config.model.name if run.is_adapter else str(run.weights))
+        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
@@ -201,8 +200,8 @@ class VllmService:
         self._words += ["--port", str(self._port), "--dtype", dtype]
         self._words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(self._words))
-        _, context = context_of(self._run, str(weights))
-        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), context)
+        _, note = context_of(self._run, str(weights))
+        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""

@@ -174,8 +174,7 @@ def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
 
 def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Metric]) -> None:
     if named and metrics and not rows.asked:
-        why = f"no row of {rows.name} ends with an answer that can be generated"
-        raise ConfigError(f"METRICS={one_line(' '.join(named))}: {why}")
+        raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
     if rows.asked:
         _values(rows, metrics, [rows.asked[0].question.answer])
 

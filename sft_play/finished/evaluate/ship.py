@@ -103,9 +103,9 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     with lock(run.folder):
         try:
             measured = _ShipRows(run, rows)
-            task, about["rows_sha256"] = measured.unmeasured, measured.rows_sha256
-            refusal = rule.too_few(task, thresholds)
-            evidence = _refused(task, refusal) if refusal else measured.evidence()
+            about["rows_sha256"] = measured.rows_sha256
+            refusal = rule.too_few(measured.task, thresholds)
+            evidence = _refused(measured.task, refusal) if refusal else measured.evidence()
         except ModelError as error:
             evidence = _refused(rule.TaskEvidence(""), str(error))
         if not rule.judge(evidence, thresholds).reasons:
@@ -127,12 +127,14 @@ class _ShipRows:
         tokenizer = load_tokenizer(config).tokenizer
         renderer = renderer_of(run, tokenizer)
         self.held = held_out(run)
-        self.split = "" if self.held.name == "train" else self.held.name
-        self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
+        split = "" if self.held.name == "train" else self.held.name
+        self.rows, left_out = distinct_rows(self.held, rows) if split else ([], 0)
+        unread = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
+        # what is known of the task before a model reads its rows
+        self.task = rule.TaskEvidence(split, _losses(unread, unread, self.rows), left_out=left_out)
         self.asked: list[Question] = []
         if self.rows and config.eval.generate_rows:
-            asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, renderer, tokenizer, asked)
+            self.asked = questions(self.held.split, renderer, tokenizer, most=min(rows, config.eval.generate_rows))
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             tokenizer,
@@ -145,21 +147,17 @@ class _ShipRows:
         self.refused = len(sample.chats) - len(self.chats)
         self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
-    @property
-    def unmeasured(self) -> rule.TaskEvidence:
-        """What is known of the task's rows before a model reads them."""
-        unread = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
-        return rule.TaskEvidence(self.split, _losses(unread, unread, self.rows), left_out=self.left_out)
-
     def evidence(self) -> rule.Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
-        counts = (len(self.rows), self.split, len(self.asked), len(self.text) + len(self.chats))
-        logger.info("To be measured: %d rows of %s, %d generated answers, %d general texts and chats", *counts)
+        logger.info(
+            "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
+            len(self.rows), self.task.split, len(self.asked), len(self.text) + len(self.chats),
+        )  # fmt: skip
         (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
         text = _losses(base["text"], tuned["text"], self.text)
         chats = _losses(base["chats"], tuned["chats"], self.chats)
         losses = _losses(base["task"], tuned["task"], self.rows)
-        task = rule.TaskEvidence(self.split, losses, right_base, right_tuned, self.left_out)
+        task = dataclasses.replace(self.task, losses=losses, right_base=right_base, right_tuned=right_tuned)
         return rule.Evidence(task, rule.GeneralEvidence(text, chats, self.refused), rule.MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:

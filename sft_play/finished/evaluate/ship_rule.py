@@ -188,8 +188,10 @@ class Verdict:
 def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     """The verdict: equal evidence and thresholds give an equal one."""
     if evidence.not_loaded:
-        known = {"split": evidence.task.split, "rows": len(evidence.task.losses)}
-        refused = ShipCheck("task", ok=False, line="not measured", reason=evidence.not_loaded, figures=known)
+        refused = ShipCheck(
+            "task", ok=False, line="not measured", reason=evidence.not_loaded,
+            figures={"split": evidence.task.split, "rows": len(evidence.task.losses)},
+        )  # fmt: skip
         others = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
         return Verdict((refused, *others))
     task, general = _judge_task(evidence.task, thresholds), _judge_general(evidence.general, thresholds)
@@ -204,8 +206,8 @@ def too_few(task: TaskEvidence, thresholds: Thresholds) -> str:
     if len(task.losses) >= thresholds.min_rows:
         return ""
     without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-    few = f"{len(task.losses)} held-out rows{without}, at least {thresholds.min_rows} are needed"
-    return f"not enough evidence: {few}; {more}"
+    few = f"not enough evidence: {len(task.losses)} held-out rows{without}"
+    return f"{few}, at least {thresholds.min_rows} are needed; {more}"
 
 
 def evidence_lines(verdict: Verdict, before: str | None) -> list[str]:

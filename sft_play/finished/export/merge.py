@@ -103,7 +103,6 @@ def merge_run(
     target = out or run.folder.path / MERGED
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
-    require_sealed(run.weights)
     folder = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
     weights = MergedWeights(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
@@ -153,13 +152,9 @@ def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch
 
 
 def merged_model(run: FinishedRun) -> Path | None:
-    """The run's `merged/`; None where there is none, or one of an earlier adapter. Raises ModelError where its weights
-    are not those that were merged."""
+    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED
-    if not (folder / "config.json").is_file() or not _is_of(folder, run):
-        return None
-    require_sealed(folder)
-    return folder
+    return folder if (folder / "config.json").is_file() and _is_of(folder, run) else None
 
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
@@ -167,10 +162,10 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
     where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
     if not run.is_adapter:
-        require_sealed(run.weights)
         return run.weights
     merged = merged_model(run)
     if merged is not None:
+        require_sealed(merged)
         refuse_another_model(merged, run)
         return merged
     target = run.folder.path / MERGED

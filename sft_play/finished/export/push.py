@@ -19,7 +19,6 @@ from sft_play.finished.export.places import MERGED
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
-from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.units import size_of
 
 UPLOADED = (
@@ -106,8 +105,6 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
-    if not is_merged:
-        require_sealed(folder)
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files = _chosen(folder)
     if CARD in files:
@@ -163,14 +160,11 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     target = run.folder.path / MERGED
     merge = f"make merge RUN={run.folder.quoted}{' FORCE=1' if target.exists() else ''} writes it"
-    lacking = RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
-    if not (target / "config.json").is_file():
-        raise lacking
     from sft_play.finished.export.merge import merged_model, refuse_another_model
 
     merged = merged_model(run)
     if merged is None:
-        raise lacking
+        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
     refuse_another_model(merged, run)
     return merged
 

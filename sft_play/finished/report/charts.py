@@ -229,13 +229,8 @@ def charts_of(record: Record) -> list[Chart]:
 
 
 def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:
-    generated = {prefix: record.curve(f"{prefix}_generated_rows")[-1:] for prefix, _, _ in _SPLITS}
-    counts = {prefix: f", {rows:,} rows" for prefix, last in generated.items() for _, rows in last}
-    of = counts if figure == "exact_match" else {}
     curves = {prefix: record.curve(f"{prefix}_{figure}") for prefix, _, _ in _SPLITS}
-    return tuple(
-        Curve(name + of.get(prefix, ""), curves[prefix], colour, marked=True) for prefix, name, colour in _SPLITS
-    )
+    return tuple(Curve(name, curves[prefix], colour, marked=True) for prefix, name, colour in _SPLITS)
 
 
 def _by_source(record: Record) -> tuple[Curve, ...]:

@@ -108,17 +108,6 @@ class Record:
         firsts = itertools.accumulate((part.steps for part in self.parts), initial=0)
         return [(part.name or "", first) for part, first in zip(self.parts, firsts, strict=False)]
 
-    @property
-    def best(self) -> tuple[str, float, int | None] | None:
-        """The best held-out figure: name (`exact_match`, else `loss`), value, and rows of an exact match."""
-        generated = dict(self.curve("eval_generated_rows"))
-        logged = [
-            {name: value, "eval_generated_rows": generated.get(step)}
-            for name in ("eval_loss", "eval_exact_match")
-            for step, value in self.curve(name)
-        ]
-        return best_of(logged, self.summary)
-
     def held_out(self, when: Literal["before", "after"], name: str) -> float | None:
         """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
         # of a run that was killed: its manifest has what was measured first
@@ -215,7 +204,13 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
             generated = record.held_out("before" if after is None else "after", "generated_rows")
             of = f" of {generated:,.0f} rows" if generated and name == "exact_match" else ""
             lead.append((label, (" → ".join(shown) if after is not None else f"{shown[0]} before") + of))
-    best = record.best
+    answered = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
+    logged = [
+        {name: value, "eval_generated_rows": answered}
+        for name in ("eval_loss", "eval_exact_match")
+        for _, value in record.curve(name)
+    ]
+    best = best_of(logged, record.summary)
     if best is not None and not isinstance(record.summary.get("after"), dict):
         of = f" of {best[2]:,} rows" if best[2] else ""
         lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{of}"))

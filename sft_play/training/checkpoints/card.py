@@ -173,25 +173,21 @@ def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[s
 
 
 def _results(facts: CardFacts) -> list[list[str]]:
-    (count, generated), split = rows_of(facts.summary), str(facts.summary.get("split"))
-    words = f"{count:,} {'validation' if split == 'val' else split} rows"
-    words += f", {generated:,} of them with a generated answer" if 0 < generated < count else ""
-    rows = [[words if count else "", "before", "after"]]
+    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
+    count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
+    rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
     rows += map(list, figures_of(facts.summary))
     return rows if len(rows) > 1 else []
 
 
-def rows_of(summary: Mapping[str, Any]) -> tuple[int, int]:
-    """Held-out rows, and how many of them an answer was generated for: all that exact match is of."""
-    before, after = summary.get("before") or {}, summary.get("after") or {}
-    rows, generated = (after.get(key) or before.get(key) or 0 for key in ("rows", "generated_rows"))
-    return rows, generated
-
-
 def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name and values, in words, of each figure that was measured before training or after."""
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        both = [(summary.get(when) or {}).get(name.replace(" ", "_")) for when in ("before", "after")]
+    """Name and values, in words, of each figure that was measured before training or after; exact match with how many
+    answers it is of, where they are fewer than the rows."""
+    measured = [summary.get(when) or {} for when in ("before", "after")]
+    fewer = {one["generated_rows"] for one in measured if 0 < one.get("generated_rows", 0) < one["rows"]}
+    match = f"exact match of {max(fewer):,} answers" if fewer else "exact match"
+    for key, name, form in (("loss", "loss", "{:.4f}"), ("exact_match", match, "{:.1%}")):
+        both = [one.get(key) for one in measured]
         if any(value is not None for value in both):
             before, after = ("not measured" if value is None else form.format(value) for value in both)
             yield name, before, after

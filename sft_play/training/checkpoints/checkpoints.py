@@ -31,8 +31,8 @@ NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which training cannot be resumed exactly."""
 WEIGHTS = (".safetensors", ".distcp")
 """Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint."""
+# files beside trained weights that people may change
 _EDITED = re.compile(r".*\.(md|jinja)|.*config.*\.json")
-"""Files beside trained weights that people may change."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -88,14 +88,14 @@ def seal(folder: Path, *, moved: Callable[[int], None] | None = None) -> None:
 
 
 def require_sealed(folder: Path) -> None:
-    """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have no
-    digests, and what people edit (`_EDITED`) may change."""
+    """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
+    no digests, and what people edit (`_EDITED`) may change."""
     with waiting(f"Comparing {folder} with its digests"):
         found = fault(folder, but=_EDITED) if (folder / COMPLETE).is_file() else None
     if found is not None:
         raise ModelError(
-            f"{folder} is not what was written: {found}. Put back a copy of it, or write it again (make consolidate from "
-            f"the last checkpoint, make merge FORCE=1). If you changed it yourself, remove {folder / COMPLETE}"
+            f"{folder} is not what was written: {found}. Put back a copy of it, or write it again (make consolidate "
+            f"from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove {folder / COMPLETE}"
         )
 
 

@@ -50,8 +50,7 @@ class Figures:
     exact_match: float | None = None
     rows: int = 0
     answers: tuple[Answer, ...] = ()
-    generated_rows: int = 0
-    """Rows whose answer was generated: `exact_match` is their share."""
+    generated_rows: int = 0  # whose answer was generated: `exact_match` is of them
 
     def as_json(self) -> dict[str, Any]:
         """`before` or `after` of the summary."""
@@ -70,10 +69,10 @@ def eval_set_of(job: RunJob, prepared: Prepared) -> EvalSet:
 
 
 def _questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Question]:
-    config = job.loaded.config.eval
-    if split is None or config.generate_rows == 0:
+    most = job.loaded.config.eval.generate_rows
+    if split is None or most == 0:
         return []
-    asked = questions(split, prepared.renderer, prepared.tokenizer.tokenizer, config)
+    asked = questions(split, prepared.renderer, prepared.tokenizer.tokenizer, most=most)
     if not asked:
         logger.info("No held-out row ends with an answer that can be generated: exact match is not measured")
     return asked

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sft_play.config.schema import EvalConfig
 from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,11 @@ class Answer:
         return self.text.strip() == self.question.answer.strip()
 
 
-def questions(split: Split, renderer: Renderer, tokenizer: Any, config: EvalConfig) -> list[Question]:
-    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats."""
-    count = min(config.generate_rows, len(split.chats))
+def questions(split: Split, renderer: Renderer, tokenizer: Any, *, most: int) -> list[Question]:
+    """At most so many questions, evenly spaced over the split's chats."""
+    count = min(most, len(split.chats))
     chats = [split.chats[index * len(split.chats) // count] for index in range(count)]
-    asked = [question for question in questions_of(chats, renderer, tokenizer) if question is not None]
-    lengths = [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) for question in asked]
-    too_long = sum(length > config.max_new_tokens for length in lengths)
-    if too_long:
-        why = f"longer than eval.max_new_tokens={config.max_new_tokens} (the longest {max(lengths):,} tokens)"
-        logger.warning("Exact match: %s of %s answers are %s and cannot be matched", too_long, len(asked), why)
-    return asked
+    return [question for question in questions_of(chats, renderer, tokenizer) if question is not None]
 
 
 def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
@@ -69,8 +59,7 @@ def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> l
         whole = tokenizer.decode([token for token in ids[1] if token not in stop], skip_special_tokens=False)
         if not answer.strip() or answer.strip() != whole.strip():  # gpt-oss: `<|end|>` ends think text, and turns too
             return None
-        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-        return Question(ids[0], shown, answer)
+        return Question(ids[0], str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else "", answer)
 
     return [question_of(chat) for chat in chats]
 

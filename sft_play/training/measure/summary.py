@@ -16,7 +16,7 @@ from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.card import CardFacts, figures_of, rows_of, stops_of, write_card
+from sft_play.training.checkpoints.card import CardFacts, figures_of, stops_of, write_card
 from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
@@ -99,12 +99,9 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> l
 
 
 def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
-    rows, generated = rows_of(summary)
-    counts = {"exact match": f"{generated:,} of {rows:,}"} if 0 < generated < rows else {}
-    return [
-        f"Held-out {name} ({summary['split']}, {counts.get(name, f'{rows:,}')} rows): {before} before, {after} after"
-        for name, before, after in figures_of(summary)
-    ]
+    rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
+    where = f"({summary['split']}, {rows} rows)"
+    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in figures_of(summary)]
 
 
 def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
