@@ -441,7 +441,10 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
 def test_a_continued_run_whose_adapter_changed_since_is_not_compared_with_another(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next")[0] == 0
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 56)]
+    (tmp_path / "rows.jsonl").write_text("".join(held))  # enough of them for ship to load a model
+    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
+                   f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
     file = outputs / "plain" / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")
