@@ -134,6 +134,12 @@ def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
         infer(run, source, target, max_new_tokens=3)
 
 
+def test_messages_stand_in_the_output_without_their_authors_own_form(tmp_path):
+    path, parts = tmp_path / "prompts.jsonl", [{"type": "text", "text": "Be terse."}]
+    path.write_text(json.dumps({"messages": [{"role": "developer", "content": parts}, *question("q")]}) + "\n")
+    assert read_prompts(path)[0].line == {"messages": [{"role": "system", "content": "Be terse."}, *question("q")]}
+
+
 def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):
     path = tmp_path / "prompts.jsonl"
     for row, said in (

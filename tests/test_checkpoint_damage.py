@@ -314,3 +314,17 @@ def test_a_damaged_merge_is_not_exported(finished, command, tmp_path):
     assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
     path.write_bytes(content)
     assert command(*words)[0] == 0
+
+
+def test_comparing_large_weights_says_so(of_all_kinds, monkeypatch, caplog):
+    import logging
+    import time
+
+    from sft_play.process import waiting
+
+    real = checkpoints._digests
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    monkeypatch.setattr(checkpoints, "_digests", lambda *given: time.sleep(0.3) or real(*given))
+    with caplog.at_level(logging.INFO):
+        checkpoints.require_sealed(of_all_kinds)
+    assert f"Comparing {of_all_kinds} with its digests" in caplog.text

@@ -46,13 +46,10 @@ class Prompt:
     def line(self) -> dict[str, Any]:
         """In plain data, as it is read back: tuples are lists."""
         columns = {f"input_{name}" if name in _OWN_COLUMNS else name: value for name, value in self.columns.items()}
-        tools = {"tools": self.tools} if self.tools else {}
-        reference = {} if self.reference is None else {"reference": self.reference}
-        return dict(
-            json.loads(
-                json.dumps({**columns, "messages": without_given(self.messages), **tools, **reference}, default=str)
-            )
-        )
+        line = {**columns, "messages": without_given(self.messages)}
+        line |= {"tools": self.tools} if self.tools else {}
+        line |= {} if self.reference is None else {"reference": self.reference}
+        return dict(json.loads(json.dumps(line, default=str)))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
-from sft_play.training.measure.exact_match import Question, questions
+from sft_play.training.measure.exact_match import questions
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -132,9 +132,8 @@ class _ShipRows:
         unread = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
         # what is known of the task before a model reads its rows
         self.task = rule.TaskEvidence(split, _losses(unread, unread, self.rows), left_out=left_out)
-        self.asked: list[Question] = []
-        if self.rows and config.eval.generate_rows:
-            self.asked = questions(self.held.split, renderer, tokenizer, most=min(rows, config.eval.generate_rows))
+        most = min(rows, config.eval.generate_rows) if self.rows else 0
+        self.asked = questions(self.held.split, renderer, tokenizer, most=most)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             tokenizer,

@@ -145,8 +145,8 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     write_generation_config(run, prompts.tokenizer, model, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     positions, note = context_of(run, str(model))
-    length = ["--max-model-len", str(positions)]
-    words = ["vllm", "serve", str(target), "--served-model-name", run.folder.path.name, *length]
+    name = run.folder.path.name
+    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
     return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),), (note,) if note else ())
 
 

@@ -165,7 +165,6 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
         return run.weights
     merged = merged_model(run)
     if merged is not None:
-        require_sealed(merged)
         refuse_another_model(merged, run)
         return merged
     target = run.folder.path / MERGED
@@ -194,7 +193,8 @@ def _is_of(folder: Path, run: FinishedRun) -> bool:
 
 def refuse_another_model(folder: Path, run: FinishedRun) -> None:
     """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
-    than the adapter was trained on and merge-test has not been asked."""
+    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
+    require_sealed(folder)
     record = merge_record(folder)
     test = record.get("test") or {}
     again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
