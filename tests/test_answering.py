@@ -87,6 +87,79 @@ def test_prompts_of_every_kind_of_file_are_read(tmp_path):
         read_prompts(tmp_path / "empty.txt")
 
 
+@pytest.mark.parametrize(
+    ("row", "said", "reference", "columns"),
+    [
+        ({"id": 7, "prompt": "q"}, "q", None, {"id": 7}),
+        ({"id": "a", "system": "s", "prompt": "q", "tag": [1]}, "s|q", None, {"id": "a", "tag": [1]}),
+        ({"question": "q"}, "q", None, {}),
+        ({"question": "q", "label": "spam", "score": 0.5}, "q", None, {"label": "spam", "score": 0.5}),
+        ({"instruction": "q"}, "q", None, {}),
+        ({"instruction": "q", "input": "i", "id": 1}, "q\ni", None, {"id": 1}),
+        ({"instruction": "q", "context": "c", "output": "a"}, "q\nc", "a", {}),
+        ({"instruction": "q", "input": "", "output": None}, "q", None, {}),
+        ({"input": "q", "source": "web"}, "q", None, {"source": "web"}),
+        ({"query": "q", "text": "other"}, "q", None, {"text": "other"}),
+        ({"prompt": "q", "completion": "a", "id": 3}, "q", "a", {"id": 3}),
+        ({"prompt": question("q"), "id": 3}, "q", None, {"id": 3}),
+        ({"messages": question("q"), "id": 3}, "q", None, {"id": 3}),
+        ({"messages": [*question("q"), {"role": "assistant", "content": "a"}], "n": 1}, "q", "a", {"n": 1}),
+        ({"messages": question("q"), "system": "s", "question": "not read"}, "s|q", None, {"question": "not read"}),
+        ({"conversations": [{"from": "human", "value": "q"}], "id": "x"}, "q", None, {"id": "x"}),
+        ({"conversations": [["q", "a"], ["r", "b"]]}, "q|a|r", "b", {}),
+        ({"messages": json.dumps(question("q")), "id": 1}, "q", None, {"id": 1}),
+        ({"frage": "q", "id": 1}, "q", None, {"id": 1}),
+    ],
+)
+def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, reference, columns):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    [prompt] = read_prompts(path, {"prompt": "frage"})
+    assert "|".join(message["content"] for message in prompt.messages) == said
+    assert (prompt.reference, prompt.columns) == (reference, columns)
+
+
+def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"id": n, "question": f"what is {n}?", "answer": None, "by": "me", "note": "é"} for n in range(3)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    infer(run, source, target, max_new_tokens=3)
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(line["id"], line["note"], line["input_by"]) for line in lines] == [(n, "é", "me") for n in range(3)]
+    assert all(line["by"].startswith(run.folder.path.name) and "answer" in line for line in lines)
+    target.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    assert infer(run, source, target, max_new_tokens=3).resumed == 2
+    source.write_text(source.read_text().replace('"id": 0', '"id": 10'))
+    with pytest.raises(DataError, match="other prompts"):
+        infer(run, source, target, max_new_tokens=3)
+
+
+def test_messages_stand_in_the_output_without_their_authors_own_form(tmp_path):
+    path, parts = tmp_path / "prompts.jsonl", [{"type": "text", "text": "Be terse."}]
+    path.write_text(json.dumps({"messages": [{"role": "developer", "content": parts}, *question("q")]}) + "\n")
+    assert read_prompts(path)[0].line == {"messages": [{"role": "system", "content": "Be terse."}, *question("q")]}
+
+
+def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for row, said in (
+        (
+            {"id": 1, "frage": "q"},
+            r"no column is a prompt \(columns: id, frage\); a prompt is a column prompt, question",
+        ),
+        ({"text": "q"}, "no column is a prompt"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "holds nothing that an answer can follow"),
+        ({"prompt": 5}, "prompt is 5, and has to be text"),
+        ({"messages": [{"role": "pirate", "content": "q"}]}, "pirate"),
+    ):
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match=said) as caught:
+            read_prompts(path)
+        assert "train" not in str(caught.value)
+        assert "data.columns" not in str(caught.value)
+
+
 def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_path, monkeypatch):
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("".join(f"what is {n}\u2028?\n" for n in range(7)))

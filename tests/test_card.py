@@ -166,7 +166,7 @@ def test_a_run_writes_its_card_with_figures_and_without_rows_paths_or_secrets(
     summary = json.loads((folder / "summary.json").read_text())
     data = json.loads((folder / "manifest.json").read_text())["data"]
     assert f"| loss | {summary['before']['loss']:.4f} | {summary['after']['loss']:.4f} |" in text
-    assert f"| exact match | {summary['before']['exact_match']:.1%} |" in text
+    assert f"| exact match of 2 answers | {summary['before']['exact_match']:.1%} |" in text
     for split, count in (("train", 30), ("val", 10)):
         report = data[split]["report"]
         assert report["rows_kept"] == count

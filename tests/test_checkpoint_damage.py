@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import shutil
@@ -207,3 +209,122 @@ def test_every_rank_has_to_find_the_checkpoint(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(RunFolderError, match="it was never finished"):
         last_checkpoint(tmp_path, Heartbeat(0.0))
+
+
+# --- the weights of a finished run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def finished(request, tmp_path_factory) -> Path:
+    """A run that has ended, and a run YAML that trains on its rows."""
+    from sft_play.cli import main
+    from tests.conftest import chat
+    from tests.models import make_llama
+
+    folder = tmp_path_factory.mktemp(request.param)
+    base = make_llama(folder / "base")
+    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(80)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {base}, max_seq_len: 64}}\ntuning: {{mode: {request.param}}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.5}}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, learning_rate: 1e-3, report_to: []}\n"
+        f"eval: {{before_training: false, steps: 0}}\noutput: {{dir: {folder}/outputs, name: one}}\n"
+    )
+    assert main(["train", "--config", str(folder / "run.yaml")]) == 0
+    return folder
+
+
+def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, command, tmp_path, monkeypatch):
+    run, config = finished / "outputs" / "one", finished / "run.yaml"
+    is_adapter = (run / "adapter").is_dir()
+    weights = run / ("adapter" if is_adapter else "model")
+    assert {"config.json" if not is_adapter else "adapter_config.json", "tokenizer.json"} <= set(
+        json.loads((weights / checkpoints.COMPLETE).read_text())["digests"]
+    )
+    (tmp_path / "prompts.txt").write_text("what is 1 + 1?\n")
+    monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    commands = {
+        "chat": ["chat"],
+        "infer": ["infer"],
+        "eval": ["eval"],
+        "ship": ["ship"],
+        "export": ["export", "--format", "vllm", "--out", str(tmp_path / "exported")],
+        **({"merge": ["merge", "--out", str(tmp_path / "merged")]} if is_adapter else {}),
+    }
+    rng = random.Random(2)
+    for name, words in commands.items():
+        path = rng.choice([*weights.glob("*.safetensors"), weights / "tokenizer.json"])
+        content = path.read_bytes()
+        damage(path, rng.choice(["flip", "zeros in the midst", "longer"]), rng)
+        code, printed = command(*words, "--run", str(run))
+        assert code == 2, (name, printed)
+        assert "Traceback" not in printed, (name, printed)
+        assert f"{weights} is not what was written: {path.name}" in printed, (name, printed)
+        path.write_bytes(content)
+    assert not (tmp_path / "exported").exists()
+    if is_adapter:
+        path, again = weights / "adapter_model.safetensors", [f"model.adapter={run}", "output.name=next"]
+        content = path.read_bytes()
+        damage(path, "flip", rng)
+        code, printed = command("train", "--config", str(config), *again)
+        assert code == 2, printed
+        assert "adapter_model.safetensors: the contents are not those that were written" in printed
+        path.write_bytes(content)
+    code, printed = command(*commands["infer"], "--run", str(run), "--max-new-tokens", "2")
+    assert code == 0, printed
+
+
+def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command, tmp_path, monkeypatch):
+    run = tmp_path / "one"
+    shutil.copytree(finished / "outputs" / "one", run)
+    is_adapter = (run / "adapter").is_dir()
+    weights = run / ("adapter" if is_adapter else "model")
+    (tmp_path / "prompts.txt").write_text("what is 1 + 1?\n")
+    monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
+    (weights / "README.md").write_text("# My own words\n")
+    (weights / "notes.txt").write_text("more\n")
+    settings = weights / ("adapter_config.json" if is_adapter else "generation_config.json")
+    settings.write_text(json.dumps(json.loads(settings.read_text())))  # the same, on one line
+    for place in ("with", "without"):
+        monkeypatch.setenv("OUTPUT", str(tmp_path / f"{place}.jsonl"))
+        code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
+        assert code == 0, printed
+        (weights / checkpoints.COMPLETE).unlink(missing_ok=True)
+    # a record that is damaged itself says so
+    (weights / checkpoints.COMPLETE).write_text("{")
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "damaged.jsonl"))
+    code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
+    assert (code, "complete.json is damaged" in printed) == (2, True), printed
+
+
+def test_a_damaged_merge_is_not_exported(finished, command, tmp_path):
+    run = tmp_path / "one"
+    shutil.copytree(finished / "outputs" / "one", run)
+    if not (run / "adapter").is_dir():
+        pytest.skip("all weights were trained: nothing is merged")
+    assert command("merge", "--run", str(run))[0] == 0
+    path = run / "merged" / "model.safetensors"
+    content = path.read_bytes()
+    damage(path, "flip", random.Random(3))
+    words = ["export", "--run", str(run), "--format", "vllm", "--out", str(tmp_path / "exported")]
+    code, printed = command(*words)
+    assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
+    path.write_bytes(content)
+    assert command(*words)[0] == 0
+
+
+def test_comparing_large_weights_says_so(of_all_kinds, monkeypatch, caplog):
+    import logging
+    import time
+
+    from sft_play.process import waiting
+
+    real = checkpoints._digests
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    monkeypatch.setattr(checkpoints, "_digests", lambda *given: time.sleep(0.3) or real(*given))
+    with caplog.at_level(logging.INFO):
+        checkpoints.require_sealed(of_all_kinds)
+    assert f"Comparing {of_all_kinds} with its digests" in caplog.text

@@ -484,7 +484,9 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
     exported = export_run(run, "ollama")
     fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
-    assert "<|endoftext|>" not in (exported.path / "Modelfile").read_text().partition("PARAMETER")[0]
+    text = (exported.path / "Modelfile").read_text()
+    assert "<|endoftext|>" not in text.partition("PARAMETER")[0]
+    assert "PARAMETER num_ctx 256\n" in text  # the model's, where the rows of training had 64
     tested = export_test(run, rows=3)
     assert tested.ok, "\n".join(tested.lines())
 
@@ -629,6 +631,41 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     assert tokenizer.chat_template == CHATML
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
     assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
+    # the rows of training had 64 tokens at most, which is no limit of the model
+    assert exported.commands[0].endswith(" --max-model-len 256")
+    assert "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)" in (
+        exported.lines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, 8192),
+        ({"max_position_embeddings": 64}, 64),
+        # those of the larger window, as Llama 3 counts them
+        ({"rope_parameters": {**LLAMA3_POSITIONS, "rope_theta": 1e4}}, 8192),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}, 32768),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 4096}}, 8192),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 16384),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}}, 8192),
+        ({"model_type": "gpt2", "n_positions": 1024, "max_position_embeddings": None}, 1024),
+        ({"model_type": "bloom", "max_position_embeddings": None, "n_layer": 2, "n_head": 4}, 64),
+    ],
+)
+def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, positions):
+    from sft_play.finished.run import context_of
+
+    config = {
+        "model_type": "llama", **SMALL, "vocab_size": 400, "max_position_embeddings": 8192, "n_embd": 64, "n_layer": 2,
+        "n_head": 4, **changes,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
+    run = SimpleNamespace(plan=lambda: SimpleNamespace(max_seq_len=64))
+    found, note = context_of(run, str(tmp_path))
+    assert found == positions
+    assert note == ("" if positions == 64 else f"Context: the model's own {positions:,} positions; rows of training "
+                    "had at most 64 tokens (model.max_seq_len)")  # fmt: skip
 
 
 def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import re
@@ -260,9 +261,7 @@ def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, k
     assert before == pytest.approx(of_adapter, rel=tolerance)
     fact = json.loads((run / "manifest.json").read_text())["data"]["adapter"]
     file = world / "outputs" / kind / "adapter" / "adapter_model.safetensors"
-    from sft_play.runs.files import sha256_of
-
-    assert fact == {"path": str(file.parent), "sha256": sha256_of(file), "run": kind}
+    assert fact == {"path": str(file.parent), "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "run": kind}
     old, new = load_file(file), load_file(run / "adapter" / "adapter_model.safetensors")
     assert old.keys() == new.keys()
     assert any(not torch.equal(old[name], new[name]) for name in old)  # and it was trained further
@@ -408,7 +407,7 @@ def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, comm
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 26)]
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 56)]
     (tmp_path / "rows.jsonl").write_text("".join(held))
     assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
                    f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
@@ -429,7 +428,7 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     shipped = json.loads((run / "ship.json").read_text())
     task = shipped["evidence"]["task"]["losses"]
     assert sum(task["base"]) / sum(task["tokens"]) == pytest.approx(of_adapter, rel=1e-6)
-    assert (code, shipped["before"]) == (2, "run plain's adapter")  # six rows are not enough
+    assert shipped["before"] == "run plain's adapter"
     code, said = command("ship", "--replay", str(run / "ship.json"))
     assert "Before: run plain's adapter" in said
 
@@ -442,7 +441,10 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
 def test_a_continued_run_whose_adapter_changed_since_is_not_compared_with_another(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next")[0] == 0
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 56)]
+    (tmp_path / "rows.jsonl").write_text("".join(held))  # enough of them for ship to load a model
+    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
+                   f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
     file = outputs / "plain" / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")

@@ -61,7 +61,11 @@ def test_rows_are_rendered_as_transformers_renders_them_with_their_variables(tok
 def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
     made = renderer(tokenizer, chat_template_kwargs={"tone": "calm"})
     for own in ({}, {"tone": "loud"}, {"enable_thinking": False}):
-        ids, _ = made.prompt_ids(Chat("f:1", MESSAGES, template_kwargs=own))
+        turns = (*MESSAGES, {"role": "user", "content": "more"}, {"role": "assistant", "content": "light off"})
+        made.render(Chat("f:1", turns, template_kwargs=own))  # the run's own rows are rendered before any is asked for
+        ids = made.prompt_ids(Chat("f:1", MESSAGES, template_kwargs=own))
+        asked = made.question_ids(Chat("f:1", turns, template_kwargs=own))
+        assert tokenizer.decode(asked[1]) == "light off<|im_end|>"  # the last answer alone
         expected = tokenizer.apply_chat_template(
             list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
         )

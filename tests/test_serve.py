@@ -24,6 +24,7 @@ import pytest
 from sft_play.errors import BackendError, ConfigError, DataError
 from sft_play.finished.answer import serve
 from sft_play.finished.run import find_finished
+from tests.bundled import template_of
 from tests.conftest import ROOT
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama
@@ -162,6 +163,7 @@ def post(endpoint: serve.Serving, body: object, path: str = "chat/completions", 
         return error.code, json.loads(text) if text.startswith("{") else {"text": text}
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}]
 CHAT = {"messages": ASKED, "temperature": 0, "max_tokens": TOKENS}
 REFUSED: list[dict[str, object]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 3}, {"response_format": {"type": "json_object"}},
@@ -172,6 +174,7 @@ REFUSED: list[dict[str, object]] = [
     {"max_completion_tokens": 0}, {"stop": 5}, {"stop": ["a"] * 5}, {"stop": ["x"] * 100_000}, {"stop": [""]},
     {"stop": "x" * 1000}, {"seed": 2**70}, {"seed": "x"}, {"stream": "yes"}, {"logit_bias": {"2": 1}},
     {"messages": "hello"}, {"messages": [5]}, {"messages": None}, {"tools": 5}, {"user": 5},
+    {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}, {"tools": TOOLS},
 ]  # fmt: skip
 
 
@@ -196,6 +199,21 @@ def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_go
         half = {**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]}
         assert "surrogate" in post(endpoint, half)[1]["error"]["message"]
         assert post(endpoint, {}, "no/such/path")[1]["error"]["type"] == "invalid_request_error"
+
+
+def test_tools_are_taken_where_the_chat_template_writes_them(world, tmp_path):
+    base = make_base(tmp_path / "base", llama())
+    (base / "chat_template.jinja").write_text(template_of("bundled/tools"))
+    run = finished_run(tmp_path / "calls", base)
+    with started(of_run(run)) as endpoint:
+        plain, given = (post(endpoint, {**CHAT, **more}) for more in ({}, {"tools": TOOLS, "tool_choice": "auto"}))
+        assert (plain[0], given[0]) == (200, 200), given
+        assert given[1]["usage"]["prompt_tokens"] > plain[1]["usage"]["prompt_tokens"] + 20
+    with started(of_run(world / "lora")) as endpoint:
+        code, said = post(endpoint, {**CHAT, "tools": TOOLS, "stream": True})
+        assert (code, said["error"]["param"]) == (400, "tools")
+        assert "the model's chat template writes no tools" in said["error"]["message"]
+        assert post(endpoint, {**CHAT, "tools": []})[0] == 200  # which asks for nothing
 
 
 def test_options_that_ask_for_nothing_change_nothing(world):
@@ -378,6 +396,14 @@ def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
     curl = next(line for line in shown if "curl" in line)
     words = shlex.split(curl)
     assert json.loads(words[-1])["model"] == 'it\'s "a run"'
+
+
+def test_the_positions_of_the_model_are_said_beside_shorter_rows_of_training(world):
+    with started(of_run(world / "lora")) as endpoint:
+        words = "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)"
+        assert endpoint.context == words
+        assert words in endpoint.lines()
+        assert endpoint.as_json()["context"] == words
 
 
 def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, monkeypatch):

@@ -347,7 +347,9 @@ def adapter_copy(world: Path, name: str, change) -> Path:
     from safetensors.torch import load_file, save_file
 
     folder = world / "outputs" / name
-    shutil.copytree(world / "outputs" / "good", folder, ignore=shutil.ignore_patterns("merged", "ship.json"))
+    shutil.copytree(
+        world / "outputs" / "good", folder, ignore=shutil.ignore_patterns("merged", "ship.json", "complete.json")
+    )
     path = folder / "adapter" / "adapter_model.safetensors"
     save_file({key: change(key, tensor) for key, tensor in load_file(path).items()}, path)
     return folder
@@ -498,22 +500,68 @@ def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
 
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_too_few_rows_are_not_enough_evidence(tmp_path, command, mode):
+def test_both_models_are_measured(tmp_path, command, mode):
+    code, answer = shipped(command, random_run(tmp_path, mode, rows=120))
+    assert code == 2
+    assert "not better" in answer["reasons"][0] or "by guessing" in answer["reasons"][0]
+    losses = answer["evidence"]["general"]["text"]
+    assert len(losses["base"]) == 137
+    # all weights as they were: base and trained model are two folders with the same weights
+    assert (losses["base"] == pytest.approx(losses["tuned"], rel=1e-6)) == (mode == "full")
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("rows", [24, 0])
+def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path, command, monkeypatch, rows):
+    from sft_play.finished import load
+
+    loaded: list[str] = []
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: loaded.append("a model"))
+    folder = random_run(tmp_path, "lora", rows=rows or 24)
+    if not rows:
+        settings = json.loads((folder / "resolved.json").read_text())
+        settings["data"]["val_fraction"] = 0
+        (folder / "resolved.json").write_text(json.dumps(settings))
+    code, answer = shipped(command, folder)
+    assert (code, answer["ok"], answer["verdict"], loaded) == (2, False, "do not ship", [])
+    assert checks(answer) == {"task": False, "general": None, "merge": None}
+    assert ("not enough evidence" if rows else "no rows that the run was not trained on") in answer["reasons"][0]
+    assert ("at least 30 are needed" in answer["reasons"][0]) == bool(rows)
+    task = answer["checks"][0]
+    assert (task["split"], 0 < task["rows"] < 30) == ("val" if rows else "", bool(rows))
+    assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds", "evidence"} <= set(answer)
+    assert len(answer["evidence"]["task"]["losses"]["tokens"]) == task["rows"]
+
+
+@pytest.mark.build
+def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
+    from sft_play.finished.evaluate import ship as module
+    from sft_play.training.checkpoints.checkpoints import seal
+
+    folder = random_run(tmp_path, "full", rows=120)
+    seal(folder / "model")
+    path = folder / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    monkeypatch.setattr(module, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    code, printed = command("ship", "--run", str(folder))
+    assert code == 2
+    assert "model.safetensors: the contents are not those that were written" in printed
+
+
+def random_run(folder: Path, mode: str, *, rows: int) -> Path:
+    """A finished run of random weights, of whose rows half are held out."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.finished_runs import SMALL, finished_run, make_base
 
     torch.manual_seed(0)
-    base = make_base(tmp_path / "base", LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=400)))
-    code, answer = shipped(command, finished_run(tmp_path / "run", base, mode=mode))
-    assert code == 2
-    losses = answer["evidence"]["general"]["text"]
-    assert len(losses["base"]) == 137
-    # all weights as they were: base and trained model are two folders with the same weights
-    assert (losses["base"] == pytest.approx(losses["tuned"], rel=1e-6)) == (mode == "full")
-    assert "not enough evidence" in answer["reasons"][0]
-    assert "at least 30 are needed" in answer["reasons"][0]
+    base = make_base(folder / "base", LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=400)))
+    run = finished_run(folder / "run", base, mode=mode)
+    (folder / "run.jsonl").write_text("".join(json.dumps(sum_chat(n)) + "\n" for n in range(rows)))
+    return run
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------

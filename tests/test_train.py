@@ -86,7 +86,7 @@ def test_a_run_writes_its_whole_folder(train, mode):
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) >= {"before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
-    assert set(summary["before"]) == {"loss", "exact_match", "rows"}
+    assert set(summary["before"]) == {"loss", "exact_match", "rows", "generated_rows"}
     assert summary["before"]["exact_match"] is None
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["steps"], summary["exit"]) == (2, 0)

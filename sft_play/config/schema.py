@@ -686,9 +686,9 @@ class EvalConfig(Section):
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="planner.plan")
     """Sequences per GPU in evaluation; auto uses as many as need no more memory than a training step, at most 64."""
 
-    generate_rows: int = leaf(0, owner="training.measure.exact_match", ge=0)
-    """Number of held-out rows for which an answer is generated and compared with the row's (exact match); 0 for
-    none."""
+    generate_rows: int = leaf(0, owner="training.measure.evaluate", ge=0)
+    """Number of held-out rows for which an answer is generated and compared with what the row trains behind the same
+    prompt (exact match); 0 for none."""
 
     max_new_tokens: int = leaf(128, owner="training.loop.load_trainer", ge=1)
     """Maximum length of a generated answer in tokens."""

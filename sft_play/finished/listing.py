@@ -53,6 +53,7 @@ class ListedRun:
     bytes: int
     checkpoint_bytes: int
     started: datetime | None
+    best_rows: int | None = None  # whose answer was generated for the best exact match
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class RunList(Outcome):
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
             form = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
+            form += f" of {run.best_rows:,} rows" if run.best_rows else ""
             step = "-" if run.step is None else str(run.step)
             age = "-" if run.started is None else duration_of((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
@@ -95,7 +97,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
     metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
-    metric, value = best_of(metrics, read_json(folder.path / "summary.json")) or (None, None)
+    metric, value, rows = best_of(metrics, read_json(folder.path / "summary.json")) or (None, None, None)
     return ListedRun(
         folder.path.name,
         folder.path,
@@ -109,6 +111,7 @@ def _listed(folder: RunFolder) -> ListedRun:
         bytes=_bytes(folder.path),
         checkpoint_bytes=sum(_bytes(place) for place in folder.path.rglob("checkpoints") if place.is_dir()),
         started=_date(manifest.get("started")),
+        best_rows=rows,
     )
 
 
@@ -123,14 +126,17 @@ def status_of(folder: RunFolder, manifest: dict[str, Any]) -> Status:
     return "stopped" if status == "stopped" else "failed"
 
 
-def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple[str, float] | None:
-    """The best of all evaluations, the one after training among them: exact match where it was measured, else loss."""
+def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple[str, float, int | None] | None:
+    """The best of all evaluations, the one after training among them: exact match where it was measured, with how many
+    rows it is of where that was recorded, else loss."""
     after = summary.get("after") if isinstance(summary.get("after"), dict) else {}
+    evaluated = [*metrics, {f"eval_{name}": value for name, value in (after or {}).items()}]
     for name, choose in (("exact_match", max), ("loss", min)):
-        values = [entry.get(f"eval_{name}") for entry in metrics] + [(after or {}).get(name)]
-        numbers = [float(value) for value in values if isinstance(value, (int, float))]
+        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in evaluated]
+        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
         if numbers:
-            return name, choose(numbers)
+            value, rows = choose(numbers, key=lambda one: one[0])
+            return name, value, rows if name == "exact_match" else None
     return None
 
 

@@ -20,13 +20,14 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import config_json, local_folder, text_only
+from sft_play.facts.models.architecture import config_json, local_folder, positions_of, text_only
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.files import refusal
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
+from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.units import gib
 
 
@@ -86,7 +87,7 @@ class FinishedRun:
 def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
     """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
     see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings allow what
-    `trusts` does not, or its weights are gone."""
+    `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
     folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in runs_in(base))
@@ -106,6 +107,7 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
     weights = folder.model_path(adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
+    require_sealed(weights)
     return FinishedRun(folder, config, manifest, weights)
 
 
@@ -186,6 +188,19 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
     except ModelError:  # the base is gone: a fully trained model needs it no more
         return ()
     return (f"Class: {said}",) if said else ()
+
+
+def context_of(run: FinishedRun, model: str) -> tuple[int, str]:
+    """How many positions the model in a folder, or on the hub, has for a conversation, and what to say of the rows that
+    it was trained on; empty where they were as long."""
+    trained, config = run.plan().max_seq_len, config_json(model)
+    config = config.get("text_config") or config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    positions = positions_of(model) or trained
+    if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
+        positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
+    rows = f"rows of training had at most {trained:,} tokens (model.max_seq_len)"
+    return positions, f"Context: the model's own {positions:,} positions; {rows}" if positions != trained else ""
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------

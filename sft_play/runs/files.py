@@ -1,4 +1,4 @@
-"""Files of a run folder: read, written redacted, aside and renamed; their digests; the lines of metrics.jsonl; and a
+"""Files of a run folder: read, written redacted, aside and renamed; the lines of metrics.jsonl; and a
 disk that takes no more, recognised in whatever a library makes of it, with one message in its place.
 
 No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -61,19 +60,6 @@ def scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:
     return [scrub(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def sha256_of(path: Path) -> str:
-    """Digest of a file, or of the names and contents of all files of a folder."""
-    digest = hashlib.sha256()
-    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    for file in files:
-        if path.is_dir():
-            digest.update(str(file.relative_to(path)).encode() + b"\0")
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def flush(folder: Path, *, below: bool = True) -> None:
     """Bring the names in a folder to the disk, and all that is below it."""
     for path in [*(folder.rglob("*") if below else ()), folder]:
@@ -98,7 +84,8 @@ def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> No
 
 
 def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
-    """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`.
+    """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
+    `generated_rows` that it is of.
 
     A resumed run has those of its earlier starts too.
     """
@@ -106,9 +93,11 @@ def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]
     for _, entry in metric_lines(path) if path.exists() else ():
         if entry.get("stage") != stage:
             continue
-        figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
+        figures = {
+            name: entry[f"eval_{name}"] for name in ("loss", "exact_match", "generated_rows") if f"eval_{name}" in entry
+        }
         if figures:
-            empty = {"step": entry["step"], "loss": None, "exact_match": None}
+            empty = {"step": entry["step"], "loss": None, "exact_match": None, "generated_rows": None}
             by_step[entry["step"]] = by_step.get(entry["step"], empty) | figures
     return [by_step[step] for step in sorted(by_step)]
 

@@ -9,6 +9,7 @@ Shape letters: T tokens of one row.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -478,14 +479,13 @@ class Renderer:
         rows = self.render_all([Text("", text) for text in texts])
         return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
-    def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
-        """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text. None
-        where the chat does not end with an assistant's text, or its prompt cannot be rendered."""
+    def prompt_ids(self, chat: Chat) -> list[int] | None:
+        """Tokens of everything before the last turn with the generation prompt. None where the last turn is not the
+        assistant's, or its prompt cannot be rendered."""
         if chat.template_kwargs:
             renderer = self._renderer_with(chat.template_kwargs)
             return renderer.prompt_ids(replace(chat, template_kwargs={})) if renderer is not None else None
-        last = chat.messages[-1]
-        if last["role"] != "assistant" or not last.get("content"):
+        if chat.messages[-1]["role"] != "assistant":
             return None
         try:
             messages = self._adapted(chat.messages, chat.tools)
@@ -496,7 +496,27 @@ class Renderer:
         except (RenderError, Inexact):
             return None
         encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
-        return list(encoding.ids), str(last["content"])
+        return list(encoding.ids)
+
+    def question_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
+        """Tokens of the last turn's prompt, and those that training teaches to write behind it, the end of the turn
+        included. None where there is no such prompt, or the turn is not trained."""
+        if chat.template_kwargs:
+            renderer = self._renderer_with(chat.template_kwargs)
+            return renderer.question_ids(replace(chat, template_kwargs={})) if renderer is not None else None
+        prompt = self.prompt_ids(chat)
+        last_turn = copy.copy(self)  # shares the probed template
+        last_turn.data = self.data.model_copy(update={"loss_on": "completion"})
+        row = last_turn.render(chat)  # before any limit: an answer that is cut is not the right one
+        if prompt is None or isinstance(row, BadRow):
+            return None
+        answer = [label for label in row.labels if label != IGNORED]
+        before = row.input_ids[: row.labels.index(answer[0])]
+        if before[: len(prompt)] == prompt:  # what stands untrained between them is given too: a block, a header
+            return before, answer
+        # the prompt may have closed the think text that the turn closes: it is not asked for a second time
+        given = next((size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0)
+        return prompt, answer[given:]
 
     def _renderer_with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
         """A renderer of rows that have these chat_template_kwargs; None where there are too many others."""

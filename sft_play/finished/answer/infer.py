@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import Chat, first_format, to_example
-from sft_play.data.sources.messages import Message
-from sft_play.data.sources.raw import BadRow, RawRow, require_file
+from sft_play.data.sources.formats import FORMATS, Chat, rename_columns, to_example
+from sft_play.data.sources.messages import Message, shown, unpacked, without_given
+from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
@@ -26,15 +28,28 @@ _AT_ONCE = 256
 """Prompts that are answered before their answers are written; within them the batches are sorted by length."""
 _SHOWN_ROWS = 5
 """Rows that are no prompts, of which an error shows so many."""
+# of the output: a column of the file that is called so is written as `input_…`
+_OWN_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The messages before the answer, the tools there are, and the reference answer where the file has one."""
+    """A row of the file. `line` is what stands beside its answer: further columns of the row, `messages` before the
+    answer, `tools` and `reference` where there are some."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     reference: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def line(self) -> dict[str, Any]:
+        """In plain data, as it is read back: tuples are lists."""
+        columns = {f"input_{name}" if name in _OWN_COLUMNS else name: value for name, value in self.columns.items()}
+        line = {**columns, "messages": without_given(self.messages)}
+        line |= {"tools": self.tools} if self.tools else {}
+        line |= {} if self.reference is None else {"reference": self.reference}
+        return dict(json.loads(json.dumps(line, default=str)))
 
 
 @dataclass(frozen=True)
@@ -51,25 +66,21 @@ class Inferred(Outcome):
         return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, of which the last answer
-    is the reference. Raises DataError where a row is not a prompt."""
+def read_prompts(path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with their last answer or
+    without it; `columns` are the user's names of them (data.columns). Raises DataError where a row is not a prompt."""
     if path.suffix == ".txt":
-        require_file(path)
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"INPUT={one_line(str(path))} cannot be read as UTF-8: {error}") from None
+        lines = "".join(text_blocks(path)).split("\n")
         prompts = [Prompt(({"role": "user", "content": line.removesuffix("\r")},)) for line in lines if line.strip()]
     else:
-        prompts = _from_rows(path)
+        prompts = _from_rows(path, columns or {})
     if not prompts:
         raise DataError(f"INPUT={one_line(str(path))} holds no prompts")
     return prompts
 
 
-def _from_rows(path: Path) -> list[Prompt]:
-    read = [(raw.where, _prompt_of(raw)) for raw in read_rows(find_source(str(path)), split="train")]
+def _from_rows(path: Path, columns: Mapping[str, str]) -> list[Prompt]:
+    read = [(raw.where, _prompt_of(raw, columns)) for raw in read_rows(find_source(str(path)), split="train")]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:
         more = [f"and {len(bad) - _SHOWN_ROWS} more"] if len(bad) > _SHOWN_ROWS else []
@@ -78,41 +89,48 @@ def _from_rows(path: Path) -> list[Prompt]:
     return [found for _, found in read if isinstance(found, Prompt)]
 
 
-def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
+def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str:
+    """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
-        return raw.reason
-    key = "messages" if "messages" in raw.data else "prompt"
-    turns: Any = raw.data.get(key)
-    others = {name: value for name, value in raw.data.items() if name != key}
-    if isinstance(turns, str) and not others:
-        return Prompt(({"role": "user", "content": turns},))
-    if key == "prompt" and not others and not isinstance(turns, list):
-        given = one_line(json.dumps(turns, default=str), limit=60)
-        return f"prompt is {given}, and has to be text or a list of messages"
-    is_open = set(others) <= {"tools"} and isinstance(turns, list) and bool(turns)
-    is_open = is_open and not (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant")
-    if is_open:  # it ends before the answer, and a row of training has one
-        raw = replace(raw, data={**others, "messages": [*turns, {"role": "assistant", "content": "."}]})
-    data = DataConfig()
-    try:
-        _, shape = first_format(iter([raw]), data)
-    except DataError as error:
-        return str(error)
-    assert shape is not None
-    example = to_example(raw, shape, data)
+        return str(raw).removeprefix(f"{raw.where}: ")
+    row = rename_columns(raw, {known: given for known, given in columns.items() if given in raw.data}).data
+    # as training recognises rows, but the answer may be missing, and plain text asks nothing
+    fitting = [shape for shape in FORMATS if shape.kind != "text" and shape.needs[0] in row]
+    whole = (shape for shape in fitting if all(row.get(key) is not None for key in shape.needs))
+    shape = next(whole, next(iter(fitting), None))
+    if shape is None:
+        found = one_line(", ".join(map(str, row)) or "none", limit=200)
+        taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
+        return f"no column is a prompt (columns: {found}); {taken}"
+    asked, *answers = shape.needs
+    value = unpacked(row[asked], "[")
+    if not isinstance(value, (str, list)):
+        return f"{asked} is {shown(value)}, and has to be text or a list of messages"
+    # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
+    used = {key: one for key, one in row.items() if key in shape.needs or key in shape.may_have}
+    if shape.kind == "turns":
+        # a list of [question, answer] is never open
+        is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
+        used[asked] = [*value, {"role": "assistant", "content": "."}] if is_open else value
+    else:
+        is_open = row.get(answers[0]) is None
+        used |= {answers[0]: "."} if is_open else {}
+    example = to_example(RawRow(raw.where, used), shape, DataConfig())
     if not isinstance(example, Chat):
-        return example.reason if isinstance(example, BadRow) else "it is plain text, not a chat"
-    *before, last = example.messages
-    if last["role"] != "assistant":
-        return Prompt(example.messages, example.tools)
-    return Prompt(tuple(before), example.tools, None if is_open else str(last.get("content") or ""))
+        return str(example).removeprefix(f"{raw.where}: ")
+    messages, reference = example.messages[: -1 if is_open else None], None
+    if messages[-1:] and messages[-1]["role"] == "assistant":
+        messages, reference = messages[:-1], str(messages[-1].get("content") or "")
+    if not messages:
+        return f"{asked} holds nothing that an answer can follow"
+    return Prompt(messages, example.tools, reference, {key: one for key, one in row.items() if key not in used})
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:
-    """Answer every prompt of `source`, greedily, into the JSONL `target`: `messages`, `answer`, `reference` where the
-    source has one, and `by` (run, weights, limit). One that was begun so is continued. Raises DataError where a row is
-    not a prompt, or the target holds answers to other prompts or of other weights."""
-    prompts = read_prompts(source)
+    """Answer every prompt of `source`, greedily, into the JSONL `target`: what `Prompt.line` has, `answer`, and `by`
+    (run, weights, limit). One that was begun so is continued. Raises DataError where a row is not a prompt, or the
+    target holds answers to other prompts or of other weights."""
+    prompts = read_prompts(source, run.config.data.columns)
     # weights and not only the name: a run of the same name may have been trained again
     digest = weights_facts(str(run.weights), None)["sha256"]
     by = f"{run.folder.path.name} {str(digest)[:12]} max_new_tokens={max_new_tokens}"
@@ -124,9 +142,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
                 chunk = prompts[start : start + _AT_ONCE]
                 ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]
                 for prompt, answer in zip(chunk, responder.answer_all(ids, max_new_tokens=max_new_tokens), strict=True):
-                    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
-                    reference = {} if prompt.reference is None else {"reference": prompt.reference}
-                    line = {"messages": list(prompt.messages), **tools, "answer": answer, **reference, "by": by}
+                    line = {**prompt.line, "answer": answer, "by": by}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
                 file.flush()
@@ -140,10 +156,8 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
     file."""
     named = f"OUTPUT={one_line(str(target))}"
     if not target.exists():
-        try:
+        with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{named} cannot be written: {error.strerror}") from None
         return 0
     require_file(target)
     # a process that was killed may have left half a line, or half a character of one
@@ -159,8 +173,7 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
             entry = None
         if not isinstance(entry, dict) or not {"messages", "answer", "by"} <= set(entry):
             raise DataError(f"{named} exists, and line {number} is not an answer of make infer")
-        # through JSON, as the file's went: tuples are lists there
-        if entry["messages"] != json.loads(json.dumps(list(prompt.messages))):
+        if {name: value for name, value in entry.items() if name not in ("answer", "by")} != prompt.line:
             raise DataError(f"{named} exists and answers other prompts (line {number}); name another file")
         if entry["by"] != by:
             who = f"{one_line(str(entry['by']))}, now {one_line(by)}"

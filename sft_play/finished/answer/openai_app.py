@@ -32,6 +32,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -136,6 +137,8 @@ class _OneModel(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.responder = name, responder
         self.model, self.positions = responder.model, _positions(responder.model)
+        without, with_tools = (Chat("", tuple(PLAIN), tools) for tools in ((), tuple(PROBE_TOOLS)))
+        self.takes_tools = responder.renderer.prompt_ids(without) != responder.renderer.prompt_ids(with_tools)
         # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
         self.tokenizer = copy.deepcopy(responder.tokenizer)
         self.tokenizer.apply_chat_template = _rendered
@@ -220,6 +223,8 @@ class _ChatHandler(ChatCompletionHandler):
         manager: _OneModel = self.model_manager
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
             raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
+        if asked.get("tools") and not manager.takes_tools:
+            raise requests.refused("tools cannot be given: the model's chat template writes no tools", "tools")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
         async with manager.is_rendering:  # one at a time: so does the tokenizer

@@ -47,9 +47,9 @@ class Responder:
         self.run = run
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_as_trained(run) if model is None else model
-        self._renderer = renderer_of(run, self.tokenizer)
+        self.renderer = renderer_of(run, self.tokenizer)
         self._is_text = run.config.task_mode == "cpt"
-        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
+        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_stops(self.model))
 
     def prompt_ids(self, messages: Sequence[Message], tools: tuple[Any, ...] = ()) -> list[int]:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
@@ -58,11 +58,11 @@ class Responder:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
         asked = Chat("", (*messages, {"role": "assistant", "content": "."}), tools)  # the answer itself is not rendered
-        prompt = self._renderer.prompt_ids(asked)
+        prompt = self.renderer.prompt_ids(asked)
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
-        return prompt[0]
+        return prompt
 
     def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[Answer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own

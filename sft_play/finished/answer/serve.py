@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, names_of
-from sft_play.finished.run import FinishedRun, Outcome, next_line
+from sft_play.finished.run import FinishedRun, Outcome, context_of, next_line
 from sft_play.log import one_line
 from sft_play.process.endings import StopSignals
 from sft_play.process.environment import for_another_run
@@ -50,6 +50,7 @@ class Serving(Outcome):
     host: str
     port: int
     pid: int
+    context: str = ""  # what to say of the model's positions, where rows of training were shorter
 
     @property
     def url(self) -> str:
@@ -66,6 +67,7 @@ class Serving(Outcome):
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
             f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+            *([self.context] if self.context else []),
             f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
@@ -143,7 +145,8 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_S)
-        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
+        _, note = context_of(run, run.config.model.name if run.is_adapter else str(run.weights))
+        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
@@ -197,7 +200,8 @@ class VllmService:
         self._words += ["--port", str(self._port), "--dtype", dtype]
         self._words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(self._words))
-        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
+        _, note = context_of(self._run, str(weights))
+        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.build.splits import Split
-from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun, require_split
 from sft_play.log import one_line
-from sft_play.training.measure.exact_match import Question
+from sft_play.training.measure.exact_match import Question, questions_of
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         seen = chosen.report.shared.get("train", 0)
     whole = len(chosen.rows)
     numbers = evenly_spaced(whole, limit or whole)
-    renderer = renderer_of(run, tokenizer)
-    asked = _asked(chosen, renderer, set(numbers), max_seq_len=run.plan().max_seq_len) if asks else []
+    asked = _asked(run, tokenizer, chosen, set(numbers)) if asks else []
     return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
 
 
@@ -104,16 +102,12 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
 
 
-def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[AskedRow]:
-    """The questions among the chosen rows, by the rule of the run's own exact match: chats that end with an answer and
-    whose prompt leaves room for one."""
-    asked: list[AskedRow] = []
-    for number, row in enumerate(split.chats.rows):
-        if row not in chosen:
-            continue
-        chat = split.chats[number]
-        prompt = renderer.prompt_ids(chat)
-        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:  # room for a token and the one that ends it
-            shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-            asked.append(AskedRow(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
-    return asked
+def _asked(run: FinishedRun, tokenizer: Any, split: Split, chosen: set[int]) -> list[AskedRow]:
+    """The questions among the chosen rows, by the rule of the run's own exact match."""
+    chats = {row: split.chats[number] for number, row in enumerate(split.chats.rows) if row in chosen}
+    asked = questions_of([*chats.values()], renderer_of(run, tokenizer), tokenizer)
+    return [
+        AskedRow(row, question, tuple(chat.messages[:-1]))
+        for (row, chat), question in zip(chats.items(), asked, strict=True)
+        if question is not None
+    ]

@@ -51,11 +51,6 @@ class Metric:
     compare: Compare
     is_share: bool = False
 
-    @property
-    def title(self) -> str:
-        """Its name for a person."""
-        return TITLES.get(self.name, self.name)
-
 
 def metrics_named(names: Sequence[str]) -> list[Metric]:
     """The metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a name is
@@ -96,11 +91,9 @@ def _built_in(name: str) -> Metric:
         return Metric(name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score))
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
-
-    def is_right(answer: str, reference: str, _: Sequence[Message]) -> float:
-        return float(Answer(Question([], "", reference), answer).right)
-
-    return Metric(name, is_right, is_share=True)
+    return Metric(
+        name, lambda answer, reference, _: float(Answer(Question([], "", reference), answer).right), is_share=True
+    )
 
 
 def rouge_l(answer: str, reference: str) -> float:

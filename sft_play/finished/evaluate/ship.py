@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.token_row import IGNORED, trained_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.ending import DO_NOT_SHIP, KINDS
@@ -31,7 +31,7 @@ from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
-from sft_play.training.measure.exact_match import Question, questions
+from sft_play.training.measure.exact_match import questions
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -86,7 +86,7 @@ class Shipped(Outcome):
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
     """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
     text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
-    writes it."""
+    writes it. What refuses the run whatever is measured is known before a model loads: rows, files."""
     quiet_libraries()
     thresholds = rule.Thresholds()
     if tolerance is not None:
@@ -103,18 +103,21 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     with lock(run.folder):
         try:
             measured = _ShipRows(run, rows)
-            evidence = measured.evidence()
             about["rows_sha256"] = measured.rows_sha256
+            refusal = rule.too_few(measured.task, thresholds)
+            evidence = _refused(measured.task, refusal) if refusal else measured.evidence()
         except ModelError as error:
-            evidence = rule.Evidence(
-                rule.TaskEvidence(""), rule.GeneralEvidence(), rule.MergeEvidence("not needed"), str(error)
-            )
+            evidence = _refused(rule.TaskEvidence(""), str(error))
         if not rule.judge(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
         shipped = Shipped(run.folder.path, evidence, thresholds, rule.judge(evidence, thresholds), about)
         with writing(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, shipped.as_json())
     return shipped
+
+
+def _refused(task: rule.TaskEvidence, reason: str) -> rule.Evidence:
+    return rule.Evidence(task, rule.GeneralEvidence(), rule.MergeEvidence("not needed"), reason)
 
 
 class _ShipRows:
@@ -124,11 +127,13 @@ class _ShipRows:
         tokenizer = load_tokenizer(config).tokenizer
         renderer = renderer_of(run, tokenizer)
         self.held = held_out(run)
-        self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
-        self.asked: list[Question] = []
-        if self.rows and config.eval.generate_rows:
-            asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, renderer, asked, max_seq_len=run.plan().max_seq_len)
+        split = "" if self.held.name == "train" else self.held.name
+        self.rows, left_out = distinct_rows(self.held, rows) if split else ([], 0)
+        unread = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
+        # what is known of the task before a model reads its rows
+        self.task = rule.TaskEvidence(split, _losses(unread, unread, self.rows), left_out=left_out)
+        most = min(rows, config.eval.generate_rows) if self.rows else 0
+        self.asked = questions(self.held.split, renderer, tokenizer, most=most)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             tokenizer,
@@ -143,12 +148,15 @@ class _ShipRows:
 
     def evidence(self) -> rule.Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
+        logger.info(
+            "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
+            len(self.rows), self.task.split, len(self.asked), len(self.text) + len(self.chats),
+        )  # fmt: skip
         (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
         text = _losses(base["text"], tuned["text"], self.text)
         chats = _losses(base["chats"], tuned["chats"], self.chats)
-        split = "" if self.held.name == "train" else self.held.name
         losses = _losses(base["task"], tuned["task"], self.rows)
-        task = rule.TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
+        task = dataclasses.replace(self.task, losses=losses, right_base=right_base, right_tuned=right_tuned)
         return rule.Evidence(task, rule.GeneralEvidence(text, chats, self.refused), rule.MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:

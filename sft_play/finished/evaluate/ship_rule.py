@@ -145,6 +145,7 @@ class Evidence:
     general: GeneralEvidence
     merge: MergeEvidence
     not_loaded: str = ""
+    """Why nothing was measured: a model cannot be loaded, or too few rows refuse the run whatever it is."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,26 @@ class Verdict:
 def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     """The verdict: equal evidence and thresholds give an equal one."""
     if evidence.not_loaded:
-        refused = ShipCheck("task", ok=False, line="not measured", reason=evidence.not_loaded)
+        refused = ShipCheck(
+            "task", ok=False, line="not measured", reason=evidence.not_loaded,
+            figures={"split": evidence.task.split, "rows": len(evidence.task.losses)},
+        )  # fmt: skip
         others = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
         return Verdict((refused, *others))
     task, general = _judge_task(evidence.task, thresholds), _judge_general(evidence.general, thresholds)
     return Verdict((task, general, _judge_merge(evidence.merge)))
+
+
+def too_few(task: TaskEvidence, thresholds: Thresholds) -> str:
+    """Why no gain on these rows could count, whatever the models make of them; empty where one could."""
+    more = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
+    if not task.split:
+        return f"there are no rows that the run was not trained on; {more}"
+    if len(task.losses) >= thresholds.min_rows:
+        return ""
+    without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
+    few = f"not enough evidence: {len(task.losses)} held-out rows{without}"
+    return f"{few}, at least {thresholds.min_rows} are needed; {more}"
 
 
 def evidence_lines(verdict: Verdict, before: str | None) -> list[str]:
@@ -226,19 +242,9 @@ def _change(one: Any, other: Any, level: float, thresholds: Thresholds, *, weigh
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses, number = task.losses, len(task.losses)
     figures: dict[str, Any] = {"split": task.split, "rows": number}
-    more = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
-
-    def refused(reason: str, line: str = "not measured") -> ShipCheck:
-        return ShipCheck("task", ok=False, line=line, reason=reason, figures=figures)
-
-    if not task.split:
-        return refused(f"there are no rows that the run was not trained on; {more}")
-    if losses.broken:
-        return refused(losses.broken)
-    if number < thresholds.min_rows:
-        without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-        few = f"{number} held-out rows{without}, at least {thresholds.min_rows} are needed"
-        return refused(f"not enough evidence: {few}; {more}")
+    refusal = too_few(task, thresholds) or losses.broken
+    if refusal:
+        return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
     base, tuned, tokens, chance = losses.arrays()
     sums = (base, tuned, chance, np.minimum(base, chance))
     before, after, guessed, counted = (float(nats.sum() / tokens.sum()) for nats in sums)
@@ -256,7 +262,7 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
         answers = _change(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
         shares = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
         figures |= {"exact_match": shares | {"rows": len(task.right_base), "change": answers.as_json()}}
-        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%}"
+        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%} of {len(task.right_base):,} rows"
         if answers.is_below:
             reason = f"exact match fell from {shares['base']:.1%} to {shares['tuned']:.1%}, by more than chance"
     if not interval.low > asked:

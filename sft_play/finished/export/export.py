@@ -42,6 +42,7 @@ from sft_play.finished.run import (
     Outcome,
     base_folder,
     built_folder,
+    context_of,
     next_line,
     require_space,
     text_only_of,
@@ -143,9 +144,10 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
             _link_or_copy(file, building / file.name)
     write_generation_config(run, prompts.tokenizer, model, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    name, length = run.folder.path.name, run.plan().max_seq_len
-    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(length)]
-    return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),))
+    positions, note = context_of(run, str(model))
+    name = run.folder.path.name
+    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
+    return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),), (note,) if note else ())
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -179,7 +181,9 @@ def _write_gguf(
     vocabulary, pre = _vocabulary(prompts, converter)
     told: tuple[str, ...] = ()
     if format == "ollama":
-        text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]))
+        positions, note = context_of(run, str(model))
+        text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions)
+        told += (note,) if note else ()
         (building / "Modelfile").write_text(text, encoding="utf-8")
     written = file if first == chosen else staged / "whole.gguf"
     convert(converter, staged, written, quant=first, name=name, vocabulary=json.dumps(vocabulary))

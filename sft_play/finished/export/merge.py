@@ -41,6 +41,7 @@ from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
+from sft_play.training.checkpoints.checkpoints import require_sealed, seal
 from sft_play.training.checkpoints.model_saving import set_dtype
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.model_spec import ModelSpec
@@ -109,6 +110,7 @@ def merge_run(
         require_space(building, weights.most_bytes, "the merged model needs")
         weights.write(building, file_bytes)
         stops = _write_configs(adapted, folder, building, weights.dtype)
+        seal(building)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         adapter = weights_facts(str(run.weights), None)["sha256"]
@@ -191,7 +193,8 @@ def _is_of(folder: Path, run: FinishedRun) -> bool:
 
 def refuse_another_model(folder: Path, run: FinishedRun) -> None:
     """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
-    than the adapter was trained on and merge-test has not been asked."""
+    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
+    require_sealed(folder)
     record = merge_record(folder)
     test = record.get("test") or {}
     again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")

@@ -25,16 +25,17 @@ class NoGoTemplate(TokenizerError):
     """The chat template does what a Modelfile cannot say."""
 
 
-def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool) -> tuple[str, tuple[str, ...]]:
-    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt. Raises NoGoTemplate where a
-    Modelfile cannot render what the chat template does."""
+def modelfile_of(
+    run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool, context: int
+) -> tuple[str, tuple[str, ...]]:
+    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt. `context`: positions of the
+    model. Raises NoGoTemplate where a Modelfile cannot render what the chat template does."""
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stops]
     for stop in stops:
         # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
             raise NoGoTemplate(f"the stop token {stop!r} is not one token when it is written as text")
-    context = run.plan().max_seq_len
     if prompts.is_text:
         return modelfile(file, "{{ .Prompt }}", stops=stops, system=None, context=context), ()
     bos = str(tokenizer.bos_token) if adds_bos else ""

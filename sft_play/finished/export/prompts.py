@@ -119,7 +119,7 @@ class Prompts:
             rendered = self.render(messages, tools=chat.tools)
         except RenderError:
             rendered = None
-        return PairedPrompt(prompt[0], rendered, messages)
+        return PairedPrompt(prompt, rendered, messages)
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""

@@ -160,14 +160,11 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     target = run.folder.path / MERGED
     merge = f"make merge RUN={run.folder.quoted}{' FORCE=1' if target.exists() else ''} writes it"
-    lacking = RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
-    if not (target / "config.json").is_file():
-        raise lacking
     from sft_play.finished.export.merge import merged_model, refuse_another_model
 
     merged = merged_model(run)
     if merged is None:
-        raise lacking
+        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
     refuse_another_model(merged, run)
     return merged
 

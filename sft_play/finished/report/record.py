@@ -28,6 +28,7 @@ _CURVES = {
     *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
     *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
     *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
+    *("eval_generated_rows", "test_generated_rows"),
 }
 """Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too."""
 
@@ -107,14 +108,8 @@ class Record:
         firsts = itertools.accumulate((part.steps for part in self.parts), initial=0)
         return [(part.name or "", first) for part, first in zip(self.parts, firsts, strict=False)]
 
-    @property
-    def best(self) -> tuple[str, float] | None:
-        """The best held-out figure: name (`exact_match`, else `loss`) and value."""
-        logged = [{name: value} for name in ("eval_loss", "eval_exact_match") for _, value in self.curve(name)]
-        return best_of(logged, self.summary)
-
     def held_out(self, when: Literal["before", "after"], name: str) -> float | None:
-        """A held-out figure (`loss`, `exact_match`) before or after training."""
+        """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
         # of a run that was killed: its manifest has what was measured first
         figures = self.summary.get(when) or (self.manifest.get(when) if not self.summary else None) or {}
         value = figures.get(name)
@@ -206,10 +201,19 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
         before, after = (record.held_out(when, name) for when in ("before", "after"))
         shown = [form.format(value) for value in (before, after) if value is not None]
         if shown:
-            lead.append((label, " → ".join(shown) if after is not None else f"{shown[0]} before"))
-    best = record.best
+            generated = record.held_out("before" if after is None else "after", "generated_rows")
+            of = f" of {generated:,.0f} rows" if generated and name == "exact_match" else ""
+            lead.append((label, (" → ".join(shown) if after is not None else f"{shown[0]} before") + of))
+    answered = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
+    logged = [
+        {name: value, "eval_generated_rows": answered}
+        for name in ("eval_loss", "eval_exact_match")
+        for _, value in record.curve(name)
+    ]
+    best = best_of(logged, record.summary)
     if best is not None and not isinstance(record.summary.get("after"), dict):
-        lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}"))
+        of = f" of {best[2]:,} rows" if best[2] else ""
+        lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{of}"))
     speed = tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
     peak = max((peak for part in record.parts if (peak := predicted_and_measured(part)[2])), default=None)

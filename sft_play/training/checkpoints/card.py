@@ -181,9 +181,13 @@ def _results(facts: CardFacts) -> list[list[str]]:
 
 
 def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name and values, in words, of each figure that was measured before training or after."""
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        both = [(summary.get(when) or {}).get(name.replace(" ", "_")) for when in ("before", "after")]
+    """Name and values, in words, of each figure that was measured before training or after; exact match with how many
+    answers it is of, where they are fewer than the rows."""
+    measured = [summary.get(when) or {} for when in ("before", "after")]
+    fewer = {one["generated_rows"] for one in measured if 0 < one.get("generated_rows", 0) < one["rows"]}
+    match = f"exact match of {max(fewer):,} answers" if fewer else "exact match"
+    for key, name, form in (("loss", "loss", "{:.4f}"), ("exact_match", match, "{:.1%}")):
+        both = [one.get(key) for one in measured]
         if any(value is not None for value in both):
             before, after = ("not measured" if value is None else form.format(value) for value in both)
             yield name, before, after

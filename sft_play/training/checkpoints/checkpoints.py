@@ -6,20 +6,23 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sft_play.errors import TrainingError
+from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
+from sft_play.process.waiting import waiting
 from sft_play.runs.files import flush
 from sft_play.units import MIB
 
 PREFIX = "checkpoint-"
 COMPLETE = "complete.json"
-"""Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used."""
+"""Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.
+Beside the weights of a finished run it says what they were when they were written."""
 PIECE_BYTES = 64 * MIB
 """What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing."""
 HASHING_THREADS = 8
@@ -28,6 +31,8 @@ NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which training cannot be resumed exactly."""
 WEIGHTS = (".safetensors", ".distcp")
 """Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint."""
+# files beside trained weights that people may change
+_EDITED = re.compile(r".*\.(md|jinja)|.*config.*\.json")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -64,8 +69,7 @@ def commit(
         lacking.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if lacking:
         raise TrainingError(f"the checkpoint {written} was written without {', '.join(lacking)}; is the disk full?")
-    record = {"files": sizes, "digests": _digests(written, sizes, moved)}
-    (written / COMPLETE).write_text(_text(record), encoding="utf-8")
+    seal(written, moved=moved)
     flush(written)  # a rename can outlive a power cut that what it names does not
     final = folder / written.name
     atomic.put(written, final, before=folder / f"{STAGING}-old")
@@ -74,6 +78,25 @@ def commit(
     with contextlib.suppress(OSError):
         written.parent.rmdir()
     return final
+
+
+def seal(folder: Path, *, moved: Callable[[int], None] | None = None) -> None:
+    """Write down the size and digest of each file; `moved` is called with the bytes that were hashed."""
+    sizes = _sizes(folder)
+    record = {"files": sizes, "digests": _digests(folder, sizes, moved)}
+    (folder / COMPLETE).write_text(_text(record), encoding="utf-8")
+
+
+def require_sealed(folder: Path) -> None:
+    """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
+    no digests, and what people edit (`_EDITED`) may change."""
+    with waiting(f"Comparing {folder} with its digests"):
+        found = fault(folder, but=_EDITED) if (folder / COMPLETE).is_file() else None
+    if found is not None:
+        raise ModelError(
+            f"{folder} is not what was written: {found}. Put back a copy of it, or write it again (make consolidate "
+            f"from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove {folder / COMPLETE}"
+        )
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
@@ -126,21 +149,30 @@ def is_complete(checkpoint: Path) -> bool:
     return fault(checkpoint, contents=False) is None
 
 
-def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], None] | None = None) -> str | None:
+def fault(
+    checkpoint: Path,
+    *,
+    contents: bool = True,
+    but: re.Pattern[str] | None = None,
+    moved: Callable[[int], None] | None = None,
+) -> str | None:
     """How a checkpoint differs from what was written, in words; None where it does not. `contents`: all files are read,
-    and their digests compared; `moved` is called with the bytes."""
+    and their digests compared; `moved` is called with the bytes. With `but`, files of such names may have changed, and
+    more of any name may be there."""
     record = _record(checkpoint)
-    expected = record.get("files")
+    expected, digests = (
+        {name: one for name, one in record.get(key, {}).items() if but is None or not but.fullmatch(name)}
+        for key in ("files", "digests")
+    )
     if not expected:
         damaged = (checkpoint / COMPLETE).is_file()
         return f"{COMPLETE} is damaged" if damaged else f"it was never finished (no {COMPLETE})"
     try:
-        sizes = _sizes(checkpoint)
+        sizes = {name: size for name, size in _sizes(checkpoint).items() if but is None or name in expected}
         if sizes != expected:
             wrong = [f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items()
                      if sizes.get(name) != size]  # fmt: skip
             return ", ".join(wrong[:4]) or "it holds files that it was not written with"
-        digests = record["digests"]
         found = _digests(checkpoint, sizes, moved) if contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"

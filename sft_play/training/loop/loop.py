@@ -388,7 +388,7 @@ class PlannedLoop(CheckpointedLoop):
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
             match = metrics.get("eval_exact_match")
-            shown = "" if match is None else f", exact match {match:.1%}"
+            shown = "" if match is None else f", exact match {match:.1%} of {len(asked):,} rows"
             logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], shown)
         return metrics
 
@@ -400,7 +400,7 @@ class PlannedLoop(CheckpointedLoop):
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
-        metrics = {f"{prefix}_exact_match": share}
+        metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
         self.log(metrics)
         return metrics
 

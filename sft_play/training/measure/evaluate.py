@@ -50,10 +50,14 @@ class Figures:
     exact_match: float | None = None
     rows: int = 0
     answers: tuple[Answer, ...] = ()
+    generated_rows: int = 0  # whose answer was generated: `exact_match` is of them
 
     def as_json(self) -> dict[str, Any]:
         """`before` or `after` of the summary."""
-        return {"loss": self.loss, "exact_match": self.exact_match, "rows": self.rows}
+        return {
+            "loss": self.loss, "exact_match": self.exact_match, "rows": self.rows,
+            "generated_rows": self.generated_rows,
+        }  # fmt: skip
 
 
 def eval_set_of(job: RunJob, prepared: Prepared) -> EvalSet:
@@ -65,12 +69,12 @@ def eval_set_of(job: RunJob, prepared: Prepared) -> EvalSet:
 
 
 def _questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Question]:
-    config = job.loaded.config.eval
-    if split is None or config.generate_rows == 0:
+    most = job.loaded.config.eval.generate_rows
+    if split is None or most == 0:
         return []
-    asked = questions(split, prepared.renderer, config, max_seq_len=job.plan.max_seq_len)
+    asked = questions(split, prepared.renderer, prepared.tokenizer.tokenizer, most=most)
     if not asked:
-        logger.info("No held-out row ends with an answer to generate: exact match is not measured")
+        logger.info("No held-out row ends with an answer that can be generated: exact match is not measured")
     return asked
 
 
@@ -87,7 +91,9 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
         logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
         metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
     answers = tuple(trainer.last_answers) if asked else ()
-    return Figures(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
+    return Figures(
+        metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers, len(answers)
+    )
 
 
 class BeforeTraining(TrainerCallback):

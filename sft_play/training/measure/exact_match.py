@@ -1,22 +1,23 @@
-"""Generated answers, compared word for word with the reference answers; greedy, from the prompt of training rows."""
+"""Generated answers, compared word for word with what training teaches to write behind the same prompt; greedy."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sft_play.config.schema import EvalConfig
 from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
+from sft_play.data.sources.formats import Chat
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as token ids, its text as shown, and the reference answer."""
+    """A prompt as token ids, its text as shown, and the reference: the answer that training teaches behind it."""
 
     prompt_ids: list[int]
     shown: str
@@ -37,18 +38,36 @@ class Answer:
         return self.text.strip() == self.question.answer.strip()
 
 
-def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_len: int) -> list[Question]:
-    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats that end with an answer."""
-    asked = []
-    count = min(config.generate_rows, len(split.chats))
-    for index in range(count):
-        chat = split.chats[index * len(split.chats) // count]
-        prompt = renderer.prompt_ids(chat)
-        if prompt is None or len(prompt[0]) + 1 >= max_seq_len:
-            continue
-        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-        asked.append(Question(prompt[0], shown, prompt[1]))
-    return asked
+def questions(split: Split, renderer: Renderer, tokenizer: Any, *, most: int) -> list[Question]:
+    """At most so many questions, evenly spaced over the split's chats."""
+    count = min(most, len(split.chats))
+    chats = [split.chats[index * len(split.chats) // count] for index in range(count)]
+    return [question for question in questions_of(chats, renderer, tokenizer) if question is not None]
+
+
+def questions_of(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
+    """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt,
+    max_seq_len leaves no room for one, or a token that ends an answer stands inside it."""
+    # without the model's generation config: in training the model is not loaded yet, and these end every trained turn
+    stop = stop_ids("sft", tokenizer, renderer, None) if chats else []
+
+    def question_of(chat: Chat) -> Question | None:
+        ids = renderer.question_ids(chat)
+        if ids is None or len(ids[0]) + 1 >= renderer.max_seq_len:  # room for a token and the one that ends it
+            return None
+        answer = text_of_answer(tokenizer, ids[1], stop)
+        whole = tokenizer.decode([token for token in ids[1] if token not in stop], skip_special_tokens=False)
+        if not answer.strip() or answer.strip() != whole.strip():  # gpt-oss: `<|end|>` ends think text, and turns too
+            return None
+        return Question(ids[0], str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else "", answer)
+
+    return [question_of(chat) for chat in chats]
+
+
+def text_of_answer(tokenizer: Any, ids: Sequence[int], stop: Sequence[int]) -> str:
+    """The text of an answer's tokens, special ones included, up to the one that ends it."""
+    written = itertools.takewhile(lambda token: token not in stop, ids)
+    return str(tokenizer.decode([*written], skip_special_tokens=False))
 
 
 Configured = int | list[int] | None
@@ -107,11 +126,7 @@ def answers(
         model.train(was_training)
         if router_logits:
             config.output_router_logits = router_logits
-    ends = set(stop)
-    texts = {
-        index: str(tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=False))
-        for index, ids in given.items()
-    }
+    texts = [text_of_answer(tokenizer, given[index], stop) for index in range(len(asked))]
     return [Answer(question, texts[index], given[index]) for index, question in enumerate(asked)]
 
 

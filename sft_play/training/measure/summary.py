@@ -17,6 +17,7 @@ from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, figures_of, stops_of, write_card
+from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.job import RunJob, resume_command
@@ -215,6 +216,7 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
             if not prepared.is_adapter:  # whoever loads it ends answers where training did
                 stop = stops_of(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop, tokenizer.pad_token_id)
+            seal(path, moved=trainer.beat.moved)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
                 pass

@@ -16,6 +16,7 @@ from sft_play.data.sources.files import digest_of
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
+from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.model_spec import ModelSpec, empty_model, grown
@@ -48,6 +49,7 @@ def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
     run = run_of(folder)
     data = (run[1].get("data") if run else None) or {}
     _require_base(config, model_spec, folder, data.get("weights") or {})
+    require_sealed(folder)
     tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
     digest = digest_of(folder / WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"

@@ -30,6 +30,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.process import endings, failures
 from sft_play.runs.files import write_text
+from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
@@ -180,6 +181,7 @@ def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: An
     if tokenizer.own_template is not None:
         tokenizer.tokenizer.chat_template = tokenizer.own_template
     tokenizer.tokenizer.save_pretrained(path)
+    seal(path)
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------

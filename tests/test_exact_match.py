@@ -1,0 +1,325 @@
+"""What generated answers are compared with: what training teaches to write behind the very prompt that they are given.
+
+The second rule is transformers' own: the conversation as `apply_chat_template` renders it, behind what it has in common
+with the prompt, through the first token that ends an answer. A model is pretended that writes exactly that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import DataConfig
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.turn_ends import control_tokens
+from sft_play.data.sources.formats import Chat
+from sft_play.errors import TokenizerError
+from sft_play.training.measure import exact_match
+from sft_play.training.measure.exact_match import answers, questions_of, stop_ids
+from tests.bundled import template_of
+from tests.conftest import chat, shared
+from tests.models import CHATML, make_llama, make_tokenizer
+from tests.test_masks import forms
+
+pytestmark = pytest.mark.build
+
+NO_LIMIT = 1 << 30
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
+        },
+    },
+)
+CALL = {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": {"place": "Rottmoor"}}}
+QUESTION = {"role": "user", "content": "Where is it?"}
+CASES: dict[str, tuple[list[dict[str, Any]], tuple[Any, ...]]] = {
+    "plain": ([QUESTION, {"role": "assistant", "content": "In the kitchen."}], ()),
+    "spaced": ([QUESTION, {"role": "assistant", "content": " In the\n\nkitchen. "}], ()),
+    "system": ([{"role": "system", "content": "Be terse."}, QUESTION, {"role": "assistant", "content": "There."}], ()),
+    "reasoning": ([QUESTION, {"role": "assistant", "content": "There.", "reasoning_content": "They ask me."}], ()),
+    "think": ([QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.\n</think>\n\nThere."}], ()),
+    "call": ([QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}], TOOLS),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tmp_path_factory):
+    """Tokenizers that know the tokens which end the answers of a template."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+
+    def made(template: str) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        ends = renderer_of(tokenizer, on_missing_end="train").turns().ends
+        tokenizer.add_tokens(sorted(ends.tokens - set(tokenizer.get_vocab())), special_tokens=True)
+        if last := control_tokens(ends.end_of_turn, ()):
+            tokenizer.eos_token = last[-1]
+        return tokenizer
+
+    return made
+
+
+def renderer_of(tokenizer: Any, **data: Any) -> Renderer:
+    return Renderer(tokenizer, DataConfig(**data), max_seq_len=NO_LIMIT)
+
+
+def conversation(messages: Any, tools: Any = ()) -> Chat:
+    return Chat("f:1", tuple(messages), tuple(tools))
+
+
+def behind_the_prompt(tokenizer: Any, one: Chat) -> Iterator[str]:
+    """What transformers renders of the last turn behind what the prompt and the whole conversation have in common, no
+    token cut in two; of the row in each form (arguments as text, content in parts) that the template takes."""
+    for messages in forms(one.messages):
+        options = {"tools": list(one.tools) or None, "tokenize": False}
+        try:
+            whole = tokenizer.apply_chat_template(messages, **options)
+            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+        except Exception:  # whatever a template raises: it takes another form
+            continue
+        pairs = enumerate(zip(whole, prompt, strict=False))
+        size = next((at for at, (mine, theirs) in pairs if mine != theirs), len(prompt))
+        if ">" not in whole[:size].rpartition("<")[2] and "<" in whole[:size]:
+            size = whole.rfind("<", 0, size)
+        yield whole[size:]
+
+
+def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], stop: Any) -> list[bool]:
+    """Whether answers of a model that writes these texts are right, each up to the token that ends it."""
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    ends = [next((at + 1 for at, one in enumerate(row) if one in set(stop)), len(row)) for row in ids]
+    made = {tuple(one.prompt_ids): tuple(row[:end]) for one, row, end in zip(asked, ids, ends, strict=True)}
+    monkeypatch.setattr(exact_match, "_generate", lambda _, __, prompts, *___: [made[tuple(one)] for one in prompts])
+    model: Any = SimpleNamespace(training=False, eval=lambda: None, train=lambda _: None)
+    model.config = SimpleNamespace(get_text_config=SimpleNamespace)
+    return [one.right for one in answers(model, tokenizer, asked, stop=stop, max_new_tokens=99, most_tokens=9999)]
+
+
+def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
+    """How many cases the template renders as rows, each of which was compared."""
+    try:
+        tokenizer = tokenizer_of(template)
+    except TokenizerError:
+        return 0
+    renderer, checked = renderer_of(tokenizer), 0
+    stop = stop_ids("sft", tokenizer, renderer, None)
+    for name, (messages, tools) in CASES.items():
+        one = conversation(messages, tools)
+        [question] = questions_of([one], renderer, tokenizer)
+        if question is None:  # no exact mask: nothing is trained, and nothing is asked
+            continue
+        reference, rendered = question.answer.strip(), [*behind_the_prompt(tokenizer, one)]
+        behind = next((text for text in rendered if text.strip().startswith(reference)), "")
+        assert behind, (name, rendered, reference)
+        # the words of the answer are in it, with what the template makes the model write around them
+        assert messages[-1]["content"].rpartition("\n")[2].strip() in reference or tools, (name, reference)
+        assert not tools or "Rottmoor" in reference, (name, reference)
+        assert answered(monkeypatch, tokenizer, [question], [behind], stop) == [True], (name, behind, reference)
+        for wrong in (behind.replace("e", "a", 1), f"x{behind}", "", reference[:-1]):
+            if wrong.strip() != behind.strip():
+                assert answered(monkeypatch, tokenizer, [question], [wrong], stop) == [False], (name, wrong)
+        content = messages[-1]["content"].strip()
+        if content != reference:  # the answer alone is not what was trained
+            assert answered(monkeypatch, tokenizer, [question], [content], stop) == [False], name
+        checked += 1
+    return checked
+
+
+FAMILIES = (
+    *("cohere2", "deepseek_r1_distill", "deepseekv3", "gemma3", "gemma4", "glm4moe", "gptoss", "llama3_1", "phi3_5"),
+    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507", "nemotron_3_nano", "lfm2"),
+)
+
+
+@pytest.mark.parametrize("name", [*(f"trl/{family}" for family in FAMILIES), "bundled/tools", "bundled/bars"])
+def test_a_model_that_writes_what_was_trained_is_right_and_no_other(name, tokenizer_of, monkeypatch):
+    assert check(template_of(name), tokenizer_of, monkeypatch) >= 3
+
+
+@pytest.mark.slow
+def test_so_it_is_for_every_shared_template(tokenizer_of, monkeypatch):
+    files = sorted(shared("chat_templates").glob("*/*.jinja"))
+    checked = [check(file.read_text(encoding="utf-8"), tokenizer_of, monkeypatch) for file in files]
+    assert len(files) > 100
+    assert sum(checked) > 3 * len(files)
+
+
+THOUGHT = [QUESTION, {"role": "assistant", "content": "There.", "reasoning_content": "They ask me."}]
+PLAIN = [QUESTION, {"role": "assistant", "content": "There."}]
+OWN_THOUGHT = [QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.\n</think>\n\nThere."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reference"),
+    [
+        # the prompt ends behind `assistant\n`, so the block is the model's to write
+        ("trl/qwen3", PLAIN, "<think>\n\n</think>\n\nThere."),
+        ("trl/qwen3", THOUGHT, "<think>\nThey ask me.\n</think>\n\nThere."),
+        # the prompt opens the block
+        ("trl/qwen3_5_think", THOUGHT, "They ask me.\n</think>\n\nThere."),
+        ("trl/nemotron_3_nano", THOUGHT, "They ask me.\n</think>\nThere."),
+        # the prompt opens a block, and the template takes the answer's away: the answer is trained without it
+        ("trl/deepseek_r1_distill", OWN_THOUGHT, "There."),
+        # no block is written, and none is expected
+        ("trl/qwen3_instruct_2507", PLAIN, "There."),
+        # the template strips white space
+        ("trl/gemma3", [QUESTION, {"role": "assistant", "content": "  There. \n"}], "There."),
+        ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
+    ],
+)
+def test_the_reference_is_what_the_template_leaves_to_the_model(template, messages, reference, tokenizer_of):
+    tokenizer = tokenizer_of(template_of(template))
+    [question] = questions_of([conversation(messages)], renderer_of(tokenizer), tokenizer)
+    assert question.answer.strip() == reference
+
+
+def test_what_the_prompt_has_closed_is_not_asked_for_again(tokenizer_of):
+    """DeepSeek-V3.2 asks behind `<think></think>`, and writes an answer behind `</think>` alone."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '</think>' if m.role == 'assistant' }}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
+    )
+    tokenizer = tokenizer_of(template)
+    renderer = renderer_of(tokenizer)
+    assert renderer.render(conversation(PLAIN)).text.endswith("</think>There.<|im_end|>")
+    [question] = questions_of([conversation(PLAIN)], renderer, tokenizer)
+    assert (tokenizer.decode(question.prompt_ids)[-15:], question.answer) == ("<think></think>", "There.")
+
+
+def test_an_answer_that_generation_would_cut_is_not_asked_for(tokenizer_of):
+    """gpt-oss ends think text with the token that ends the turns of its history."""
+    tokenizer = tokenizer_of(template_of("trl/gptoss"))
+    assert questions_of([conversation(THOUGHT)], renderer_of(tokenizer), tokenizer) == [None]
+
+
+def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_of):
+    tokenizer = tokenizer_of(template_of("trl/qwen3"))
+    [usual] = questions_of([conversation(PLAIN)], renderer_of(tokenizer), tokenizer)
+    # the block is not trained, so it is given: only behind it the answer was learned
+    [given] = questions_of([conversation(PLAIN)], renderer_of(tokenizer, loss_on_empty_think=False), tokenizer)
+    block = "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(given.prompt_ids) == tokenizer.decode(usual.prompt_ids) + block
+    assert (usual.answer, given.answer) == (f"{block}There.", "There.")
+    # a prompt that closes the block
+    closed = renderer_of(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert questions_of([conversation(PLAIN)], closed, tokenizer)[0].answer == "There."
+    turns = [*THOUGHT, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Gone."}]
+    for options in ({"loss_on": "completion"}, {"loss_on": "all"}, {"multi_turn": "split"}):
+        renderer = renderer_of(tokenizer, **options)
+        asked = questions_of(renderer.expand(conversation(turns)), renderer, tokenizer)
+        assert asked[-1].answer == f"{block}Gone.", options
+        assert asked[0].answer.endswith("There." if "multi_turn" in options else "Gone.")
+
+
+def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
+    tokenizer = tokenizer_of(CHATML)
+    renderer = renderer_of(tokenizer)
+    untrained = [QUESTION, {"role": "assistant", "content": "There.", "train": False}]
+    turns = [*PLAIN, *untrained]
+    empty = [QUESTION, {"role": "assistant", "content": ""}]
+    asked = [conversation(messages) for messages in (turns, empty, [*PLAIN, QUESTION])]
+    assert questions_of(asked, renderer, tokenizer) == [None] * 3
+
+
+def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
+    tokenizer = tokenizer_of(CHATML)
+    renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
+    long = conversation([QUESTION, {"role": "assistant", "content": "the light in the kitchen is on " * 9}])
+    assert renderer(long).cut > 0
+    assert questions_of([long], renderer, tokenizer)[0].answer.strip() == long.messages[-1]["content"].strip()
+    short = Renderer(tokenizer, DataConfig(), max_seq_len=10)
+    assert questions_of([long], short, tokenizer) == [None]  # no room behind the prompt
+
+
+def test_an_end_that_training_adds_is_no_part_of_the_answer(tokenizer_of):
+    """The template leaves the last turn open; the next one's opener ends it."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = tokenizer_of(template)
+    renderer = renderer_of(tokenizer)
+    one = conversation(PLAIN)
+    assert renderer.render(one).added_end
+    assert questions_of([one], renderer, tokenizer)[0].answer == "There."
+
+
+def test_texts_that_spell_special_tokens_are_compared_as_they_are_written(tokenizer_of):
+    tokenizer = tokenizer_of(CHATML)
+    one = conversation([QUESTION, {"role": "assistant", "content": "Write <|im_end|> there."}])
+    [question] = questions_of([one], renderer_of(tokenizer), tokenizer)
+    assert question.answer == "Write <|im_end|> there."
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monkeypatch):
+    """A model that writes the template's empty think block and then the answer, as it was trained, is right everywhere;
+    so is every figure's count of generated answers."""
+    from transformers import AutoTokenizer
+
+    from sft_play.finished.evaluate.evaluation import evaluate_run
+    from sft_play.finished.report.compare import results_of
+    from sft_play.finished.report.record import read_record
+    from sft_play.finished.run import find_finished
+    from sft_play.runs.folder import RunFolder
+
+    base = make_llama(tmp_path / "base", template=template_of("trl/qwen3"), max_position_embeddings=256)
+    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(48)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {base}, max_seq_len: 96}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.3}}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, report_to: [], metric_for_best_model: exact_match}\n"
+        f"eval: {{steps: 1, generate_rows: 3, max_new_tokens: 32}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+    prompts = [tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
+               for row in rows]  # fmt: skip
+    written = {
+        tuple(tokenizer(prompt)["input_ids"]): tuple(tokenizer(text[len(prompt) :])["input_ids"])
+        for prompt, text in zip(prompts, rendered, strict=True)
+    }
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    monkeypatch.setattr(
+        exact_match, "_generate",
+        lambda model, tokenizer, asked, stop, new: [
+            written[tuple(one)][: written[tuple(one)].index(end) + 1] for one in asked
+        ],
+    )  # fmt: skip
+    code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
+    assert code == 0, printed
+    folder = tmp_path / "outputs" / "one"
+    summary = json.loads((folder / "summary.json").read_text())
+    held_out = summary["after"]["rows"]
+    assert held_out > 3
+    for when in ("before", "after"):
+        assert (summary[when]["exact_match"], summary[when]["generated_rows"]) == (1.0, 3)
+    assert f"Held-out exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
+    assert "exact match 100.0% of 3 rows" in printed
+    assert [one["generated_rows"] for one in summary["evaluations"]] == [3] * len(summary["evaluations"])
+    assert summary["samples"][0]["right"]
+    assert summary["samples"][0]["expected"].startswith("<think>\n\n</think>\n\nit is ")
+    card = (folder / "adapter" / "README.md").read_text()
+    assert f"| {held_out} validation rows | before | after |" in card
+    assert "| exact match of 3 answers | 100.0% | 100.0% |" in card
+    assert "exact match 100.0% of 3 rows" in command("runs", "--config", str(tmp_path / "run.yaml"))[1]
+    assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
+    compared = {row.title: row.shown for row in results_of([read_record(RunFolder(folder))])}
+    assert compared["rows of exact match after"] == compared["rows of validation exact match"] == ["3"]
+    run = find_finished(tmp_path / "outputs", "one")
+    figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).figures}
+    assert [figures[name].tuned for name in ("exact_match", "rouge_l", "chrf")] == pytest.approx([1.0, 1.0, 100.0])
