@@ -35,6 +35,7 @@ from sft_play.log import write_log_to
 from sft_play.planner.plan import Plan, Planned, plan_from_json
 from sft_play.process import endings, failures
 from sft_play.process.environment import THREADS_VARIABLE
+from sft_play.process.failures import RUN_VARIABLE
 from sft_play.process.heap import importing
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
@@ -65,20 +66,23 @@ def launch_ranks(
         beside: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    plan, is_alone = planned[0][0], options.nodes.count == 1
-    launch = _command(loaded, options, plan, folder if is_alone else None, run=run)
+    plan = planned[0][0]
+    launch = _command(loaded, options, plan, run=run)
     logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
     _require_adapter(loaded, plan)
-    if folder is None or not is_alone:
+    if folder is None or options.nodes.count > 1:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
+    # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
+    planned_for = {RUN_VARIABLE: str(folder.path.absolute())}
+    handed = dataclasses.replace(launch, environment={**launch.environment, **planned_for})
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
         log_file = write_log_to(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
-            code = run_ranks(launch, folder)
+            code = run_ranks(handed, folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended
             note_end(folder, Interrupted.exit_code)
             raise
@@ -103,9 +107,7 @@ def _write_launch(
     return mark
 
 
-def _command(
-    loaded: LoadedConfig, options: LaunchOptions, plan: Plan, folder: RunFolder | None, *, run: str | None
-) -> Launch:
+def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
     hardware = plan.hardware
     launch = torchrun(
         rank_words(loaded, options, plan),
@@ -113,7 +115,6 @@ def _command(
         nodes=options.nodes,
         threads=None if hardware.gpus else _threads(hardware),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
-        folder=folder.path.absolute() if folder is not None else None,
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
     )
@@ -153,15 +154,12 @@ def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOpt
 
 
 def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list[str]:
-    """The words of `sft-play` that start each rank; with the layout on several nodes, where no parent hands over a
-    plan."""
+    """The words of `sft-play` that start each rank, complete for ranks that no parent hands a plan."""
     words = ["rank", "--config", str(loaded.path), *loaded.overrides]
     adapter = loaded.config.model.adapter
     if adapter is not None:  # every rank would look for `last` again
         words = [word for word in words if not word.startswith("model.adapter=")]
         words.append(f"model.adapter={json.dumps(adapter)}")
-    if options.nodes.count == 1:
-        return words
     words += ["--strategy", plan.layout]
     words += ["--tensorboard"] if options.board else []  # rank 0 starts it: only rank 0 knows the run's folder
     if options.deepspeed is not None:

@@ -189,7 +189,7 @@ def _settled(asked: Asked) -> Asked:
 
 
 def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
-    if folder is None or not asked.options.board or (asked.ranks is not None and not asked.ranks.is_first):
+    if folder is None or not asked.options.board or not asked.tells:
         return contextlib.nullcontext()
     return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
 
