@@ -182,7 +182,8 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
         name = signal.Signals(number).name
-        logger.warning("%s: the ranks save at the end of this step, then stop; a second ends them at once", name)
+        logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
+                       "second ends them at once", name)  # fmt: skip
 
     def end(number: int) -> None:
         signals.append(number)

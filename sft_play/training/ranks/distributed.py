@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import importlib
 import logging
 import os
+import signal
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.utils.file_baton import FileBaton
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.waiting import waiting
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -88,6 +94,7 @@ def patient(*, of: str = "the run") -> Any:
 def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
     """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
     since ZeRO-3 divides weights while they are read."""
+    remove_abandoned_locks()
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -222,6 +229,47 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     finally:
         if build is not None:
             backend.build_shm_op = build
+
+
+# --- what torch compiles for a run, such as DeepSpeed's CPU Adam ------------------------------------------------------
+LOOK_S = 1.0
+"""Seconds between two looks at the lock of a compile."""
+_take_lock = FileBaton.try_acquire
+
+
+def remove_abandoned_locks() -> None:
+    """Let this process remove locks of compiles that were killed. torch makes a file, keeps it open until it has
+    compiled, and removes it (`torch/utils/file_baton.py`); others wait until it is gone, for ever after a kill."""
+    FileBaton.try_acquire = _wait_for_lock  # type: ignore[method-assign]
+
+
+def _wait_for_lock(baton: FileBaton) -> bool:
+    """Take the lock, however long it takes. torch would go on when the lock is gone, as if its owner had compiled; where
+    it has, ninja finds nothing left to do."""
+    lock, is_abandoned = Path(baton.lock_file_path).absolute(), False
+    with waiting(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
+        while not _take_lock(baton):
+            # seen so twice: an owner that lives closes its lock a moment before it removes it
+            is_abandoned = _look_at_lock(lock, remove=is_abandoned)
+            time.sleep(LOOK_S)
+    return True
+
+
+def _look_at_lock(lock: Path, *, remove: bool) -> bool:
+    """Whether nobody has the lock open, or works in its folder, as ninja and the compilers do; it is removed then where
+    that is asked for. Not known, so False, on a disk of several machines and of another user's lock."""
+    with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:
+        # The kernel gives a lease where nobody else has the file open, and lets nobody open it meanwhile; whoever tries
+        # would end this process by SIGIO, the default.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        is_there = os.fstat(file.fileno()).st_nlink > 0  # another process may just have removed it
+        if is_there and all(process.info["cwd"] != str(lock.parent) for process in psutil.process_iter(["cwd"])):
+            if remove:
+                lock.unlink()
+                logger.warning("%s was left by a process that was killed while it compiled: removed", lock)
+            return True
+    return False
 
 
 # --- the store beside the process group -------------------------------------------------------------------------------
