@@ -185,12 +185,11 @@ def taken(tmp_path, monkeypatch, caplog) -> Callable[[], threading.Thread]:
     from torch.utils.file_baton import FileBaton
 
     monkeypatch.setattr(FileBaton, "try_acquire", FileBaton.try_acquire)  # set back at the end
-    monkeypatch.setattr(distributed, "LOOK_S", 0.05)
     caplog.set_level("INFO")
     distributed.remove_abandoned_locks()
 
     def wait() -> threading.Thread:
-        waits = threading.Thread(target=FileBaton(str(tmp_path / "lock")).try_acquire, daemon=True)
+        waits = threading.Thread(target=FileBaton(str(tmp_path / "lock"), 0.005).try_acquire, daemon=True)
         waits.start()
         return waits
 
@@ -243,7 +242,7 @@ def test_of_many_that_find_a_lock_left_behind_each_gets_its_turn(holder, taken, 
     def compile_once() -> None:
         from torch.utils.file_baton import FileBaton
 
-        lock = FileBaton(str(tmp_path / "lock"))
+        lock = FileBaton(str(tmp_path / "lock"), 0.005)
         assert lock.try_acquire()
         turns.append(time.monotonic())
         time.sleep(0.2)

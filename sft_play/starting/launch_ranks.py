@@ -14,18 +14,20 @@ from collections.abc import Sequence
 from datetime import date
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.errors import Interrupted, RunFolderError
+from sft_play.errors import Interrupted, RunFolderError, about
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import require_free_port
+from sft_play.facts.network import Nodes, require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, meeting_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import (
     choose_interface,
     machine_for,
+    machine_of,
     name_of_gpu,
     require_own_gpus,
     spread_over,
@@ -75,14 +77,13 @@ def launch_ranks(
     if folder is None or options.nodes.count > 1:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
-    planned_for = {RUN_VARIABLE: str(folder.path.absolute())}
-    handed = dataclasses.replace(launch, environment={**launch.environment, **planned_for})
+    own = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
         log_file = write_log_to(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
-            code = run_ranks(handed, folder)
+            code = run_ranks(dataclasses.replace(launch, environment=own), folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended
             note_end(folder, Interrupted.exit_code)
             raise
@@ -108,12 +109,15 @@ def _write_launch(
 
 
 def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
-    hardware = plan.hardware
+    hardware, processes = plan.hardware, plan.hardware.gpus_per_node
     launch = torchrun(
         rank_words(loaded, options, plan),
-        processes=hardware.gpus_per_node,
+        processes=processes,
         nodes=options.nodes,
-        threads=None if hardware.gpus else _threads(hardware),
+        # of each CPU rank: its share of the cores, or as many as the run had that is repeated
+        threads=None
+        if hardware.gpus
+        else int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // processes)),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
@@ -121,11 +125,6 @@ def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: s
     if run is None:
         return launch
     return dataclasses.replace(launch, environment={**launch.environment, RESUMED_VARIABLE: run})
-
-
-def _threads(hardware: Hardware) -> int:
-    """Threads of each CPU rank: its share of the cores, or as many as the run had that is repeated."""
-    return int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // hardware.gpus_per_node))
 
 
 def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
@@ -141,13 +140,34 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
 
 
-def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
-    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+    """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
+    of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
+    nodes, here = options.nodes, machine_of(dataclasses.replace(options, nodes=Nodes()), machine_for(config, detect()))
+    if here.ranks == 1 or nodes.count % here.ranks:
+        return options
+    ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
+    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
+                ranks, timeout_of(config, os.environ) / 60)  # fmt: skip
+    with about(f"{nodes.exported}, or {ranks}"):
+        count = len(_meet(options, config, here, may_count_ranks=True).cards)
+    if count < nodes.count:
+        logger.info("Nodes: %s", ranks)
+        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // here.ranks, exported=ranks)
+    return dataclasses.replace(options, nodes=nodes)
+
+
+def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, **more: bool) -> Any:
     with importing():
         from sft_play.training.ranks.node_meeting import card_of, meet
 
-    card = card_of(loaded.config, hardware, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+    card = card_of(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
+    return meet(options.nodes, card, limit_s=timeout_of(config, os.environ), **more)
+
+
+def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
+    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+    met = _meet(options, loaded.config, hardware)
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
     joined = dataclasses.replace(launch, environment={**launch.environment, **met.variables(os.environ)})
     return run_ranks(joined, None)
@@ -282,7 +302,9 @@ def received(config: RunConfig, ranks: Ranks) -> Decided | None:
     with importing():
         from sft_play.training.ranks.distributed import handed_over, say_gpu
 
+    heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
     say_gpu(name_of_gpu(ranks, machine_for(config, detect())), ranks.rank)
+    signal.signal(signal.SIGINT, heard)
     return None if ranks.is_first else Decided.read(handed_over(None))
 
 
