@@ -7,21 +7,25 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
-from sft_play.facts.hardware import Hardware
+from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.network import Nodes, own_addresses
 from sft_play.launch.exported import OF_RENDEZVOUS
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.starting import launch_ranks
 from sft_play.training.ranks import distributed, node_meeting
 from sft_play.training.ranks.node_meeting import Met, card_of, meet
 from tests import warm
@@ -104,9 +108,10 @@ def test_a_single_node_that_others_can_reach_waits_for_them(call):
     address = next(iter(own_addresses()), None)
     if address is None:
         pytest.skip("this machine has no address but the loopback")
-    (answer,) = together(call(0, 2, 2, free_port(), limit_s=2, address=address))
-    assert isinstance(answer, HardwareError)
-    assert "node 1 of 2 did not connect" in str(answer)
+    for where in (address, socket.gethostname()):  # which Debian's /etc/hosts has as 127.0.1.1
+        (answer,) = together(call(0, 2, 2, free_port(), limit_s=2, address=where))
+        assert isinstance(answer, HardwareError)
+        assert "node 1 of 2 did not connect" in str(answer)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 2), (2, 4)])
@@ -139,6 +144,26 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypat
     assert "the ranks of a run that began without this node" in str(answer)
     assert time.monotonic() - began < 30
     del store
+
+
+@pytest.mark.parametrize(
+    ("machine", "world", "ranks", "nodes"),
+    [("4xH100", 8, (0, 4), 2), ("8xH100", 32, (0, 8, 16, 24), 4), ("1xH100", 2, (0, 1), 2), ("3xH100", 4, (0, 1), 4)],
+)
+def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, ranks, nodes):
+    """Two machines with four GPUs export RANK=0 and RANK=4. One GPU, or three of four ranks, leave one reading."""
+    monkeypatch.setattr(launch_ranks, "detect", lambda: named(machine))
+    settings = load_config(config, overrides=["distributed.timeout_s=30"]).config
+    port = free_port()
+
+    def count(rank: int) -> Callable[[], Any]:
+        exported = Nodes(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
+        return lambda: launch_ranks.count_nodes(LaunchOptions(nodes=exported), settings).nodes
+
+    each = named(machine).ranks if nodes < world else 1
+    for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
+        assert answer == Nodes(nodes, rank // each, "127.0.0.1", port)
+        assert bool(answer.exported)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -322,10 +322,3 @@ def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
                        len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
     return hardware
-
-
-def hand_over(decided: Decided) -> None:
-    """Hand rank 0's decisions to the other ranks; without a plan there is nothing left to do."""
-    from sft_play.training.ranks.distributed import handed_over
-
-    handed_over(decided.text(made=False))

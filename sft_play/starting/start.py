@@ -44,7 +44,6 @@ from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import (
     Decided,
     count_nodes,
-    hand_over,
     launch_ranks,
     machine_of_ranks,
     placed,
@@ -268,8 +267,10 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
         return handed
+    from sft_play.training.ranks.distributed import handed_over
+
     decided = _decide(asked, held)
-    hand_over(decided)
+    handed_over(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
     return decided
 
 

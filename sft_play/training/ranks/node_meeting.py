@@ -32,6 +32,7 @@ from sft_play.facts.network import (
     address_towards,
     addresses_of,
     interface_of,
+    is_local,
     is_loopback,
     is_own,
     own_addresses,
@@ -195,8 +196,8 @@ def _cards(
 ) -> tuple[Card, ...]:
     cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
     _check(nodes, mine, cards[nodes.rank])
-    # A single node is no proof of having all ranks: others may come, unless no other machine can reach it.
-    may_be_alone = all(is_loopback(one) for one in mine["sees node 0 at"])
+    # A single node may have all ranks, and as well be the first of many, unless no other machine can reach it.
+    may_be_firsts = len(firsts) > 1 or is_local(str(nodes.address))
     last_came = time.monotonic()
     while True:
         is_over = store.check([_ALL])  # node 0 has seen all cards, so that they can be read now
@@ -213,7 +214,7 @@ def _cards(
         if is_over:
             return tuple(cards[rank] for rank in sorted(cards))
         quiet_s = time.monotonic() - last_came
-        are_firsts = sorted(cards) == list(firsts) and (len(firsts) > 1 or may_be_alone)
+        are_firsts = may_be_firsts and sorted(cards) == list(firsts)
         if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s / 60)):
             store.set(_ALL, "")
         elif 0 not in cards and quiet_s > _LEAVE_S:
