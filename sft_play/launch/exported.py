@@ -101,7 +101,8 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
             f"{read}: this is node {one_line(rank)} of {one_line(world)} nodes (NNODES= and NODE_RANK= say otherwise)"
         )
         given |= {"NODE_RANK": rank, "NNODES": world, "EXPORTED": line}
-        lines += [line] if world != "1" else []
+        if world != "1":
+            lines.append(line)
     for name in _COUNTS:
         text = there.get(name, "gpu")
         if text not in _ALL_GPUS and "NPROC" not in {**there, **given}:

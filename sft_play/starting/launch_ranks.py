@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted, RunFolderError, about
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import Nodes, require_free_port
+from sft_play.facts.network import QUIET_SHARE, Nodes, require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, meeting_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions
@@ -110,14 +110,14 @@ def _write_launch(
 
 def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
     hardware, processes = plan.hardware, plan.hardware.gpus_per_node
+    share = max(
+        1, hardware.cpu_cores // processes
+    )  # of the cores, for each CPU rank; a run that is repeated has its own
     launch = torchrun(
         rank_words(loaded, options, plan),
         processes=processes,
         nodes=options.nodes,
-        # of each CPU rank: its share of the cores, or as many as the run had that is repeated
-        threads=None
-        if hardware.gpus
-        else int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // processes)),
+        threads=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or share),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
@@ -148,7 +148,7 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
         return options
     ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                ranks, timeout_of(config, os.environ) / 60)  # fmt: skip
+                ranks, timeout_of(config, os.environ) * QUIET_SHARE)  # fmt: skip
     with about(f"{nodes.exported}, or {ranks}"):
         count = len(_meet(options, config, here, may_count_ranks=True).cards)
     if count < nodes.count:

@@ -28,6 +28,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import COMPUTING
 from sft_play.facts.network import (
     GLOO_VARIABLE,
+    QUIET_SHARE,
     Nodes,
     address_towards,
     addresses_of,
@@ -85,10 +86,10 @@ def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deep
 
 def meet(nodes: Nodes, card: Card, *, limit_s: float, may_count_ranks: bool = False) -> Met:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
-    `may_count_ranks`: the numbers may be those of the nodes' first ranks: then multiples of their ranks, and no other
-    for a sixtieth of the limit, are all nodes. Raises ConfigError: the address is unknown here or is another machine's,
-    two nodes have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come
-    within `limit_s`, or one was stopped."""
+    `may_count_ranks`: the numbers may be those of the nodes' first ranks: then all multiples of a node's ranks, and no
+    other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
+    have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
+    `limit_s`, or one was stopped."""
     addresses = addresses_of(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
@@ -215,7 +216,7 @@ def _cards(
             return tuple(cards[rank] for rank in sorted(cards))
         quiet_s = time.monotonic() - last_came
         are_firsts = may_be_firsts and sorted(cards) == list(firsts)
-        if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s / 60)):
+        if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s * QUIET_SHARE)):
             store.set(_ALL, "")
         elif 0 not in cards and quiet_s > _LEAVE_S:
             raise HardwareError(f"what answers at {nodes.place} is another program, or the ranks of a run that began "
