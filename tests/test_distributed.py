@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,13 +196,92 @@ def test_a_plan_is_made_for_the_layout_that_is_named(world, command, monkeypatch
     assert "STRATEGY=zero3 cannot run this job" in printed
 
 
-def test_the_command_is_shown_and_nothing_is_started(world, command, monkeypatch):
-    monkeypatch.setenv("NPROC", "2")
-    code, printed = command("launch-command", "--config", f"{world}/run.yaml", "output.name=shown")
-    assert code == 0
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --module sft_play rank --config" in printed
-    assert "SFT_PLAY_RUN=" in printed
-    assert not (world / "outputs" / "shown").exists()
+def shown_command(world: Path, name: str, *words: str, **environ: str) -> str:
+    """The line of `make launch-command`, which leaves nothing behind."""
+    answer = start(
+        world, "launch-command", "--config", f"{world}/run.yaml", "tuning.mode=lora", "train.max_steps=1",
+        f"output.name={name}", "--json", *words, **environ,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert not (world / "outputs" / name).exists()
+    launch = json.loads(answer.stdout)["launch"]
+    assert launch.keys() == {"line", "words", "environment"}
+    return str(launch["line"])
+
+
+def pasted(*lines: str) -> list[subprocess.CompletedProcess[str]]:
+    """How each line ends that a person pastes into a shell of its own, all at the same time."""
+    running = [
+        subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for line in lines
+    ]  # fmt: skip
+    ended = [(process, process.communicate(timeout=280)[0]) for process in running]
+    return [subprocess.CompletedProcess(one.args, one.returncode, said) for one, said in ended]
+
+
+SHOWN = [
+    pytest.param({"NPROC": "2", "STRATEGY": "ddp"}, (), "ddp", id="two ranks"),
+    pytest.param({"NPROC": "1"}, (), "single", id="one rank", marks=pytest.mark.slow),
+    pytest.param(
+        {"NPROC": "2", "SET": "model.mesh_shape=[[2],[fsdp]]"}, (), "fsdp", id="a mesh", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        {"NPROC": "2", "STRATEGY": "zero2"}, ("--deepspeed",), "zero2", id="deepspeed",
+        marks=[needs_deepspeed, pytest.mark.slow],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environ", "words", "layout"), SHOWN)
+def test_the_command_that_is_shown_trains_where_it_is_pasted(world, environ, words, layout):
+    name = f"shown-{layout}"
+    line = shown_command(world, name, *words, **environ)
+    (ended,) = pasted(line)
+    assert ended.returncode == 0, f"{line}\n{ended.stdout}"
+    run = world / "outputs" / name
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["layout"], plan["ranks"]) == (layout, int(environ["NPROC"]))
+    assert len(losses(run)) == 1
+    assert json.loads((run / "summary.json").read_text())["exit"] == 0
+
+
+def test_the_commands_that_two_nodes_are_shown_train_together(world):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC": "1", "STRATEGY": "ddp"}
+    lines = [shown_command(world, "shown-nodes", **nodes, NODE_RANK=str(rank)) for rank in (0, 1)]
+    ended = pasted(*lines)
+    assert [one.returncode for one in ended] == [0, 0], "\n".join(one.stdout for one in ended)
+    assert json.loads((world / "outputs" / "shown-nodes" / "plan.json").read_text())["hardware"]["nodes"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_command_in_a_runs_log_can_be_pasted_too(world, resumed):
+    """It starts a run of its own, or goes on with the one that was resumed; the logged run stays as it is."""
+    name = f"logged-{resumed}"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
+    environ = {"NPROC": "2", "STRATEGY": "ddp"}
+    command = "train-distributed"
+    if resumed:
+        first = start(world, command, *words, "train.stop_after_steps=1", **environ)
+        assert first.returncode == 0, first.stdout + first.stderr
+        command = "resume"
+    answer = start(world, command, *words, *(["train.stop_after_steps=1"] if resumed else []), **environ)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    run = world / "outputs" / name
+    before = losses(run)
+    line = [line for line in (run / "train.log").read_text().splitlines() if "Launch: " in line][-1]
+    (ended,) = pasted(line.partition("Launch: ")[2].replace("train.stop_after_steps=1", "train.stop_after_steps=2"))
+    if resumed:
+        assert ended.returncode == 0, ended.stdout
+        assert losses(run)[: len(before)] == before
+        assert len(losses(run)) == len(before) + 2
+    else:
+        assert ended.returncode != 0
+        assert "output.if_exists" in ended.stdout
+        assert losses(run) == before
 
 
 def test_several_nodes_meet_where_they_are_told():

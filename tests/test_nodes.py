@@ -244,6 +244,22 @@ def test_two_hosts_with_disks_of_their_own_train_what_one_process_trains(
     assert there.stdout == ""  # one run folder, on rank 0's node
 
 
+@pytest.mark.slow
+def test_two_hosts_train_by_the_ranks_that_guides_export(world, hosts, alone):
+    """`export MASTER_ADDR=node-a MASTER_PORT=29500 RANK=0 WORLD_SIZE=4`, and RANK=2 on the other host."""
+    words = command(world, "output.name=hosts-exported", "distributed.timeout_s=120")
+    variables = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "NPROC": "2", "STRATEGY": "ddp"}
+    ended = run_together(
+        world, [hosts.on(rank, words) for rank in (0, 1)], [{**variables, "RANK": str(2 * rank)} for rank in (0, 1)]
+    )
+    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
+    assert "this is node 1, at 10.99.0.2 on link-b" in ended[1].printed
+    aside = world / "of-node-0-exported"
+    copied = hosts.on(0, ["cp", "-r", f"{world}/outputs/hosts-exported", str(aside)])
+    assert subprocess.run(copied, check=False).returncode == 0
+    assert_whole(aside, alone, "ddp", "DistributedDataParallel", ended[0].printed)
+
+
 @needs_deepspeed
 @pytest.mark.slow
 def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, hosts):

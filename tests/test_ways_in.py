@@ -73,7 +73,8 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         return
     assert ranks_of(environment) is None
     found, lines = node_variables(environment)
-    assert found == {"NODE_RANK": str(rank), "NNODES": str(rank + more)}
+    assert (found["NODE_RANK"], found["NNODES"]) == (str(rank), str(rank + more))
+    assert found.keys() == {"NODE_RANK", "NNODES", "EXPORTED"}
     assert len(lines) == (rank + more > 1)
     for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
         options = read_request([command, "--config", "x.yaml"], environment).options

@@ -7,14 +7,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import subprocess
 import sys
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
-from sft_play.commands.request import Request, refuse_hardware
+from sft_play.commands.request import Request, make_words, refuse_hardware
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
+from sft_play.facts.network import MEETING_S
 from sft_play.finished.listing import best_checkpoint
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
@@ -25,11 +27,19 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
     write_accelerate_file,
 )
-from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
+from sft_play.launch.exported import (
+    OF_RENDEZVOUS,
+    RESUMED_VARIABLE,
+    Ranks,
+    meeting_variables,
+    ranks_of,
+    refuse_tasks,
+)
 from sft_play.launch.machine import machine_for, machine_of
-from sft_play.log import escape_control, set_up_logging
+from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
+from sft_play.process.failures import numbered
 from sft_play.runs.files import read_json
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
@@ -129,6 +139,10 @@ def launched_ranks(request: Request) -> Ranks | None:
     refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
+    left_out = (word for name in OF_RENDEZVOUS if name in os.environ for word in ("-u", name))
+    alone = shlex.join(["env", *left_out, *make_words(request, request.command, request.overrides)])
+    if options.nodes.exported:
+        logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s", alone)
     if ranks is None or request.command == "launch-command":
         return None
     wanted, started = options.processes, ranks.local_world_size
@@ -139,6 +153,14 @@ def launched_ranks(request: Request) -> Ranks | None:
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
         return None
     set_up_logging(request.command, rank=ranks.rank)
+    if "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys():  # of no launcher we know
+        others = numbered([rank for rank in range(ranks.world_size) if rank != ranks.rank] or [0])
+        place = {**meeting_variables(os.environ, nodes=ranks.nodes), **os.environ}
+        logger.warning(
+            "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, "
+            "%.0f s at most; alone: %s", ranks.rank, ranks.world_size, one_line(place["MASTER_ADDR"]),
+            one_line(place["MASTER_PORT"]), others, MEETING_S, alone,
+        )  # fmt: skip
     return ranks
 
 

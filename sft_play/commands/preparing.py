@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.diagnosing import check, on_screen
-from sft_play.commands.request import Request, asked_machine
+from sft_play.commands.request import Request, asked_machine, make_words
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
@@ -51,8 +51,7 @@ def _and_next(answer: Answer, request: Request, data: DataConfig) -> Answer:
     if reads.verdict != "PASS":
         lines = [f"Not read yet: {reads.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
         settings += _reading(folder, data)
-    config = [f"CONFIG={request.config}"] if request.config_given else []
-    following = shlex.join(["make", "check", *config, *([f"SET={shlex.join(settings)}"] if settings else [])])
+    following = shlex.join(make_words(request, "check", settings))
     return dataclasses.replace(answer, lines=[*answer.lines, *lines, f"Next: {following}"])
 
 

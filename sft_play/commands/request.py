@@ -304,9 +304,9 @@ def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[d
         values["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
     if command not in (*TRAINING, "doctor") or rank_variables(environment):
         return values, ()
-    exported, notes = node_variables(environment)
+    exported, notes = node_variables({**environment, **{name: text for name, text in values.items() if text}})
     if command == "train":
-        names = (*NODE_VARIABLES, "NPROC")
+        names = (*NODE_VARIABLES, "NPROC", "EXPORTED")
         of_nodes = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
         return (values | of_nodes, notes) if of_nodes["NNODES"] not in ("", "1") else (values, ())
     return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
@@ -363,6 +363,13 @@ def refuse_variables(overrides: Sequence[str]) -> None:
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             how = f"give it to make (make plan {name}=...), or in the environment{flag}"
             raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {how}")
+
+
+def make_words(request: Request, command: str, settings: Sequence[str]) -> list[str]:
+    """The words of make that run a command with the config of this request."""
+    config, run = request.config_given and request.config, command == "resume" and request.run
+    named = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
+    return ["make", command, *(f"{name}={text}" for name, text in named.items() if text)]
 
 
 # --- the machine that a command is about, the folder of the runs, and the finished run --------------------------------

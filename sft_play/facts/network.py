@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import psutil
@@ -16,6 +16,9 @@ from sft_play.log import one_line
 
 DEFAULT_PORT = 29500
 """torch.distributed's and accelerate's default port of the main process."""
+MEETING_S = 600.0
+"""How long ranks that a launcher started wait for each other."""
+QUIET_SHARE = 1 / 60  # of the time for which nodes wait: how long none may come that contradicts those that are here
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The network interface that gloo listens on. Without it gloo resolves this host's own name."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -29,6 +32,8 @@ class Nodes:
     rank: int = 0
     address: str | None = None
     port: int | None = None
+    exported: str = field(default="", compare=False)
+    """What RANK and WORLD_SIZE of the environment were read as, where they gave count and rank; else empty."""
 
     @property
     def place(self) -> str:

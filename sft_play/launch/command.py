@@ -13,13 +13,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.network import Nodes
 from sft_play.log import one_line
-from sft_play.process.failures import RUN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +68,6 @@ def torchrun(
     nodes: Nodes,
     threads: int | None = None,
     gpus: str | None = None,
-    folder: Path | None = None,
     python: str | None = None,
     nccl_timeout_s: float | None = None,
     given: Mapping[str, str] | None = None,
@@ -80,7 +77,6 @@ def torchrun(
     Args:
         threads: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that they share.
         gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
-        folder: the run folder that the ranks are handed.
         nccl_timeout_s: how long GPU ranks wait for each other.
         given: the present environment, whose own NCCL settings win.
     """
@@ -96,8 +92,6 @@ def torchrun(
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpus is not None:
         environment |= visible_only(gpus)
-    if folder is not None:
-        environment[RUN_VARIABLE] = str(folder)
     if nccl_timeout_s is not None:
         wanted = nccl_variables(nccl_timeout_s)
         environment |= {name: value for name, value in wanted.items() if name not in (given or {})}

@@ -25,6 +25,8 @@ RESUMED_VARIABLE = "SFT_PLAY_RESUMED"
 """The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
 the ranks, and takes it for its own `--run-path`."""
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_RENDEZVOUS = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")
+"""What torch and accelerate read to find the other ranks."""
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 """How often srun, or an mpirun, has started this command."""
 _NODE_SYNONYMS = {
@@ -41,7 +43,7 @@ _ALL_GPUS = ("gpu", "auto", "cuda")
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank; else
     empty: without a local rank they name a node (`node_variables`)."""
-    variables = {name: environment[name] for name in RANK_NAMES if name in environment}
+    variables = {name: environment[name] for name in RANK_NAMES if environment.get(name, "").strip()}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
     return variables if "LOCAL_RANK" in variables else _of_slurm(environment) if "RANK" not in environment else {}
@@ -74,34 +76,36 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
-    log lines about them; raises ConfigError where the number of nodes is a range."""
+    log lines about them; as `EXPORTED` that of RANK and WORLD_SIZE, which may count ranks; raises
+    ConfigError where the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
-    given: dict[str, str] = {}
+    there = {name: text for name in environment if (text := environment[name].strip())}
+    is_named = "NNODES" in there or "NODE_RANK" in there
+    given = {
+        name: there[theirs]
+        for name, theirs in _NODE_SYNONYMS.items()
+        if theirs in there and name not in there and (name.startswith("MASTER") or not is_named)
+    }
     lines: list[str] = []
-    is_named = any(environment.get(name, "").strip() for name in ("NNODES", "NODE_RANK"))
-    for name, theirs in _NODE_SYNONYMS.items():
-        text = environment.get(theirs, "").strip()
-        if text and not environment.get(name, "").strip() and (name.startswith("MASTER") or not is_named):
-            given[name] = text
     if ":" in given.get("NNODES", ""):
         raise ConfigError(
             f"PET_NNODES={one_line(given['NNODES'])} is a range, but a run has a fixed number of nodes: give NNODES="
         )
     if given.get("NNODES", "1") != "1":
         lines.append(f"PET_NNODES={one_line(given['NNODES'])} in the environment: one run over that many nodes")
-    rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
-    if not is_named and "NNODES" not in given and rank and world:
-        given |= {"NODE_RANK": rank, "NNODES": world}
+    if not is_named and "NNODES" not in given and {"RANK", "WORLD_SIZE"} <= there.keys():
+        rank, world = there["RANK"], there["WORLD_SIZE"]
+        read = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK"
+        line = (
+            f"{read}: this is node {one_line(rank)} of {one_line(world)} nodes (NNODES= and NODE_RANK= say otherwise)"
+        )
+        given |= {"NODE_RANK": rank, "NNODES": world, "EXPORTED": line}
         if world != "1":
-            lines.append(
-                f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this "
-                f"is node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone; where "
-                "WORLD_SIZE counts GPUs, give NNODES= and NODE_RANK=)"
-            )
+            lines.append(line)
     for name in _COUNTS:
-        text = environment.get(name, "").strip()
-        if text and text not in _ALL_GPUS and not environment.get("NPROC", "").strip() and "NPROC" not in given:
+        text = there.get(name, "gpu")
+        if text not in _ALL_GPUS and "NPROC" not in {**there, **given}:
             given["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
     return given, tuple(lines)
@@ -169,22 +173,20 @@ class Ranks:
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """The place that a launcher gave this process; None where nothing launched it. Raises ConfigError where the
     variables contradict each other or are not numbers."""
-    given = rank_variables(environment)
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **given}]
-    if len(missing) == 1:
-        raise ConfigError(f"the environment sets {_shown(environment)} but not {missing[0]}; a launcher sets all")
-    if missing or not given:
+    environment = {**environment, **rank_variables(environment)}
+    rank, world, local, on_node, nodes = (
+        whole_number(environment, name, least=0) for name in (*RANK_NAMES, "GROUP_WORLD_SIZE")
+    )
+    if (rank is None) != (world is None):
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise ConfigError(f"the environment sets {_shown(environment)} but not {missing}; a launcher sets all")
+    if rank is None or world is None or local is None:
         return None
-    environment = {**environment, **given}
-    rank = _number(environment, "RANK")
-    world = _number(environment, "WORLD_SIZE")
-    local = _number(environment, "LOCAL_RANK")
     # a launcher that does not say how many ranks are here has started all of them here
-    on_node = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
+    on_node = world if on_node is None else on_node
     if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
         raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
-    nodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else None
     if nodes is not None and nodes * on_node != world:
         raise ConfigError(
             f"this node has {on_node} of {world} ranks on {nodes} nodes: start the same number on each "
@@ -194,15 +196,8 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     return Ranks(rank, local, world, on_node, Path(folder) if folder else None)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    number = whole_number(environment, name, least=0)
-    if number is None:
-        raise ConfigError(f"{name} in the environment is empty; a launcher sets it, else unset it")
-    return number
-
-
 def _shown(environment: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_NAMES[:3] if name in environment)
+    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_NAMES[:3] if environment.get(name))
 
 
 # --- numbers and machines in variables --------------------------------------------------------------------------------
@@ -243,4 +238,4 @@ def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_
         raise ConfigError(
             f"{of_address}={one_line(address)} is not a host name or an IP address; the port goes into {of_port}="
         )
-    return Nodes(count, rank, address, port or DEFAULT_PORT)
+    return Nodes(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))

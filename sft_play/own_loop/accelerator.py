@@ -23,7 +23,7 @@ from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
 from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.training.ranks.distributed import init_deepspeed, require_alike
+from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_alike
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""
         _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
     _drop_launcher_settings(wanted)
+    remove_abandoned_locks()
     _forget_earlier()
     accelerator = _new_accelerator(wanted, on_cpu=best == "no")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":

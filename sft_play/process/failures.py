@@ -235,11 +235,21 @@ def end_leftovers(agent: int, *, patience_s: float) -> list[int]:
 
 
 def end_at_once(agent: int) -> None:
-    """SIGKILL for an agent and everything below it."""
+    """SIGKILL for an agent and everything below it; the agent itself ends only what is below it."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(agent)
         tree = [root, *root.children(recursive=True)]  # listed first: orphans get another parent
     for process in [*tree, *ranks_of_agent(agent)]:
         with contextlib.suppress(psutil.Error):
-            process.kill()
+            if process.pid != os.getpid():
+                process.kill()
+
+
+def end_compilers() -> None:
+    """SIGKILL for what programs that this process runs have started in its session: ninja leaves its compilers behind
+    where it is killed, as Python does when a signal ends its wait for it."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if process.ppid() != os.getpid() and os.getsid(process.pid) == os.getsid(0):
+                process.kill()

@@ -14,18 +14,20 @@ from collections.abc import Sequence
 from datetime import date
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.errors import Interrupted, RunFolderError
+from sft_play.errors import Interrupted, RunFolderError, about
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import require_free_port
+from sft_play.facts.network import QUIET_SHARE, Nodes, require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, meeting_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import (
     choose_interface,
     machine_for,
+    machine_of,
     name_of_gpu,
     require_own_gpus,
     spread_over,
@@ -35,6 +37,7 @@ from sft_play.log import write_log_to
 from sft_play.planner.plan import Plan, Planned, plan_from_json
 from sft_play.process import endings, failures
 from sft_play.process.environment import THREADS_VARIABLE
+from sft_play.process.failures import RUN_VARIABLE
 from sft_play.process.heap import importing
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
@@ -65,20 +68,22 @@ def launch_ranks(
         beside: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    plan, is_alone = planned[0][0], options.nodes.count == 1
-    launch = _command(loaded, options, plan, folder if is_alone else None, run=run)
+    plan = planned[0][0]
+    launch = _command(loaded, options, plan, run=run)
     logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
     _require_adapter(loaded, plan)
-    if folder is None or not is_alone:
+    if folder is None or options.nodes.count > 1:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
+    # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
+    own = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
         log_file = write_log_to(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
-            code = run_ranks(launch, folder)
+            code = run_ranks(dataclasses.replace(launch, environment=own), folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended
             note_end(folder, Interrupted.exit_code)
             raise
@@ -103,28 +108,23 @@ def _write_launch(
     return mark
 
 
-def _command(
-    loaded: LoadedConfig, options: LaunchOptions, plan: Plan, folder: RunFolder | None, *, run: str | None
-) -> Launch:
-    hardware = plan.hardware
+def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
+    hardware, processes = plan.hardware, plan.hardware.gpus_per_node
+    share = max(
+        1, hardware.cpu_cores // processes
+    )  # of the cores, for each CPU rank; a run that is repeated has its own
     launch = torchrun(
         rank_words(loaded, options, plan),
-        processes=hardware.gpus_per_node,
+        processes=processes,
         nodes=options.nodes,
-        threads=None if hardware.gpus else _threads(hardware),
+        threads=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or share),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
-        folder=folder.path.absolute() if folder is not None else None,
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
     )
     if run is None:
         return launch
     return dataclasses.replace(launch, environment={**launch.environment, RESUMED_VARIABLE: run})
-
-
-def _threads(hardware: Hardware) -> int:
-    """Threads of each CPU rank: its share of the cores, or as many as the run had that is repeated."""
-    return int(os.environ.get(THREADS_VARIABLE) or max(1, hardware.cpu_cores // hardware.gpus_per_node))
 
 
 def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
@@ -140,28 +140,46 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
 
 
-def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
-    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+    """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
+    of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
+    nodes, here = options.nodes, machine_of(dataclasses.replace(options, nodes=Nodes()), machine_for(config, detect()))
+    if here.ranks == 1 or nodes.count % here.ranks:
+        return options
+    ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
+    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
+                ranks, timeout_of(config, os.environ) * QUIET_SHARE)  # fmt: skip
+    with about(f"{nodes.exported}, or {ranks}"):
+        count = len(_meet(options, config, here, may_count_ranks=True).cards)
+    if count < nodes.count:
+        logger.info("Nodes: %s", ranks)
+        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // here.ranks, exported=ranks)
+    return dataclasses.replace(options, nodes=nodes)
+
+
+def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, **more: bool) -> Any:
     with importing():
         from sft_play.training.ranks.node_meeting import card_of, meet
 
-    card = card_of(loaded.config, hardware, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+    card = card_of(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
+    return meet(options.nodes, card, limit_s=timeout_of(config, os.environ), **more)
+
+
+def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
+    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+    met = _meet(options, loaded.config, hardware)
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
     joined = dataclasses.replace(launch, environment={**launch.environment, **met.variables(os.environ)})
     return run_ranks(joined, None)
 
 
 def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list[str]:
-    """The words of `sft-play` that start each rank; with the layout on several nodes, where no parent hands over a
-    plan."""
+    """The words of `sft-play` that start each rank, complete for ranks that no parent hands a plan."""
     words = ["rank", "--config", str(loaded.path), *loaded.overrides]
     adapter = loaded.config.model.adapter
     if adapter is not None:  # every rank would look for `last` again
         words = [word for word in words if not word.startswith("model.adapter=")]
         words.append(f"model.adapter={json.dumps(adapter)}")
-    if options.nodes.count == 1:
-        return words
     words += ["--strategy", plan.layout]
     words += ["--tensorboard"] if options.board else []  # rank 0 starts it: only rank 0 knows the run's folder
     if options.deepspeed is not None:
@@ -184,7 +202,8 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
         name = signal.Signals(number).name
-        logger.warning("%s: the ranks save at the end of this step, then stop; a second ends them at once", name)
+        logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
+                       "second ends them at once", name)  # fmt: skip
 
     def end(number: int) -> None:
         signals.append(number)
@@ -283,7 +302,9 @@ def received(config: RunConfig, ranks: Ranks) -> Decided | None:
     with importing():
         from sft_play.training.ranks.distributed import handed_over, say_gpu
 
+    heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
     say_gpu(name_of_gpu(ranks, machine_for(config, detect())), ranks.rank)
+    signal.signal(signal.SIGINT, heard)
     return None if ranks.is_first else Decided.read(handed_over(None))
 
 
@@ -301,10 +322,3 @@ def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
                        len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
     return hardware
-
-
-def hand_over(decided: Decided) -> None:
-    """Hand rank 0's decisions to the other ranks; without a plan there is nothing left to do."""
-    from sft_play.training.ranks.distributed import handed_over
-
-    handed_over(decided.text(made=False))

@@ -13,13 +13,13 @@ from datetime import date
 from sft_play.config.load import LoadedConfig
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
-from sft_play.errors import ConfigError, RunFolderError, in_stage
+from sft_play.errors import ConfigError, RunFolderError, about, in_stage
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
 from sft_play.launch.command import Launch
-from sft_play.launch.exported import Ranks, refuse_lone_node
+from sft_play.launch.exported import OF_RENDEZVOUS, Ranks, refuse_lone_node
 from sft_play.launch.launch_options import (
     LaunchOptions,
     as_accelerate_says,
@@ -41,7 +41,14 @@ from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.lookup import find_resumable, is_finished, new_folder, require_writable, resumes
 from sft_play.runs.manifest import first_day
 from sft_play.starter import BASE_NAME
-from sft_play.starting.launch_ranks import Decided, hand_over, launch_ranks, machine_of_ranks, placed, received
+from sft_play.starting.launch_ranks import (
+    Decided,
+    count_nodes,
+    launch_ranks,
+    machine_of_ranks,
+    placed,
+    received,
+)
 from sft_play.starting.plan_run import layout_in_unsloth, shape_for, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
 from sft_play.starting.train_here import train_here
@@ -109,6 +116,7 @@ def _start(asked: Asked) -> Started:
         if asked.tells:
             _log_base(asked.loaded)
         asked = _settled(asked)
+        held.enter_context(about(asked.options.nodes.exported or None))
         decided = _decide(asked, held) if asked.ranks is None else _decide_for_ranks(asked, asked.ranks, held)
         folder, planned = decided.folder, decided.planned
         if not planned:
@@ -174,6 +182,8 @@ def _settled(asked: Asked) -> Asked:
     if asked.over_ranks and not asked.watched:
         # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
+        if options.nodes.exported and not options.show_only:
+            options = count_nodes(options, loaded.config)
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
     else:
@@ -181,6 +191,8 @@ def _settled(asked: Asked) -> Asked:
         accelerate = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
         if ranks is None:
             options = dataclasses.replace(options, strategy="single")
+            for name in OF_RENDEZVOUS:  # torch and accelerate would wait for others, as a notebook or a guide asked
+                os.environ.pop(name, None)
         elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
             options = with_accelerate(options, accelerate, mesh_of(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, ranks)
@@ -189,7 +201,7 @@ def _settled(asked: Asked) -> Asked:
 
 
 def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
-    if folder is None or not asked.options.board or (asked.ranks is not None and not asked.ranks.is_first):
+    if folder is None or not asked.options.board or not asked.tells:
         return contextlib.nullcontext()
     return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
 
@@ -255,8 +267,10 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
         return handed
+    from sft_play.training.ranks.distributed import handed_over
+
     decided = _decide(asked, held)
-    hand_over(decided)
+    handed_over(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
     return decided
 
 

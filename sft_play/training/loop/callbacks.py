@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
 from sft_play.process import failures
-from sft_play.process.endings import StopSignals, elapsed_s
+from sft_play.process.endings import StopSignals, elapsed_s, interrupt
 from sft_play.process.waiting import waiting
 from sft_play.training.loop.finite import fp16_fault as _fp16_fault
 from sft_play.training.proofs.adapter_trial import pattern_of
@@ -156,9 +156,11 @@ class StopAfter(TrainerCallback):
         self._longest_s = dict.fromkeys(("step", "evaluation", "checkpoint"), 0.0)
         self.signal: int | None = None
         self.stopped_early = False
+        self.has_begun = False
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
+        self.has_begun = True
         self._lap_began = self._elapsed_s()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
@@ -214,9 +216,13 @@ class StopAfter(TrainerCallback):
 
 
 def stopping(stop: StopAfter) -> StopSignals:
-    """While open, the first signal to stop ends the run after the current step; a second one ends it at once."""
+    """While open, the first signal to stop ends the run after the current step, and at once before the first step; so
+    does a second signal."""
 
     def first(number: int) -> None:
+        if not stop.has_begun:  # there is nothing to save
+            failures.end_compilers()
+            interrupt(number)
         stop.signal = number
         if not failures.under_agent():  # the agent says it once, and stops ranks for other reasons too
             logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import importlib
 import logging
 import os
+import signal
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.utils.file_baton import FileBaton
 
-from sft_play.errors import ConfigError, RunFolderError
+from sft_play.errors import ConfigError, HardwareError, RunFolderError
+from sft_play.facts.network import MEETING_S
+from sft_play.log import one_line
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.waiting import waiting
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
 PATIENCE = datetime.timedelta(days=7)
 """How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move."""
-_MEETING = datetime.timedelta(minutes=10)
 _PLANNING = datetime.timedelta(days=1)
 """The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
 connection or the launcher ends the others."""
@@ -88,6 +95,7 @@ def patient(*, of: str = "the run") -> Any:
 def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
     """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
     since ZeRO-3 divides weights while they are read."""
+    remove_abandoned_locks()
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -224,23 +232,64 @@ def init_deepspeed(*, on_cpu: bool) -> None:
             backend.build_shm_op = build
 
 
+# --- what torch compiles for a run, such as DeepSpeed's CPU Adam ------------------------------------------------------
+_take_lock = FileBaton.try_acquire
+
+
+def remove_abandoned_locks() -> None:
+    """Let this process remove locks of compiles that were killed. torch makes a file, keeps it open until it has
+    compiled, and removes it (`torch/utils/file_baton.py`); others wait until it is gone, for ever after a kill."""
+    FileBaton.try_acquire = _wait_for_lock
+
+
+def _wait_for_lock(baton: FileBaton) -> bool:
+    """Take the lock, however long it takes: torch itself would go on once it is gone, as if its owner had compiled;
+    where it has, ninja finds nothing left to do. A lock stays whose owner cannot be known: another user's, or one on a
+    disk of several machines."""
+    lock, is_abandoned = Path(baton.lock_file_path).absolute(), False
+    with waiting(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
+        while not _take_lock(baton):
+            was_abandoned, is_abandoned = is_abandoned, False
+            with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:
+                # The kernel gives a lease where nobody else has the file open, and holds up who opens it meanwhile,
+                # telling this process by SIGIO, which would end it.
+                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                # ninja and compilers, which work in the folder, outlive an owner that is killed
+                is_abandoned = all(one.info["cwd"] != str(lock.parent) for one in psutil.process_iter(["cwd"]))
+                # twice, since an owner that lives closes its lock a moment before it removes it; another may have now
+                if was_abandoned and is_abandoned and os.fstat(file.fileno()).st_nlink:
+                    lock.unlink()
+                    logger.warning("%s was left by a process that was killed while it compiled: removed", lock)
+            time.sleep(10 * baton.wait_seconds)  # of torch: 0.1 s
+    return True
+
+
 # --- the store beside the process group -------------------------------------------------------------------------------
 def meeting_point(name: str) -> Any:
     """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=MEETING_S)))
     _stores.append(store)
     return dist.PrefixStore(name, store)
 
 
 def say_gpu(name: str, rank: int) -> None:
-    """Tell rank 0 which GPU this rank has."""
-    meeting_point("sft_play_gpus").set(str(rank), name)
+    """Tell rank 0 which GPU this rank has: the first that ranks do together. Raises HardwareError where others do not
+    come."""
+    try:
+        meeting_point("sft_play_gpus").set(str(rank), name)
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise HardwareError(
+            f"rank {rank} waited {MEETING_S:.0f} s at {one_line(place)} for the other ranks ({one_line(str(error))}): "
+            "start all of them, or leave RANK, WORLD_SIZE and LOCAL_RANK out of the environment"
+        ) from None
 
 
 def gpus_of_all(world: int) -> list[str]:
     """What every rank says of its GPU, in their order: waits until all have."""
     store, names = meeting_point("sft_play_gpus"), [str(number) for number in range(world)]
-    store.wait(names, _MEETING)
+    store.wait(names, datetime.timedelta(seconds=MEETING_S))
     return [str(store.get(name), "utf-8") for name in names]
 
 

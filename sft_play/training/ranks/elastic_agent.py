@@ -154,9 +154,7 @@ class _Stopping:
 
     def end(self, number: int) -> None:
         self.at_once = True
-        for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        failures.end_at_once(os.getpid())
 
 
 def main(words: Sequence[str] | None = None) -> int:

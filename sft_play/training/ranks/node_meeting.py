@@ -2,6 +2,7 @@
 
 Node 0 serves a store of torch's at MASTER_PORT for as long as the meeting lasts; every node puts a card into it, and
 what one refuses all refuse. torchrun, which listens there afterwards, would only say that some nodes did not come.
+Where exported variables may number nodes or ranks, they meet once before, and those that come tell.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import COMPUTING
 from sft_play.facts.network import (
     GLOO_VARIABLE,
+    QUIET_SHARE,
     Nodes,
     address_towards,
     addresses_of,
     interface_of,
+    is_local,
     is_loopback,
     is_own,
     own_addresses,
@@ -47,6 +50,7 @@ _POLL_S = 0.1
 _LEAVE_S = 10.0
 """How long node 0 serves the others that have not read yet why it leaves."""
 _CARD, _CAME, _LEFT, _REFUSED = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
+_ALL = "sft_play_all"
 
 Card = Mapping[str, Any]
 
@@ -80,18 +84,21 @@ def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deep
     }
 
 
-def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
+def meet(nodes: Nodes, card: Card, *, limit_s: float, may_count_ranks: bool = False) -> Met:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
-    Raises ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
-    settings differ; HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped."""
+    `may_count_ranks`: the numbers may be those of the nodes' first ranks: then all multiples of a node's ranks, and no
+    other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
+    have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
+    `limit_s`, or one was stopped."""
     addresses = addresses_of(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
     deadline = time.monotonic() + limit_s
+    firsts = range(0, nodes.count, card["alike"]["number of ranks"]) if may_count_ranks else range(nodes.count)
     try:
         store = _served(nodes, addresses, limit_s) if nodes.rank == 0 else _found(nodes, mine, limit_s)
         with _until_it_ends(nodes):
-            cards = _exchange(store, nodes, mine, deadline, limit_s)
+            cards = _exchange(store, nodes, mine, firsts, deadline, limit_s)
     except DistError as error:
         words = one_line(str(error).partition("\n")[0], limit=200)
         raise HardwareError(f"the nodes lost each other at {nodes.place}: {words}; start all of them again") from None
@@ -166,11 +173,13 @@ def _refused(address: str, port: int) -> str | None:
     return None
 
 
-def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
+def _exchange(
+    store: TCPStore, nodes: Nodes, mine: Card, firsts: range, deadline: float, limit_s: float
+) -> tuple[Card, ...]:
     """The cards of all nodes; an error of this node is left in the store for the others, whose errors it raises."""
     store.add(_CAME, 1)
     try:
-        return _cards(store, nodes, mine, deadline, limit_s)
+        return _cards(store, nodes, mine, firsts, deadline, limit_s)
     except BaseException as error:
         stopped = f"node {nodes.rank} ({one_line(str(mine.get('host')))}) was stopped; start it again on all nodes"
         words = str(error) or stopped
@@ -183,10 +192,16 @@ def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_
             time.sleep(_POLL_S)  # the store ends with this node's use of it
 
 
-def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
+def _cards(
+    store: TCPStore, nodes: Nodes, mine: Card, firsts: range, deadline: float, limit_s: float
+) -> tuple[Card, ...]:
     cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
     _check(nodes, mine, cards[nodes.rank])
-    while len(cards) < nodes.count:
+    # A single node may have all ranks, and as well be the first of many, unless no other machine can reach it.
+    may_be_firsts = len(firsts) > 1 or is_local(str(nodes.address))
+    last_came = time.monotonic()
+    while True:
+        is_over = store.check([_ALL])  # node 0 has seen all cards, so that they can be read now
         if store.check([_REFUSED]):
             is_config, words = json.loads(store.get(_REFUSED))
             raise (ConfigError if is_config else HardwareError)(words)
@@ -196,14 +211,23 @@ def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: 
             cards[rank] = json.loads(store.get(f"{_CARD}{rank}"))
             logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
             _check(nodes, mine, cards[rank])
-        if not came and time.monotonic() > deadline:
+            last_came = time.monotonic()
+        if is_over:
+            return tuple(cards[rank] for rank in sorted(cards))
+        quiet_s = time.monotonic() - last_came
+        are_firsts = may_be_firsts and sorted(cards) == list(firsts)
+        if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s * QUIET_SHARE)):
+            store.set(_ALL, "")
+        elif 0 not in cards and quiet_s > _LEAVE_S:
+            raise HardwareError(f"what answers at {nodes.place} is another program, or the ranks of a run that began "
+                                "without this node: start it again on all nodes")  # fmt: skip
+        elif not came and time.monotonic() > deadline:
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
                 f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
                 f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs there"
             )
         time.sleep(_POLL_S * (not came))
-    return tuple(cards[rank] for rank in range(nodes.count))
 
 
 def _check(nodes: Nodes, mine: Card, card: Card) -> None:
