@@ -107,7 +107,7 @@ def _step(settings: ScriptSettings) -> Step:
         seq_len=settings.seq_len,
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
-        loss="chunked" if settings.loss == "chunked" else "logits",
+        loss="chunked" if settings.loss == "chunked" else "model",
         attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
         varlen=own in BY_BOUNDARIES,
         one_by_one=own == "one_by_one",

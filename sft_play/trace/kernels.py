@@ -24,6 +24,11 @@ def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
     return _WORKSPACES[func](args) if func in _WORKSPACES else ()
 
 
+def cpu_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
+    """The same of a CPU's kernel, of those that are known."""
+    return workspace(func, args, kwargs, out) if func is aten._log_softmax.default else ()
+
+
 def _flash_backward(args: Any) -> tuple[int, ...]:
     """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
@@ -73,6 +78,8 @@ _WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    # a contiguous copy of the input (SoftMax.cu, host_softmax; a CPU's log_softmax_cpu_out copies too)
+    aten._log_softmax.default: lambda args: () if args[0].is_contiguous() else (args[0].numel() * args[0].itemsize,),
     # sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)
     aten.embedding_dense_backward.default: lambda args: (8 * args[1].numel(),) * 4,
     # accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)

@@ -168,7 +168,7 @@ PATCHES: list[Patch] = [
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
           lambda original, situation: replacements.swap_by_data),
     *where(
-        lambda settings: settings.loss == "chunked",
+        lambda settings: settings.loss == "chunked" and settings.on_gpu,
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
               "only CUDA and XPU devices score just the labelled tokens",
               lambda original, situation: lambda device: True),
