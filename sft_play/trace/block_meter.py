@@ -119,7 +119,7 @@ class BlockMeter:
         return replace(
             settings,
             code=self.code,
-            loss="chunked",
+            loss="logits" if shape.own_logits else "chunked",
             kernels="plain",
             weights=wide[numbers.weights],
             eval_mask=row_mask(padded=evaluated, masks=step.masks) if way == "evaluated" else None,

@@ -19,14 +19,10 @@ aten = torch.ops.aten
 
 
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
-def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
-    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns."""
-    return _WORKSPACES[func](args) if func in _WORKSPACES else ()
-
-
-def cpu_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
-    """The same of a CPU's kernel, of those that are known."""
-    return workspace(func, args, kwargs, out) if func is aten._log_softmax.default else ()
+def workspace(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
+    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns; a
+    CPU's, of the one that is known."""
+    return _WORKSPACES[func](args) if func in _WORKSPACES and (on_gpu or func is aten._log_softmax.default) else ()
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ of every storage's allocation and freeing through the simulated allocator."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import time
@@ -60,7 +61,7 @@ def situated(
     from sft_play.training.model import sdpa
 
     loop = LOOPS[type(settings)]
-    log = loop.log_of(workspace=kernels.workspace if settings.on_gpu else kernels.cpu_workspace)
+    log = loop.log_of(workspace=functools.partial(kernels.workspace, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(_collected())

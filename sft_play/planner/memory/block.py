@@ -8,6 +8,7 @@ bytes: `self_attention`, `mlp` and `linear`, of the `operations` that a `tape` r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -17,11 +18,11 @@ from sft_play.planner.memory.mlp import mlp
 from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.self_attention import attention
 from sft_play.planner.memory.structure import BlockSpec
-from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient
+from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient, shared
 
 LossName = Literal["chunked", "logits", "model"]
 """What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
-not compute; the class's own loss, as other scripts take it."""
+not compute; the class's own loss, as other scripts take it (benchmarks)."""
 # Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
 TOKEN_TILE = 4_096
 WORD_TILE = 32_768
@@ -161,7 +162,7 @@ def head_bytes(
     tape = Tape(grad=grad)
     run = Pass(tape, spec, batch, length, accumulating=accumulating)
     x = norm(run, tape.leaf(batch * length * spec.hidden, width))  # the model's own forward keeps no other name for it
-    out = _chunked(run, x, words, on_gpu=on_gpu) if loss == "chunked" else _LOSSES[loss](run, x, words)
+    out = _chunked(run, x, words, on_gpu=on_gpu) if loss == "chunked" else LOSSES[loss](run, x, words)
     forward = tape.meter.peak
     del x
     node = out.node
@@ -185,32 +186,29 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, *, on_gpu: bool) -> Ref:
     trains = words.trains or words.rows
     table = (tape.new(words.words * hidden, words.width),) if words.rows else ()
     tokens, columns = min(scored, TOKEN_TILE), min(WORD_TILE, words.words)
-    # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways; of a tile that is
-    # wider than the vocabulary a CPU process has the pages it touches
+    # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
     tile = tokens * (WORD_TILE if on_gpu else columns) * low
-    cast_weight = columns * hidden * low if words.width != low else 0
-    cast_rows = tokens * hidden * low if x.width != low else 0
-    forward = backward_more = cast_weight
+    # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
+    cast = columns * hidden * low if words.width != low else 0
+    forward = backward_peak = cast
     if not on_gpu:
-        forward = max(cast_weight, CPU_FORWARD * tokens * columns)
-        backward_more = (CPU_BACKWARD + CPU_CAP * words.capped) * tokens * columns
-        if low != 4:  # a CPU multiplies copies in fp32 for gradients in fp32 (`_addmm_fp32`, lines 78 and 79)
-            other = max(columns, tokens) if trains else columns
-            backward_more = max(backward_more, 4 * (tokens * columns + other * hidden))
-        backward_more += cast_weight
+        forward = max(cast, CPU_FORWARD * tokens * columns)
+        # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
+        copied = tokens * columns + hidden * (max(columns, tokens) if trains else columns) if low != 4 else 0
+        backward_peak += max((CPU_BACKWARD + CPU_CAP * words.capped) * tokens * columns, 4 * copied)
+    tile += tokens * hidden * low if x.width != low else 0
     e = x.width
-    # rows that are scored are indexed out on a GPU, so padding and prompts cost no logits; a CPU scores all tokens,
-    # of several rows in a copy (trainer/utils.py:1642 to 1645)
-    if on_gpu or run.batch > 1:
-        during = x.nbytes if on_gpu else 0
-        rows = tape.op((x,), scored * hidden, e, backward=one_gradient(x.elements, e, during=during))
-    else:
-        rows = tape.view(x, scored * hidden)
+    # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
+    # several rows in a copy (trainer/utils.py:1642 to 1645)
+    back = one_gradient(x.elements, e, during=x.nbytes if on_gpu else 0)
+    rows = (
+        tape.op((x,), scored * hidden, e, backward=back) if on_gpu or run.batch > 1 else tape.view(x, scored * hidden)
+    )
 
     def backward(tape: Tape, grad: Ref) -> Grads:
         wide = tape.new(scored * hidden, 4)
         weight = tape.new(words.words * hidden, 4) if trains else None
-        tape.meter.touch(tile + cast_rows + backward_more)
+        tape.meter.touch(tile + backward_peak)
         buffer = tape.new(tile, 1)
         out = tape.new(scored * hidden, e)
         if weight is not None:
@@ -221,45 +219,26 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, *, on_gpu: bool) -> Ref:
         del wide, weight, buffer
         return (out,)
 
-    tape.meter.touch(4 * STATISTICS * scored + tile + cast_rows + forward)
+    tape.meter.touch(4 * STATISTICS * scored + tile + forward)
     statistics = tape.new(3 * scored, 4)
     return tape.op((rows,), scored, 4, saved=(rows, statistics, *table), backward=backward, trains=trains)
 
 
 def _logits(run: Pass, x: Ref, words: Vocabulary) -> Ref:
     """Whole logits as `training.model.fused_head.whole_head` reads them: log-probabilities in fp32 of all but the last
-    token, then the entropy, row by row. Backward gather's zeros, log_softmax's gradient, and the logits'."""
-    tape = run.tape
-    places, scored = run.batch * run.length * words.words, max(1, run.batch * (run.length - 1))
+    token, then the entropy, row by row. Backward 12*T*V, then T*V*e."""
+    tape, places = run.tape, run.batch * run.length * words.words
+    scored = max(1, run.batch * (run.length - 1))
     size = scored * words.words
     logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
-    if words.capped:
-        logits = tape.op((run.scaled(logits),), places, logits.width, holds_output=True)  # tanh
-        logits = run.scaled(logits)
-    if logits.width != 4 or run.batch > 1:  # log_softmax copies what is not contiguous
+    if logits.width != 4 or run.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
         tape.meter.touch(2 * 4 * size)
-
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        zeros = tape.new(size, 4)
-        gradient = tape.new(size, 4)
-        del zeros
-        narrow = run.to(gradient, logits_width)
-        del gradient
-        return (tape.new(places, narrow.width),)
-
-    logits_width = logits.width
+    # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has its width
+    backward = one_gradient(places, logits.width, during=2 * 4 * size - places * logits.width)
     chances = tape.op((logits,), size, 4, backward=backward, holds_output=True)
     tape.meter.touch(2 * 4 * size // run.batch)
-    return tape.op((chances,), scored, 4, backward=lambda tape, grad: (grad,))
+    return tape.op((chances,), scored, 4, backward=shared(1))
 
 
-def _model_loss(run: Pass, x: Ref, words: Vocabulary) -> Ref:
-    """The class's own loss over whole logits, as other scripts take it: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e,
-    backward."""
-    tape, size = run.tape, x.elements // run.spec.hidden * words.words
-    logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
-    wide = run.to(logits, 4)
-    return tape.op((wide,), size, 4, backward=one_gradient(size, 4), holds_output=True)
-
-
-_LOSSES = {"logits": _logits, "model": _model_loss}
+LOSSES: dict[str, Callable[[Pass, Ref, Vocabulary], Ref]] = {"logits": _logits}
+"""What takes the loss of whole logits; benchmarks add that of other scripts."""

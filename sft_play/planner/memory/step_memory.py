@@ -333,10 +333,6 @@ class Walk:
             gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
             yield self._at("saving", self._between(), 0, gather_buffers=gathered)
 
-    def evaluates(self, rows: int) -> None:
-        """Evaluate in batches of this many rows."""
-        self.step = replace(self.step, eval_batch=rows)
-
     @cached_property
     def training(self) -> Mapping[Moment, Terms]:
         """The step itself: of each moment's visits the one with the most bytes."""
