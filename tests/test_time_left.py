@@ -86,17 +86,17 @@ def test_what_was_measured_last_is_what_the_rest_takes() -> None:
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
     clock = iter([1.0, 2.0, 6.0, 41.0, 45.0])
-    progress = Progress(tokens=lambda: 0, to_come=lambda: 170.0, now=lambda: next(clock))
+    progress = Progress(tokens=lambda: 0, to_come=lambda: 70.0, now=lambda: next(clock))
     state: Any = TrainerState(max_steps=3)
     progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type] # at 6 s: then a profile is written for 35 s
     assert progress.training_s == 4
-    assert progress.line(1, 3).endswith("2 min 58 s left")  # 2 steps of 4 s, and 170 s
+    assert progress.line(1, 3).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert progress.training_s == 8
-    assert progress.line(3, 3).endswith("2 min 50 s left")
+    assert progress.line(3, 3).endswith("70 seconds left")
 
 
 def run_yaml(folder: Path, model: Path, more: str) -> Path:

@@ -96,10 +96,11 @@ MOST_EVALUATION_ROWS = 64
 """Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
 more, and each rank's last batch is filled up."""
 
-CPU_ACTIVATION_SLACK = 0.25
-"""What a CPU process keeps of freed activations, as a fraction of their size: malloc keeps blocks of up to 32 MiB, and
-gives larger ones back at once. With it and CPU_LATE_BYTES the prediction is XX to YY times the resident memory of ZZ
-moments of runs of 2M to 135M models (2026-11-28, two cores, torch 2.13, benchmarks/LOG.md)."""
+CPU_SLACK: dict[RunMoment, float] = {"training": 0.4, "evaluation": 0.1, "saving": 0.0}
+"""What a CPU process keeps of freed activations, as a fraction of their size: malloc keeps blocks of up to 32 MiB, as
+most of a step's are, and gives larger ones back at once, as an evaluation's are. With it and CPU_LATE_BYTES the
+prediction is XX to YY times the resident memory of ZZ moments in ten runs of models of 2M to 135M parameters
+(2026-11-28, two cores, torch 2.13; benchmarks/LOG.md)."""
 CPU_LATE_BYTES = 192 * MIB
 """Libraries and threads that a CPU run loads after the imports, from the same runs."""
 CPU_LIBRARIES_BYTES = GIB // 2
@@ -264,7 +265,8 @@ def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
     """Bytes reserved, or resident on a CPU, when a moment's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
         passing = terms["activations"] + terms["loss_head"]
-        return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES
+        slack = CPU_SLACK[RUN_MOMENTS.get(moment, "training")]
+        return sum(terms.values()) + int(slack * passing) + CPU_LATE_BYTES
     evaluates = moment == "evaluation"
     return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
 
