@@ -140,7 +140,7 @@ def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int)
 
     def taken(batch: int) -> tuple[int, int]:
         found = estimate(config, shape, precision, replace(step, eval_batch=batch))
-        return tuple(found.of_moment(name)[1] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
+        return tuple(found.of_moment(name)[0] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
 
     evaluation, training = taken(rows)
     assert evaluation <= training or rows == 1

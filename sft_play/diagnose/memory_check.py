@@ -37,6 +37,8 @@ class Prediction:
     ranks: int
     micro_batch: int
     grad_accum: int
+    moment: str = "training"
+    """The moment of the run that `reserved` is of."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
         peak = plan["peak_bytes"]
         sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
+        reserved = {name: size for name, (_, size) in peak.get("by_moment", {}).items() if name != "loading"}
         return Prediction(
+            moment=max(reserved, key=lambda name: reserved[name], default="training"),
             **{name: peak[name] for name in sizes},
             on_gpu=bool(plan["hardware"]["gpus"]),
             **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},

@@ -82,12 +82,8 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
         return  # the plan's speed is that of compiled blocks, and the plain code ran
     # moments whose batch the plan chooses; what loading and saving take says nothing of them
     key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
-    planned = plan.memory.by_moment
-    peaks = {
-        name: one
-        for name, one in summary["peak_bytes_by_moment"].items()
-        if name in ("training", "evaluation") and name in planned
-    }
+    planned, of_run = plan.memory.by_moment, summary["peak_bytes_by_moment"]
+    peaks = {name: of_run[name] for name in ("training", "evaluation") if name in of_run and name in planned}
     moment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
     reserved = peaks[moment][key] if peaks else None
     if not reserved or not summary["tokens_per_s"] or summary.get("ran_out"):
@@ -96,7 +92,7 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted = plan.kernels or CountedKernels()
     found = {
-        "predicted_allocated": peaks[moment]["predicted_allocated"],
+        "predicted_allocated": planned[moment][0],
         "predicted_reserved": planned[moment][1],
         "measured_allocated": peaks[moment]["measured_allocated"] or 0,
         "measured_reserved": reserved,

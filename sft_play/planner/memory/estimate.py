@@ -96,11 +96,11 @@ MOST_EVALUATION_ROWS = 64
 """Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
 more, and each rank's last batch is filled up."""
 
-CPU_SLACK: dict[RunMoment, float] = {"training": 0.4, "evaluation": 0.1, "saving": 0.0}
-"""What a CPU process keeps of freed activations, as a fraction of their size: malloc keeps blocks of up to 32 MiB, as
-most of a step's are, and gives larger ones back at once, as an evaluation's are. With it and CPU_LATE_BYTES the
-prediction is XX to YY times the resident memory of ZZ moments in ten runs of models of 2M to 135M parameters
-(2026-11-28, two cores, torch 2.13; benchmarks/LOG.md)."""
+CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.1
+"""What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
+to 32 MiB, as activations are, and gives larger ones back at once, as the head's are. With them and CPU_LATE_BYTES the
+prediction is XX to YY times the resident memory of ZZ moments (training, evaluation) of 16 runs of models of 2M to 135M
+parameters (2026-11-28, two cores, torch 2.13; benchmarks/LOG.md)."""
 CPU_LATE_BYTES = 192 * MIB
 """Libraries and threads that a CPU run loads after the imports, from the same runs."""
 CPU_LIBRARIES_BYTES = GIB // 2
@@ -250,10 +250,14 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
 def evaluation_rows(walk: Walk) -> int:
     """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
     step = walk.step
-    room = max(sum(one.values()) if step.on_gpu else _held(name, one, step) for name, one in walk.training.items())
+    room = max(sum(terms.values()) for terms in walk.training.values())
 
     def is_beyond(rows: int) -> bool:
-        return any(_held(name, terms, step) > room for name, terms in walk.evaluation(rows))
+        # on a CPU tensors alone: what malloc keeps of a step is more than of an evaluation
+        return any(
+            (_held(name, terms, step) if step.on_gpu else sum(terms.values())) > room
+            for name, terms in walk.evaluation(rows)
+        )
 
     if not is_beyond(MOST_EVALUATION_ROWS):
         return MOST_EVALUATION_ROWS
@@ -264,9 +268,8 @@ def evaluation_rows(walk: Walk) -> int:
 def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
     """Bytes reserved, or resident on a CPU, when a moment's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
-        passing = terms["activations"] + terms["loss_head"]
-        slack = CPU_SLACK[RUN_MOMENTS.get(moment, "training")]
-        return sum(terms.values()) + int(slack * passing) + CPU_LATE_BYTES
+        kept = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
+        return sum(terms.values()) + int(kept) + CPU_LATE_BYTES
     evaluates = moment == "evaluation"
     return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
 
@@ -277,14 +280,15 @@ def cache_bytes(shape: ModelShape, width: int) -> int:
 
 
 def answer_tokens(walk: Walk, memory: MemoryEstimate) -> int:
-    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees. The
-    blocks run as in an evaluation; the head computes one token of each row, and of classes with logits of their own all
-    of them."""
-    step, shape, width = walk.step, walk.shape, BYTES[walk.precision.compute]
-    rows = step.eval_batch or step.micro_batch
-    blocks = max(terms["activations"] for _, terms in walk.evaluation(rows)) // (rows * step.length)
-    logits = shape.vocab_size * (width + 4) // (1 if shape.own_logits else 1 + walk.config.eval.max_new_tokens)
-    return max(1, (memory.allocated - memory.stays) // (cache_bytes(shape, width) + blocks + logits))
+    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
+    step, width = walk.step, BYTES[walk.precision.compute]
+    moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
+    # what a moment holds beyond what stays between steps, for each of its tokens
+    passing = memory.moments.get(moment, 0) - memory.stays
+    if not step.on_gpu and step.loss == "chunked":  # the head computes one token of a row, and far less of it
+        passing = max(terms["activations"] for _, terms in walk.evaluation(rows))
+    each = cache_bytes(walk.shape, width) + max(0, passing) // max(1, rows * step.length)
+    return max(1, (memory.allocated - memory.stays) // each)
 
 
 def stays(terms: Mapping[str, int]) -> int:
