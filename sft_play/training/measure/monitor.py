@@ -217,13 +217,15 @@ class Monitor(TrainerCallback):
         return figures
 
     def _memory(self) -> list[float]:
-        """Allocated and reserved memory of this rank now in GiB, on a CPU resident and 0; and the run's highest."""
+        """Allocated and reserved memory of this rank now in GiB, on a CPU resident and 0; and the highest since loading,
+        which the plan's peak is of."""
         if self._on_gpu:
             now, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         else:
             now, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.level_bytes), 0
-        highest = max(now, *(allocated for allocated, _ in self._peaks.by_moment().values()), 0)
-        return [now / GIB, reserved / GIB, highest / GIB]
+        peaks = self._peaks.by_moment()
+        highest = max((allocated for name, (allocated, _) in peaks.items() if name != "loading"), default=0)
+        return [now / GIB, reserved / GIB, max(now, highest) / GIB]
 
     def _memory_figures(self, ranks: list[list[float]]) -> dict[str, float]:
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
