@@ -149,6 +149,13 @@ def test_each_row_has_its_own_score_whatever_the_batches(lora):
     assert mean_loss(scores) == pytest.approx(sum(row[0] for row in expected) / sum(row[1] for row in expected))
 
 
+def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
+    """Rows of the longest row's length, for which the plan counted them: model.max_seq_len would be three times that."""
+    planned = SimpleNamespace(eval_batch=5, max_seq_len=256, choice=SimpleNamespace(step=SimpleNamespace(seq_len=80)))
+    run: Any = SimpleNamespace(plan=lambda: planned)
+    assert batch_tokens(run) == 5 * 80
+
+
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
     model, rows = load_as_trained(lora), random_rows(16, seed=2)
     expected = score_rows(model, rows, most_tokens=1_000)

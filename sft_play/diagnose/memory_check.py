@@ -24,7 +24,7 @@ BIG_OTHERS = 3
 @dataclass(frozen=True)
 class Prediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports."""
+    predicted to hold beyond what it holds after its imports. `moment`: that of the run that `reserved` is of."""
 
     terms: Mapping[str, int]
     allocated: int
@@ -38,7 +38,6 @@ class Prediction:
     micro_batch: int
     grad_accum: int
     moment: str = "training"
-    """The moment of the run that `reserved` is of."""
 
 
 @dataclass(frozen=True)

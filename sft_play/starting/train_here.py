@@ -15,6 +15,7 @@ from sft_play.launch.exported import Ranks
 from sft_play.launch.machine import check_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
+from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
 from sft_play.process.heap import importing
@@ -83,8 +84,8 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     # moments whose batch the plan chooses; what loading and saving take says nothing of them
     key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
     planned, of_run = plan.memory.by_moment, summary["peak_bytes_by_moment"]
-    peaks = {name: of_run[name] for name in ("training", "evaluation") if name in of_run and name in planned}
-    moment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
+    peaks = {name: of_run[name] for name in planned if name in of_run and name in ("training", "evaluation")}
+    moment: RunMoment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
     reserved = peaks[moment][key] if peaks else None
     if not reserved or not summary["tokens_per_s"] or summary.get("ran_out"):
         return  # it stopped before a step was measured, or its steps were smaller than planned

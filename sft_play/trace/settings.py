@@ -103,9 +103,8 @@ class StepSettings:
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
     on_gpu: bool = True
-    """On a CPU TRL's head runs without Triton, and nothing takes workspaces."""
     capability: tuple[int, int] = (9, 0)
-    """CUDA's, of the GPU that is simulated."""
+    """CUDA's, of the GPU that is simulated. On a CPU TRL's head runs without Triton, and nothing takes workspaces."""
 
     def as_json(self) -> str:
         """A canonical text: equal settings give equal texts."""

@@ -100,16 +100,14 @@ def seconds_to_come(trainer: PlannedLoop, eval_set: EvalSet) -> float:
     # training ends with an evaluation of the validation rows, which is then that of the trained model too
     if eval_set.name == "val" and (evaluations == 0 or args.load_best_model_at_end):
         evaluations += 1
-    after = last_s.get("test", 0.0) if eval_set.name == "test" else 0.0
-    return evaluations * last_s.get("eval", 0.0) + (checkpoints + 1) * last_s.get("checkpoint", 0.0) + after
+    counts = {"eval": evaluations, "checkpoint": checkpoints + 1, "test": int(eval_set.name == "test")}
+    return sum(count * last_s.get(name, 0.0) for name, count in counts.items())
 
 
 def visits_left(strategy: str, every: float | None, state: TrainerState) -> int:
     """How often something is still to come that a run does every so many `steps` and after the last, or once an epoch;
     what is due after the present step is to come."""
-    if strategy == "no":
-        return 0
-    steps = every if strategy == "steps" and every else state.max_steps / max(1, state.num_train_epochs)
+    steps: float = {"steps": every, "no": math.inf}.get(strategy) or state.max_steps / max(1, state.num_train_epochs)
     return math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps)
 
 

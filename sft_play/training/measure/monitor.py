@@ -16,9 +16,10 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
+from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan
 from sft_play.training.loop.rows import SOURCES
-from sft_play.training.measure.peaks import Peaks, RunMoment
+from sft_play.training.measure.peaks import Peaks
 from sft_play.training.ranks import distributed
 from sft_play.units import GIB
 
@@ -217,8 +218,8 @@ class Monitor(TrainerCallback):
         return figures
 
     def _memory(self) -> list[float]:
-        """Allocated and reserved memory of this rank now in GiB, on a CPU resident and 0; and the highest since loading,
-        which the plan's peak is of."""
+        """Allocated and reserved memory of this rank now in GiB (on a CPU resident, and 0), and the highest since
+        loading."""
         if self._on_gpu:
             now, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         else:

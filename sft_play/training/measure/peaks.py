@@ -28,10 +28,6 @@ SAMPLE_S = 0.02
 """Seconds between two samples of resident memory; one takes 0.03 ms."""
 
 
-Highest = tuple[int, int]
-"""Peak bytes of tensors and of the allocator's reserved memory; on a CPU both are resident memory."""
-
-
 class _Samples(threading.Thread):
     """The highest of samples of this process's resident memory, until it is told to end."""
 
@@ -62,11 +58,12 @@ def _kernels_mark() -> int:
 
 @dataclass
 class Peaks:
-    """The peak of each moment in this process. `level_bytes`: resident memory that is not the run's."""
+    """The peak of each moment in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
+    are resident memory. `level_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
     level_bytes: int = 0
-    _kept: dict[RunMoment, Highest] = field(default_factory=dict)
+    _kept: dict[RunMoment, tuple[int, int]] = field(default_factory=dict)
     _moment: RunMoment | None = None
     _samples: _Samples | None = None
     """Those of the present moment on a CPU."""
@@ -106,7 +103,7 @@ class Peaks:
             if before is not None:
                 self.start(before)
 
-    def by_moment(self) -> dict[RunMoment, Highest]:
+    def by_moment(self) -> dict[RunMoment, tuple[int, int]]:
         """The peaks of all moments so far."""
         self._keep()
         return dict(self._kept)
@@ -116,7 +113,7 @@ class Peaks:
             (allocated, reserved), before = self._now(), self._kept.get(self._moment, (0, 0))
             self._kept[self._moment] = max(allocated, before[0]), max(reserved, before[1])
 
-    def _now(self) -> Highest:
+    def _now(self) -> tuple[int, int]:
         if self._samples is None:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         mark = _kernels_mark()  # what it rose to in this moment is exact
@@ -149,7 +146,7 @@ class MemoryMeter:
         """`peak_bytes_by_moment` of the summary: the same of each moment."""
         return {moment: self._figures(moment, highest) for moment, highest in self.peaks.by_moment().items()}
 
-    def _figures(self, moment: RunMoment | None, highest: Highest | None) -> dict[str, Any]:
+    def _figures(self, moment: RunMoment | None, highest: tuple[int, int] | None) -> dict[str, Any]:
         memory = self._plan.memory
         allocated, reserved = (memory.allocated, memory.reserved) if moment is None else memory.of_moment(moment)
         figures: dict[str, Any] = {
