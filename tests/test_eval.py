@@ -14,6 +14,7 @@ import sys
 import types
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_each_row_has_its_own_score_whatever_the_batches(lora):
 
 
 def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
-    """Rows of the longest row's length, for which the plan counted them: model.max_seq_len would be three times that."""
+    """Rows of the longest row's length, for which the plan counted them: model.max_seq_len would be thrice that."""
     planned = SimpleNamespace(eval_batch=5, max_seq_len=256, choice=SimpleNamespace(step=SimpleNamespace(seq_len=80)))
     run: Any = SimpleNamespace(plan=lambda: planned)
     assert batch_tokens(run) == 5 * 80

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.memory.block import WORD_TILE
@@ -31,7 +32,7 @@ TOLERANCE = 0.025
 
 def config_json(draw: random.Random, *, words: tuple[int, int], tied: bool) -> dict[str, Any]:
     """A model whose vocabulary outweighs its width, or not."""
-    kind, hidden = draw.choice(("llama", "gemma2")), 32 * draw.randint(1, 20)
+    kind, hidden = draw.choice(("llama", "gemma2")) if tied else "llama", 32 * draw.randint(1, 20)
     return {
         "model_type": kind, "architectures": [""], "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "head_dim": 32, "num_hidden_layers": 1, "num_attention_heads": hidden // 32, "num_key_value_heads": 1,
@@ -39,6 +40,30 @@ def config_json(draw: random.Random, *, words: tuple[int, int], tied: bool) -> d
         "tie_word_embeddings": tied and draw.random() < 0.5, "sliding_window": 8192,
         **({"final_logit_softcapping": 30.0} if kind == "gemma2" else {}),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_class_with_logits_of_its_own_is_measured_with_them(
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModernBERT's decoder has a layer between its last block and its head: no formula knows what it holds."""
+    from sft_play.trace.block_meter import planned_shape
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record
+
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    model = wide_config("modernbert-decoder") | {"vocab_size": 20_000}
+    shape, precision = planned_shape(model, name="m"), PRECISIONS[1]
+    assert shape.own_logits
+    config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
+    for rows, evaluated in ((3, 0), (1, 5)):
+        step = Step(
+            rows, 1, 64, attention="eager", masks=True, saves=False, on_gpu=on_gpu, loss="logits",
+            eval_batch=evaluated, checkpointed_layers=0,
+        )  # fmt: skip
+        predicted = estimate(config, shape, precision, step)
+        traced = record(settings_of(config, model, shape, precision, step)).peak
+        assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
 
 def drawn(seed: int, *, evaluates: bool, on_gpu: bool, loss: LossName) -> tuple[dict[str, Any], Any, Precision, Step]:

@@ -108,7 +108,7 @@ def visits_left(strategy: str, every: float | None, state: TrainerState) -> int:
     """How often something is still to come that a run does every so many `steps` and after the last, or once an epoch;
     what is due after the present step is to come."""
     steps: float = {"steps": every, "no": math.inf}.get(strategy) or state.max_steps / max(1, state.num_train_epochs)
-    return math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps)
+    return int(math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps))
 
 
 class BeforeTraining(TrainerCallback):
