@@ -16,6 +16,7 @@ from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, T
 
 from sft_play.process import waiting
 from sft_play.training.loop.callbacks import Progress
+from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
 from sft_play.training.measure.evaluate import EvalSet, seconds_to_come, visits_left
 from tests.conftest import Command, chat
@@ -143,27 +144,33 @@ def test_evaluations_and_answers_say_how_far_they_are(
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(waiting, "FIRST_S", 0.2)
-    real, rows_at_once = exact_match._generate, 2
+    real, real_loss, rows_at_once = exact_match._generate, PlannedTrainer.compute_loss, 2
 
     def slow(*words: Any) -> Any:
         time.sleep(0.5)
         return real(*words)
 
+    def slow_loss(self: Any, model: Any, *words: Any, **options: Any) -> Any:
+        time.sleep(0.0 if model.training else 0.5)
+        return real_loss(self, model, *words, **options)
+
     monkeypatch.setattr(exact_match, "_generate", slow)
+    monkeypatch.setattr(PlannedTrainer, "compute_loss", slow_loss)
     monkeypatch.setattr(
         exact_match, "batches",
         lambda order, tokens, most: (list(order[n : n + rows_at_once]) for n in range(0, len(order), rows_at_once)),
     )  # fmt: skip
     more = (
         "train: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
-        "eval: {steps: 1, generate_rows: 6, max_new_tokens: 2}\n"
+        "eval: {steps: 1, generate_rows: 6, max_new_tokens: 2, batch_size: 2}\n"
     )
     code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
     assert code == 0, said
     before, after = said.split("step 1/1", 1)
     for part in (before, after):
-        shown = re.findall(r"Generating answers: (\d) of 6 answers, \d+ s so far", part)
-        assert {"0", "2"} <= set(shown) or {"2", "4"} <= set(shown), part
-    # three batches of half a second are left behind the last step, and are part of the time left
+        for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):
+            shown = re.findall(words + r", \d+ s so far", part)
+            assert {"0", "2"} <= set(shown) or {"2", "4"} <= set(shown), part
+    # three batches of each, half a second long, are left behind the last step, and are part of the time left
     (left,) = re.findall(r"step 1/1 .* (\d+) seconds? left", said)
-    assert int(left) >= 2
+    assert int(left) >= 3

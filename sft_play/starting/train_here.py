@@ -84,8 +84,10 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     # moments whose batch the plan chooses; what loading and saving take says nothing of them
     key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
     planned, of_run = plan.memory.by_moment, summary["peak_bytes_by_moment"]
-    peaks: dict[RunMoment, Any] = {name: of_run[name] for name in planned if name in of_run and name in ("training", "evaluation")}
-    moment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
+    peaks: dict[RunMoment, Any] = {
+        name: of_run[name] for name in planned if name in of_run and name in ("training", "evaluation")
+    }
+    moment: RunMoment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
     reserved = peaks[moment][key] if peaks else None
     if not reserved or not summary["tokens_per_s"] or summary.get("ran_out"):
         return  # it stopped before a step was measured, or its steps were smaller than planned
