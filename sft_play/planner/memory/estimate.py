@@ -96,7 +96,7 @@ MOST_EVALUATION_ROWS = 64
 """Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
 more, and each rank's last batch is filled up."""
 
-CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.1
+CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
 """What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
 to 32 MiB, as activations are, and gives larger ones back at once, as the head's are. With them and CPU_LATE_BYTES the
 prediction is XX to YY times the resident memory of ZZ moments (training, evaluation) of 16 runs of models of 2M to 135M
