@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import benchmarks.memory_model.closed  # noqa: F401  (which adds the loss of other scripts)
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import detect
@@ -153,8 +154,8 @@ Qwen3-30B-A3B lora 1024 1 experts
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
 blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by
-one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks; adapters on
-`experts` too."""
+one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks, the class's own loss
+over whole `logits`; adapters on `experts` too."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def setting_of(line: str) -> Setting:
         int(length),
         layout=_layout(options),
         checkpointed_layers=0 if "off" in options else int(options["some"]) if "some" in options else None,
-        loss="logits" if options.get("loss") == "logits" else "chunked",
+        loss="model" if options.get("loss") == "logits" else "chunked",
         attention="eager" if "eager" in options else "flash_attention_2" if "flash" in options else "sdpa",
         padded="padded" in options,
         varlen="apart" in options,

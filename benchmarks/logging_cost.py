@@ -43,7 +43,7 @@ SEQ_LEN, ROWS, STEPS = 256, 16, 12
 class Silent(Monitor):
     """A monitor that measures nothing."""
 
-    def part(self, name: str) -> Any:
+    def part(self, name: str, *, label: str | None = None) -> Any:
         """No clock."""
         import contextlib
 

@@ -68,7 +68,7 @@ def grid(small: bool) -> list[Row]:
     """The fixed list of rows."""
     if small:
         rows = [Row(SMALL[0], mode, 128, 4, on) for mode in ("qlora", "lora", "full") for on in (True, False)]
-        return [*rows, Row(SMALL[0], "qlora", 128, 0, "auto"), Row(SMALL[0], "lora", 64, 2, True, "logits")]
+        return [*rows, Row(SMALL[0], "qlora", 128, 0, "auto"), Row(SMALL[0], "lora", 64, 2, True, "model")]
     rows = []
     for model, mode in itertools.product(LARGE, ("qlora", "lora", "full")):
         if model == LARGE[3] and mode == "full":
@@ -79,7 +79,7 @@ def grid(small: bool) -> list[Row]:
             rows.append(Row(model, mode, seq_len, micro, on))
         rows += [Row(model, mode, 2048, 0, "auto"), Row(model, mode, 2048, -1, "auto")]
     rows += [Row(model, "qlora", 512, 16, True) for model in LARGE[:3]]
-    return rows + [Row(model, mode, 2048, 2, True, "logits") for model in LARGE[:3] for mode in ("lora", "full")]
+    return rows + [Row(model, mode, 2048, 2, True, "model") for model in LARGE[:3] for mode in ("lora", "full")]
 
 
 def model_folder(name: str, scratch: Path) -> Path:
@@ -138,7 +138,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     settings = settings_of(
         config, config_json(config.model.name), shape_of(config.model.name), plan.precision, plan.choice.step
     )
-    settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "logits")
+    settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "model")
     try:
         traced = cached_trace(settings)
     except TraceUnavailable as error:
@@ -231,7 +231,7 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
 
 def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
     """Runs the steps; returns the seconds and number of those after the first."""
-    if row.loss == "logits":
+    if row.loss == "model":
         return plain_loop(config, plan, model_spec, model)
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy

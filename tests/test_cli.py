@@ -212,7 +212,9 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
     (run,) = calibration.load()
     summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
     assert (run.device, run.mode, run.layout) == ("cpu", "lora", "single")
-    assert run.measured_reserved == summary["peak_bytes"]["measured_rss"]
+    by_moment = summary["peak_bytes_by_moment"]
+    assert "evaluation" not in by_moment
+    assert run.measured_reserved == by_moment["training"]["measured_rss"]
     assert run.measured_tokens_per_s == summary["tokens_per_s"]
     code, printed = command("plan", "--config", str(config))
     assert code == 0

@@ -155,7 +155,10 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
     from sft_play.starting.train_here import remember
 
     plan = planned("cpu", MODELS[0], "tuning.mode=lora")
-    summary = {"peak_bytes": {"measured_rss": 5, "measured_allocated": None}, "tokens_per_s": 3.0, "compile": None}
+    summary = {
+        "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
+        "tokens_per_s": 3.0, "compile": None,
+    }  # fmt: skip
     remember([(config(), plan)], summary)
     assert calibration.load() == []
     remember([(config(), plan)], summary | {"compile": {"graphs": 1}})

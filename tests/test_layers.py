@@ -244,7 +244,7 @@ def test_only_the_trainer_its_templates_and_traces_know_trl():
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and re.match(r"trl\.\w+[\w.]*(:\w+)?$", str(node.value))
     }
-    assert naming == {"trace.build", "trace.fakes", "trace.patches"}
+    assert naming == {"trace.build", "trace.patches"}
 
 
 def test_planning_loads_no_torch():

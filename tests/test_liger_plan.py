@@ -381,7 +381,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
     monkeypatch.setattr(calibration, "add", kept.append)
     plan = plan_of(wish)
     summary = {
-        "peak_bytes": {"measured_reserved": 5, "measured_allocated": 4}, "tokens_per_s": 3.0,
+        "peak_bytes_by_moment": {"training": {"measured_reserved": 5, "measured_allocated": 4}}, "tokens_per_s": 3.0,
         **({"kernels": {"used": used}} if wish != "none" else {}),
     }  # fmt: skip
     remember([(config(wish), plan)], summary)

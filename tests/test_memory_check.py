@@ -215,8 +215,17 @@ def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp
     assert check.ram.run_bytes == 6 * GIB
     text = "\n".join(memory_lines(check))
     assert "this run holds 6.00; no GPU here" in text
-    assert "= resident" in text
-    assert "on top of what a process holds after its imports" in text
+    assert "= resident in training" in text
+    assert "RSS has the libraries too" in text
+
+
+def test_the_prediction_names_the_moment_that_needs_the_most(tmp_path):
+    moments = {"training": [1, 5], "evaluation": [2, 7], "generation": [2, 7], "loading": [9, 9]}
+    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    plan = plan_json(on_gpu=False)
+    plan["peak_bytes"]["by_moment"] = moments
+    (folder.path / "plan.json").write_text(json.dumps(plan))
+    assert memory_check.prediction_of(folder).moment == "evaluation"
 
 
 def test_ram_below_the_margin_is_warned_of(machine, tmp_path):

@@ -154,8 +154,8 @@ def plain(**changes: object) -> ScriptSettings:
 
 
 def test_outputs_that_a_script_holds_are_counted() -> None:
-    base = closed_form(plain(loss="logits", holds_outputs=False))
-    held = closed_form(plain(loss="logits", holds_outputs=True))
+    base = closed_form(plain(loss="model", holds_outputs=False))
+    held = closed_form(plain(loss="model", holds_outputs=True))
     assert held.allocated - base.allocated == 2 * 64 * LLAMA["vocab_size"] * 2
     assert held.reserved > base.reserved
 

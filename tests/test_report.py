@@ -160,7 +160,7 @@ def test_a_run_that_has_only_begun_has_a_page_of_what_there_is(tmp_path, plan_of
         file.write('{"step": 3, "lo')
     page = page_of(begun)
     assert "1.0 GiB3.0 GiB" not in page.text  # a prediction of tensors beside measured resident memory
-    for shown in ("2 of 4", "9.0000 before", "1.5", "training peak, resident so far", "512.0 MiB", "800"):
+    for shown in ("2 of 4", "9.0000 before", "1.5", "peak, resident so far", "512.0 MiB", "800"):
         assert shown in page.text, shown
     assert "Answers before and after" not in page.text
     assert "wall time" not in page.text
@@ -220,7 +220,7 @@ def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, p
     rows = {row[0]: row[1:] for row in sections["Predicted and measured"].tables[0].rows}
     assert rows["memory in training"] == ("40.0 GiB", "30.0 GiB", "-25%")
     assert rows["memory in saving"] == ("20.0 GiB", "-", "")
-    assert rows["training peak, reserved"] == ("50.0 GiB", "55.0 GiB", "+10%")
+    assert rows["peak, reserved, in training"] == ("50.0 GiB", "55.0 GiB", "+10%")
     assert dict(sections["On what"].pairs)["GPUs"] == "8 x H200 (141.0 GiB)"
 
 

@@ -119,7 +119,7 @@ def test_columns_become_settings() -> None:
         ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)),
         ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
         ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"),
-        ({"transformers": "4.50.1"}, "loss", "logits"),
+        ({"transformers": "4.50.1"}, "loss", "model"),
         ({"loss_head": "chunked"}, "loss", "chunked"),
         ({"optimizer": "AdamW (HF Trainer default)"}, "optimizer", "adamw_fused"),
         ({"optimizer": "AdamW (HF Trainer default)", "transformers": "4.48.1"}, "optimizer", "adamw_foreach"),
@@ -423,7 +423,7 @@ def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatc
 # --- settings that older scripts need, in the tracer ------------------------------------------------------------------
 
 TINY = ScriptSettings(
-    model=LLAMA, mode="full", micro_batch=2, seq_len=64, autocast=None, loss="logits", optimizer="adamw_foreach"
+    model=LLAMA, mode="full", micro_batch=2, seq_len=64, autocast=None, loss="model", optimizer="adamw_foreach"
 )
 LOGITS = 2 * 2 * 64 * 512
 """bf16 logits of TINY: two rows of 64 tokens, 512 entries of two bytes."""
@@ -472,13 +472,13 @@ def test_the_cache_is_emptied_after_each_step() -> None:
 def test_older_losses_copy_the_logits_once_more() -> None:
     allocated = {loss: traced(loss=loss, checkpointing=False).phases["forward"][0] for loss in published_losses()}
     shifted = 2 * 63 * 512  # elements of the shifted logits
-    assert allocated["logits_shifted"] - allocated["logits"] == pytest.approx(4 * shifted, rel=0.05)
+    assert allocated["logits_shifted"] - allocated["model"] == pytest.approx(4 * shifted, rel=0.05)
     assert allocated["logits_shifted"] - allocated["logits_shifted_float"] == pytest.approx(LOGITS, rel=0.05)
     assert allocated["logits_shifted_half"] < allocated["logits_shifted_float"]
 
 
 def published_losses() -> tuple[str, ...]:
-    return ("logits", "logits_shifted", "logits_shifted_float", "logits_shifted_half")
+    return ("model", "logits_shifted", "logits_shifted_float", "logits_shifted_half")
 
 
 def test_lora_fa_trains_no_a() -> None:

@@ -280,7 +280,8 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
     assert sum(line.startswith("Held-out ") for line in last) == 2
     assert sum(line.startswith("Asked: ") for line in last) == 3
     (memory,) = [line for line in last if "memory" in line]
-    assert re.fullmatch(r"Peak memory above the libraries' own: [\d.]+ GiB predicted, [\d.]+ GiB measured", memory)
+    own = r"Peak memory above the libraries' own, in [a-z]+: [\d.]+ GiB predicted, [\d.]+ GiB measured"
+    assert re.fullmatch(own, memory)
     assert f"Talk to it: make chat RUN={tmp_path}/outputs/one" in last
     assert last[-1] == f"Report: {tmp_path}/outputs/one/report.html"
     # the log has all of it, the reasons too

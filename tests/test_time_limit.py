@@ -24,13 +24,15 @@ class Simulated:
         from sft_play.training.loop.callbacks import StopAfter
 
         self.now = draw.uniform(0, 30)
-        self.stop = StopAfter(None, hours=hours, elapsed_s=lambda: self.now)
-        self.longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self.longest = {"step": 0.0, "eval": 0.0, "checkpoint": 0.0}
+        self.took_s: dict[str, list[float]] = {"step": [], "eval": [], "checkpoint": []}
+        self.stop = StopAfter(None, hours=hours, took_s=self.took_s, elapsed_s=lambda: self.now)
         self.draw, self.step, self.ended_at = draw, 0, 0.0
-        self.every = {"evaluation": draw.randint(2, 9), "checkpoint": draw.randint(2, 9)}
+        self.every = {"eval": draw.randint(2, 9), "checkpoint": draw.randint(2, 9)}
 
     def take(self, name: str) -> None:
-        seconds = self.draw.uniform(1, 3) * {"step": 1, "evaluation": 4, "checkpoint": 2}[name]
+        seconds = self.draw.uniform(1, 3) * {"step": 1, "eval": 4, "checkpoint": 2}[name]
+        self.took_s[name].append(seconds)
         self.now += seconds
         self.longest[name] = max(self.longest[name], seconds)
 
@@ -42,12 +44,10 @@ class Simulated:
             self.take("step")
             self.stop.on_step_end(None, SimpleNamespace(global_step=self.step, max_steps=STEPS), control)
             self.ended_at = self.now
-            if self.step % self.every["evaluation"] == 0:
-                self.take("evaluation")
-                self.stop.on_evaluate()
+            if self.step % self.every["eval"] == 0:
+                self.take("eval")
             if control.should_save or self.step % self.every["checkpoint"] == 0:
                 self.take("checkpoint")
-                self.stop.on_save()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -59,7 +59,7 @@ def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
     assert run.stop.stopped_early
     assert run.now <= limit_s
     # one more step, with the longest of each, and 5% of the limit for a checkpoint, would not have been sure to fit
-    kept = run.longest["step"] + run.longest["evaluation"] + max(run.longest["checkpoint"], 0.05 * limit_s)
+    kept = run.longest["step"] + run.longest["eval"] + max(run.longest["checkpoint"], 0.05 * limit_s)
     assert run.ended_at + kept > limit_s
 
 

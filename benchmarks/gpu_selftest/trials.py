@@ -227,8 +227,11 @@ def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
 
 def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
     peak = plan["peak_bytes"]
+    allocated, reserved = peak["by_moment"]["training"]
     return {
-        **{name: peak[name] for name in ("allocated", "reserved", "margin", "load")},
+        "allocated": allocated,
+        "reserved": reserved,
+        **{name: peak[name] for name in ("margin", "load")},
         **{name: peak["moments"].get(moment) for name, moment in MOMENTS.items()},
         "tokens_per_s": plan["tokens_per_s"],
         "confirmed_by_trace": plan["confirmed_by_trace"],
@@ -240,7 +243,8 @@ def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(summary: dict[str, Any]) -> dict[str, Any]:
-    peak, by_moment = summary["peak_bytes"], summary["peak_bytes_by_moment"]
+    by_moment = summary["peak_bytes_by_moment"]
+    peak = by_moment["training"]
     return {
         "allocated": peak["measured_allocated"],
         "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],

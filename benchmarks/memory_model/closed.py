@@ -16,9 +16,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.block import LOSSES, Vocabulary
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
+from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
+from sft_play.planner.memory.tape import Ref, one_gradient
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.settings import BY_BOUNDARIES
@@ -30,6 +33,17 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
 }
 """The config's names of the trace's optimizers."""
+
+
+def own_loss(run: Pass, x: Ref, words: Vocabulary) -> Ref:
+    """The class's own loss over whole logits: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
+    tape, size = run.tape, x.elements // run.spec.hidden * words.words
+    logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
+    wide = run.to(logits, 4)
+    return tape.op((wide,), size, 4, backward=one_gradient(size, 4), holds_output=True)
+
+
+LOSSES["model"] = own_loss
 
 
 class NoClosedForm(Exception):
@@ -107,7 +121,7 @@ def _step(settings: ScriptSettings) -> Step:
         seq_len=settings.seq_len,
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
-        loss="chunked" if settings.loss == "chunked" else "logits",
+        loss="chunked" if settings.loss == "chunked" else "model",
         attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
         varlen=own in BY_BOUNDARIES,
         one_by_one=own == "one_by_one",

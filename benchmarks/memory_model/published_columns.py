@@ -251,7 +251,7 @@ def _loss(row: Row, model: Config) -> str:
         return "chunked"
     version = version_in(row, "transformers")
     if version >= (4, 50):
-        return "logits"
+        return "model"
     if model.get("model_type") in _NEVER_UPCAST:
         return "logits_shifted_half"
     return "logits_shifted" if version >= (4, 46) else "logits_shifted_float"

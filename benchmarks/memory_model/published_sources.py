@@ -138,7 +138,7 @@ SOURCES: tuple[Source, ...] = (
         {
             "autocast": None,
             "mask": "none",
-            "loss": "logits",
+            "loss": "model",
             "reentrant": False,
             "clip": False,
             "holds_outputs": True,
@@ -152,7 +152,7 @@ SOURCES: tuple[Source, ...] = (
         "are there; counters reset before loading, three steps; prepare_model_for_kbit_training for QLoRA.",
         {
             "mask": "ones",
-            "loss": "logits",
+            "loss": "model",
             "clip": False,
             "optimizer_steps": 3,
             "holds_outputs": True,
@@ -167,7 +167,7 @@ SOURCES: tuple[Source, ...] = (
         {
             "autocast": None,
             "mask": "padded",
-            "loss": "logits",
+            "loss": "model",
             "reentrant": False,
             "holds_outputs": True,
             "holds_until_next": True,
@@ -191,7 +191,7 @@ SOURCES: tuple[Source, ...] = (
         "pytorch/torchtitan",
         "torchtitan/parallelisms: fully_shard per block with fp32 shards, bf16 gathers, fp32 reduction, fused AdamW; "
         "counters over the whole run; run_llama_train.sh sets expandable segments.",
-        {"mask": "none", "weights": "float32", "loss": "logits", "optimizer": "adamw_fused"},
+        {"mask": "none", "weights": "float32", "loss": "model", "optimizer": "adamw_fused"},
         _torchtitan,
     ),
     Source(
@@ -228,7 +228,7 @@ SOURCES: tuple[Source, ...] = (
         "deepspeedai/DeepSpeedExamples",
         "training/bf16_master_weight/train.py: a plain transformer with nn.MultiheadAttention, which keeps its "
         "weights, and whole logits; DeepSpeed's bf16 with fp32 masters; counters over the whole run.",
-        {"mask": "none", "autocast": None, "mixed_precision": "bfloat16", "loss": "logits", "optimizer": "adamw_fused"},
+        {"mask": "none", "autocast": None, "mixed_precision": "bfloat16", "loss": "model", "optimizer": "adamw_fused"},
         refuses=_has_wide_masters,
     ),
     Source("MooreThreads/SimuMax", "Megatron", {}, refused="tensor, pipeline or expert parallel (Megatron)"),

@@ -24,7 +24,7 @@ BIG_OTHERS = 3
 @dataclass(frozen=True)
 class Prediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports."""
+    predicted to hold beyond what it holds after its imports. `moment`: that of the run that `reserved` is of."""
 
     terms: Mapping[str, int]
     allocated: int
@@ -37,6 +37,7 @@ class Prediction:
     ranks: int
     micro_batch: int
     grad_accum: int
+    moment: str = "training"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
         peak = plan["peak_bytes"]
         sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
+        reserved = {name: size for name, (_, size) in peak.get("by_moment", {}).items() if name != "loading"}
         return Prediction(
+            moment=max(reserved, key=lambda name: reserved[name], default="training"),
             **{name: peak[name] for name in sizes},
             on_gpu=bool(plan["hardware"]["gpus"]),
             **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},

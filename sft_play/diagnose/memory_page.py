@@ -31,7 +31,7 @@ def memory_lines(check: MemorySeen) -> list[str]:
         where = f"{one_line(prediction.layout)} over {prediction.ranks} rank(s)"
         page.append(f"Plan: {where}, {batch}; sizes in units of 2**30 bytes")
         if not prediction.on_gpu:
-            page.append("The prediction comes on top of what a process holds after its imports")
+            page.append("RSS has the libraries too: what is predicted of it is resident and libraries together")
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if any(use.ranks and use.run_bytes is None for use in check.gpus) and not _shows_ranks(check):
         page.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
@@ -72,12 +72,12 @@ def _rank_table(check: MemorySeen) -> Table:
 
 def _prediction_table(prediction: Prediction) -> Table:
     terms = [(name.replace("_", " "), size) for name, size in prediction.terms.items() if size > 0]
-    word = "reserved" if prediction.on_gpu else "resident"
+    word, beside = ("reserved", "context, NCCL") if prediction.on_gpu else ("resident", "libraries")
     sums = [
         ("= allocated", prediction.allocated),
-        (f"= {word}", prediction.reserved),
+        (f"= {word} in {prediction.moment}", prediction.reserved),
         ("+ margin", prediction.margin),
-        ("+ context, NCCL", prediction.outside_allocator),
+        (f"+ {beside}", prediction.outside_allocator),
         ("= needed", prediction.required),
     ]
     rows = [[name, size_of(size)] for name, size in [*terms, *sums] if size > 0]

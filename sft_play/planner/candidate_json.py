@@ -30,7 +30,6 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     del step["layout"]
     if not step["cudnn"]:
         del step["cudnn"]
-    training = [size for name, size in memory.moments.items() if name not in ("evaluation", "saving")]
     offloaded = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
     return {
         "fits": candidate.fits,
@@ -47,7 +46,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "peak_bytes": {
             **{_NAMES.get(name, name): value for name, value in asdict(memory).items()},
             "allocated": memory.allocated,
-            "step": max(training, default=memory.allocated),
+            "step": memory.by_moment.get("training", (memory.allocated,))[0],
             "evaluate": memory.moments.get("evaluation"),
             "generate": memory.allocated,  # answers are generated in batches that take no more than the peak
             "save": memory.moments.get("saving"),
@@ -77,13 +76,15 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
 def candidate_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """What `candidate_json` wrote, by the fields of a candidate."""
     peak = data["peak_bytes"]
+    names = {field.name: _NAMES.get(field.name, field.name) for field in fields(MemoryEstimate)}
     layout = {name: data.get(key, 1) for name, key in _LAYOUT.items()}
     return {
         **{name: data[name] for name in ("precision", "layers", "rejected_because")},
         "layout": layout,
         "batch": {**data, "ranks": data["data_parallel_ranks"]},
         "step": {**data["step"], "layout": layout},
-        "memory": {field.name: peak[_NAMES.get(field.name, field.name)] for field in fields(MemoryEstimate)},
+        # a plan of an earlier version has fewer
+        "memory": {name: peak[key] for name, key in names.items() if key in peak},
         "speed": data["roofline"],
         "room": {"device": peak["budget"], "host": peak["host_budget"]},
         "host_required": peak["host_required"],

@@ -329,7 +329,7 @@ def candidate_of(
     walk = walk_of(job.config, job.shape, precision, step)
     if job.has_eval:
         # the evaluation's size follows from the training step's bytes, so the walk comes first
-        walk.evaluates(eval_batch(walk, otherwise=eval_rows))
+        walk.step = dataclasses.replace(step, eval_batch=eval_batch(walk, otherwise=eval_rows))
     step, memory = walk.step, estimate_of(walk)
     learned = job.learned(layout)
     speed = _speed_of(job, precision, step)

@@ -193,12 +193,12 @@ def _calls_words(job: Job, chosen: Candidate) -> str:
 
 
 def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
-    rows, moments = chosen.step.eval_batch, chosen.memory.moments
+    rows, memory = chosen.step.eval_batch, chosen.memory
     given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
-    step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
+    evaluation, step = (memory.of_moment(name)[1] or 0 for name in ("evaluation", "training"))
     return (
         f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of similar length together; "
-        f"{moments['evaluation'] / GIB:.2f} GiB, a training step {step / GIB:.2f}"
+        f"{evaluation / GIB:.2f} GiB, a training step {step / GIB:.2f}"
     )
 
 

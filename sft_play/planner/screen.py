@@ -27,7 +27,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
     if plan.fits and not start:
         verdict = f"NOT STARTED on this machine ({plan.choice.verdict})"
     return [
-        f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}",
+        f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}; predicted peak {plan.memory.peak_words}",
         f"{_batch(plan)}; {run_words(plan)}",
         _data(plan, config, is_here=is_here),
         *(f"Warning: {warning}" for warning in warnings(plan, config)),
@@ -38,7 +38,8 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
 
 def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
-    return f"Plan: {_how(plan, config)} {plan.choice.verdict}; {run_words(plan)}"
+    peak = f"predicted peak {plan.memory.peak_words}"
+    return f"Plan: {_how(plan, config)} {plan.choice.verdict}; {run_words(plan)}; {peak}"
 
 
 def run_words(plan: Plan) -> str:

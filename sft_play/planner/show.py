@@ -97,13 +97,15 @@ def share_lines(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def memory_line(plan: Plan) -> str:
-    """The predicted peak of one rank and its terms, in GiB."""
+    """The predicted peak of one rank, the terms of a step's, and what must be free for it, in GiB."""
     memory = plan.memory
     large = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
     terms = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large.items())
+    beside = "context" if plan.hardware.gpus else "libraries"
     return (
-        f"Predicted peak: {memory.allocated / GIB:.2f} GiB ({terms}){loading_words(plan.choice)}; with "
-        f"allocator slack, margin and context {memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
+        f"Predicted peak: {memory.peak_words} (tensors of a step {memory.allocated / GIB:.2f}: {terms})"
+        f"{loading_words(plan.choice)}; with margin and {beside} {memory.required / GIB:.2f} of "
+        f"{plan.budget_bytes / GIB:.1f} GiB"
     )
 
 
@@ -180,7 +182,8 @@ def bar_lines(plan: Plan) -> list[str]:
     parts = [(LETTERS.get(name, "x"), name, size) for name, size in memory.terms.items() if size > 0]
     parts.append(("s", "allocator slack", memory.reserved - memory.allocated))
     parts.append(("m", "margin", memory.margin))
-    parts.append(("c", "context and communicators", memory.outside_allocator))
+    beside = "context and communicators" if plan.hardware.gpus else "libraries"
+    parts.append(("c", beside, memory.outside_allocator))
     # last: what the others leave of `required`, which is loading's own where loading decides
     parts.append(("L", "more while loading", memory.required - sum(size for _, _, size in parts)))
     bar, filled = "", 0

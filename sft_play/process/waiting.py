@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -18,10 +19,8 @@ class Waiting:
     """Something that is waited for: `Preparing train rows: 20,000 of 100,000 rows, 12 s so far`."""
 
     def __init__(self, what: str, unit: str, total: Callable[[], int | None]) -> None:
-        self._what, self._unit, self._total = what, unit, total
+        self._what, self._unit, self._total = what, unit, functools.cache(total)
         self._began, self._done = time.monotonic(), 0
-        self._known: int | None = None
-        self._is_known = False
 
     def add(self, count: int = 1) -> None:
         """Count so many more as done."""
@@ -29,10 +28,9 @@ class Waiting:
 
     def line(self) -> str:
         """What is said now. The total is looked up for the first line, and never where all is done before it."""
-        if not self._is_known:
-            self._known, self._is_known = self._total(), True
+        known = self._total()
         # a total that was counted by lines is too small where a row takes none, and says nothing then
-        of = f" of {self._known:,}" if self._known and self._known >= self._done else ""
+        of = f" of {known:,}" if known and known >= self._done else ""
         done = f"{self._done:,}{of} {self._unit}, " if self._unit else ""
         return f"{self._what}: {done}{time.monotonic() - self._began:.0f} s so far"
 

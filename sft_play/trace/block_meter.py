@@ -36,7 +36,7 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_VERSION = 6
+BLOCKS_VERSION = 7
 """Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings."""
 CHUNK = 64
 """Tokens that states are computed by at once, at least."""
@@ -119,7 +119,7 @@ class BlockMeter:
         return replace(
             settings,
             code=self.code,
-            loss="chunked",
+            loss="logits" if shape.own_logits else "chunked",
             kernels="plain",
             weights=wide[numbers.weights],
             eval_mask=row_mask(padded=evaluated, masks=step.masks) if way == "evaluated" else None,

@@ -351,7 +351,11 @@ def _fused_head(base: Any) -> None:
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 
-LOSSES: dict[str, Callable[[Any], object]] = {"chunked": _fused_head, "logits": lambda base: None}
+LOSSES: dict[str, Callable[[Any], object]] = {
+    "chunked": _fused_head,
+    "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").whole_head(base),
+    "model": lambda base: None,
+}
 """What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
 KERNELS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
 """What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do."""

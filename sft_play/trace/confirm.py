@@ -28,9 +28,9 @@ from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 19
+TRACE_VERSION = 20
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 14
+SHAPE_VERSION = 15
 """The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
@@ -116,6 +116,7 @@ def settings_of(
         mixed_precision=precision.compute if half else None,
         gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
         reduces_in=chosen.reduced if is_fsdp and chosen.compressed else None,
+        on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
 

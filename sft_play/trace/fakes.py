@@ -1,4 +1,4 @@
-"""Stand-ins with the same memory for what cannot run on fake tensors: NF4 layers, TRL's head, bitsandbytes' optimizers.
+"""Stand-ins with the same memory for what cannot run on fake tensors: NF4 layers and bitsandbytes' optimizers.
 They allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards)."""
 
 from __future__ import annotations
@@ -141,67 +141,6 @@ def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return module.dequantised(module.quantised_from) if is_fake else original(module)
 
     return of
-
-
-# --- TRL's chunked head -----------------------------------------------------------------------------------------------
-class ChunkedLogProb(torch.autograd.Function):
-    """TRL 1.16's `ChunkedLogProbFunction` on CUDA. hidden: [tokens, width]; weight: [vocabulary, width]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Any,
-        weight: Any,
-        bias: Any,
-        targets: Any,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-    ) -> Any:
-        """Log-probabilities [tokens], and each optional output that is wanted."""
-        ctx.set_materialize_grads(False)
-        tokens, rows = hidden.shape[0], _token_chunk()
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
-        sums = [torch.empty(tokens, dtype=torch.float32) for _ in range(7)]
-        tile = torch.empty((min(tokens, rows), chunk_size), dtype=dtype)
-        _cast_chunks(hidden, weight, bias, dtype, rows, chunk_size)
-        log_z = sums[0] + torch.log(sums[1])
-        log_probs = sums[6] - log_z
-        entropy = log_z - sums[2] / sums[1] if "entropy" in outputs else None
-        squares = torch.log(sums[3]) - 2 * torch.log(sums[1]) if "log_sum_sq_probs" in outputs else None
-        mean = sums[4] / weight.shape[0] if "mean_logits" in outputs else None
-        top = (sums[6] >= sums[0]) & (sums[6] > sums[5]) if "is_top1" in outputs else None
-        del sums, tile
-        ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z if entropy is None else entropy)
-        ctx.dtype, ctx.chunk_size = dtype, chunk_size
-        ctx.mark_non_differentiable(*(one for one in (squares, mean, top) if one is not None))
-        return log_probs, entropy, squares, mean, top
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of hidden, weight and bias where they are wanted."""
-        hidden, weight, bias, _, _, _ = ctx.saved_tensors
-        rows = _token_chunk()
-        wanted = [tensor for tensor, needs in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False) if needs]
-        sums = [torch.zeros(tensor.shape, dtype=torch.float32) for tensor in wanted]
-        tile = torch.empty((min(hidden.shape[0], rows), ctx.chunk_size), dtype=ctx.dtype)
-        _cast_chunks(hidden, weight, bias, ctx.dtype, rows, ctx.chunk_size)
-        gradients = iter([total.to(tensor.dtype) for total, tensor in zip(sums, wanted, strict=True)])
-        del tile, sums
-        return *(next(gradients) if needs else None for needs in ctx.needs_input_grad[:3]), *(None,) * 6
-
-
-def _cast_chunks(hidden: Any, weight: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> None:
-    """All live at once, as while a tile is computed."""
-    chunks = [hidden[:rows].to(dtype), weight[:columns].to(dtype)]
-    if bias is not None:
-        chunks.append(bias[:columns].to(dtype))
-
-
-def _token_chunk() -> int:
-    return int(importlib.import_module("trl.kernels.chunked_logprob").TOKEN_CHUNK_SIZE)
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------

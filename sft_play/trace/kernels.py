@@ -19,9 +19,10 @@ aten = torch.ops.aten
 
 
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
-def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
-    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns."""
-    return _WORKSPACES[func](args) if func in _WORKSPACES else ()
+def workspace(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
+    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns; a
+    CPU's, of the one that is known."""
+    return _WORKSPACES[func](args) if func in _WORKSPACES and (on_gpu or func is aten._log_softmax.default) else ()
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
@@ -73,6 +74,8 @@ _WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    # a contiguous copy of the input (SoftMax.cu, host_softmax; a CPU's log_softmax_cpu_out copies too)
+    aten._log_softmax.default: lambda args: () if args[0].is_contiguous() else (args[0].numel() * args[0].itemsize,),
     # sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)
     aten.embedding_dense_backward.default: lambda args: (8 * args[1].numel(),) * 4,
     # accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)

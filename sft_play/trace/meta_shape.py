@@ -144,6 +144,7 @@ def measure(
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
         alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
+        caps_logits=_field(hf_config, "final_logit_softcapping") is not None,
         attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),

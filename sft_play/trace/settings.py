@@ -57,10 +57,11 @@ class StepSettings:
     """None: all of them; a number: the first this many layers, the rest keep their activations."""
     reentrant: bool = False
     loss: Literal[
-        "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
+        "chunked", "logits", "model", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
     ] = "chunked"  # fmt: skip
-    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; the others those of older versions
-    of transformers: shifted, before 4.50, copied, float replaced the half logits, half stayed in their dtype."""
+    """chunked: TRL 1.16's head; logits: this toolkit's, over the class's whole logits; model: the class's own loss over
+    them; the others those of older versions of transformers: shifted, before 4.50, copied, float replaced the half
+    logits, half stayed in their dtype."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
     """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
     call for each chat."""
@@ -101,8 +102,9 @@ class StepSettings:
     """FSDP2's param_dtype, where it is not `mixed_precision`."""
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
+    on_gpu: bool = True
     capability: tuple[int, int] = (9, 0)
-    """CUDA's, of the GPU that is simulated."""
+    """CUDA's, of the GPU that is simulated. On a CPU TRL's head runs without Triton, and nothing takes workspaces."""
 
     def as_json(self) -> str:
         """A canonical text: equal settings give equal texts."""

@@ -4,6 +4,7 @@ of every storage's allocation and freeing through the simulated allocator."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import time
@@ -60,7 +61,7 @@ def situated(
     from sft_play.training.model import sdpa
 
     loop = LOOPS[type(settings)]
-    log = loop.log_of(workspace=kernels.workspace)
+    log = loop.log_of(workspace=functools.partial(kernels.workspace, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
@@ -98,7 +99,8 @@ class Loop:
         log.empty_cache()
         log.mark("prepare")
         buckets = self.buckets(model)
-        log.born(cublas_workspace(settings.capability))  # the thread that runs forward
+        workspace = cublas_workspace(settings.capability) if settings.on_gpu else 0
+        log.born(workspace)  # the thread that runs forward
         optimizer = self.optimizer(model)
         for step in range(settings.optimizer_steps):
             for micro in range(settings.grad_accum):
@@ -106,7 +108,7 @@ class Loop:
                 with self.synchronised(model, micro == settings.grad_accum - 1):
                     self.passes(model, step, settings.seq_len)
                 if step == micro == 0:
-                    log.born(cublas_workspace(settings.capability))  # autograd's own thread
+                    log.born(workspace)  # autograd's own thread
                 buckets()
             log.mark("optimizer", step)
             self.update(model, optimizer)
@@ -169,7 +171,7 @@ class Loop:
         """The loss of a batch."""
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
-            if self.settings.loss == "chunked":
+            if self.settings.loss in ("chunked", "logits"):
                 out = model(**batch, use_cache=False, fused_lm_head=True)
                 return (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
             return model(**batch, use_cache=False).loss

@@ -23,7 +23,13 @@ from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
-from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
+from sft_play.training.measure.evaluate import (
+    BeforeTraining,
+    EvalSet,
+    eval_set_of,
+    evaluate,
+    seconds_to_come,
+)
 from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Trained, finish, summary_of
@@ -59,6 +65,7 @@ def run(job: RunJob) -> dict[str, Any]:
     with (
         distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,
+        contextlib.closing(memory.peaks),
     ):
         distributed.require_alike(digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
         with run_folder(job, prepared, facts):
@@ -126,10 +133,9 @@ def _train(
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
     train = job.loaded.config.train
-    stop = StopAfter(train.stop_after_steps, hours=train.max_hours)
+    stop = StopAfter(train.stop_after_steps, hours=train.max_hours, took_s=trainer.took_s)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(tokens=lambda: trainer.tokens_seen)
-    trainer.checkpoint_took.append(stop.note_checkpoint)
+    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: seconds_to_come(trainer, before.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
         compiler.waiting.append(progress.wait)
@@ -152,7 +158,7 @@ def _train(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
-    watch.memory.peaks.end()
+    watch.memory.peaks.close()
     return Trained(stop, progress, updates, tokens / progress.training_s)
 
 

@@ -94,6 +94,7 @@ class _Builder:
             rotary_dim=self._rotary_dim(),
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
+            caps_logits=fields.real("final_logit_softcapping") is not None,
             attention_dropout=fields.share("attention_dropout"),
             outer_params=self.hidden,  # the last norm
         )

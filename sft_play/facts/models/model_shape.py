@@ -204,6 +204,8 @@ class ModelShape:
     sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
+    caps_logits: bool = False
+    """The output head's logits are capped (Gemma)."""
     attention_dropout: float = 0.0
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""

@@ -89,7 +89,7 @@ def compute_dtype(run: FinishedRun) -> torch.dtype:
 def batch_tokens(run: FinishedRun) -> int:
     """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
     plan = run.plan()
-    return plan.eval_batch * plan.max_seq_len
+    return plan.eval_batch * plan.choice.step.seq_len  # of the longest row, which may be shorter than max_seq_len
 
 
 def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:

@@ -143,7 +143,7 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
 
     peaks = [[predicted_and_measured(part) for part in record.parts] for record in records]
     kinds = {kind for parts in peaks for kind, _, _ in parts}
-    kind = kinds.pop() if len(kinds) == 1 else "training steps"
+    kind = kinds.pop() if len(kinds) == 1 else "highest moment"
     peak = {
         key: tuple(max((one for part in parts if (one := part[place]) is not None), default=None) for parts in peaks)
         for key, place in (("predicted", 1), ("measured", 2))

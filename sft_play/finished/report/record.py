@@ -216,8 +216,8 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
         lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{of}"))
     speed = tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
-    peak = max((peak for part in record.parts if (peak := predicted_and_measured(part)[2])), default=None)
-    lead += [("Peak memory", size_of(peak))] if peak else []
+    kind, _, peak = max(map(predicted_and_measured, record.parts), key=lambda part: part[2] or 0)
+    lead += [(f"Peak memory, {kind}", size_of(peak))] if peak else []
     wall = record.summary.get("wall_s")
     lead += [("Time", duration_of(wall))] if wall else []
     return lead
@@ -230,8 +230,8 @@ def tokens_per_s(record: Record) -> float | None:
 
 
 def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
-    """The peak of the training steps by which plan and run are compared: what is counted (reserved on a GPU, resident
-    on a CPU), predicted and measured bytes; of a run that has not ended what it has logged so far."""
+    """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on a CPU) and in which
+    moment of the run, its highest; predicted and measured bytes; of a run that has not ended what it has logged."""
     peak = part.summary.get("peak_bytes") or {}
     planned = part.plan.get("peak_bytes") or {}
     predicted = peak.get("predicted_reserved", planned.get("reserved"))
@@ -242,7 +242,8 @@ def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
         if isinstance(logged, (int, float)) and not part.summary:
             measured = int(logged * GIB)
             kind, predicted = ("allocated", planned.get("allocated")) if part.on_gpu else (kind, predicted)
-    return kind, predicted, measured
+    # runs of earlier versions have the peak of their training steps
+    return f"{kind}, in {peak.get('moment', 'training')}" if peak else f"{kind} so far", predicted, measured
 
 
 def off_by(predicted: float | None, measured: float | None) -> str:

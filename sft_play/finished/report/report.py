@@ -146,14 +146,13 @@ def _against_plan(record: Record) -> Section:
 
 def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
     for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
-        # on a CPU resident memory is measured, and the prediction is of tensors alone
-        predicted = peak.get("predicted_allocated") if part.on_gpu else None
+        # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
+        predicted = peak.get("predicted_allocated" if part.on_gpu else "predicted_reserved")
         measured = peak.get("measured_allocated" if part.on_gpu else "measured_rss")
         yield f"memory in {moment}", _size(predicted), _size(measured), off_by(predicted, measured)
     kind, predicted, measured = predicted_and_measured(part)
     if predicted is not None:
-        label = f"training peak, {kind}{'' if part.summary else ' so far'}"
-        yield label, _size(predicted), _size(measured), off_by(predicted, measured)
+        yield f"peak, {kind}", _size(predicted), _size(measured), off_by(predicted, measured)
 
 
 def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:

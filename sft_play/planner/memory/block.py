@@ -8,6 +8,7 @@ bytes: `self_attention`, `mlp` and `linear`, of the `operations` that a `tape` r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -17,14 +18,24 @@ from sft_play.planner.memory.mlp import mlp
 from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.self_attention import attention
 from sft_play.planner.memory.structure import BlockSpec
-from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient
+from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient, shared
 
+LossName = Literal["chunked", "logits", "model"]
+"""What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
+not compute; the class's own loss, as other scripts take it (benchmarks)."""
+# Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
 TOKEN_TILE = 4_096
 WORD_TILE = 32_768
-"""Tokens and words whose logits TRL's chunked head holds at once (trl/kernels/chunked_logprob.py; the tile is a full
-one however small the vocabulary is)."""
+"""Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
+one however small the vocabulary is (line 313)."""
 STATISTICS = 7
-"""fp32 numbers per token into which it reduces tiles."""
+"""fp32 numbers per token into which it reduces tiles (lines 306 to 312)."""
+CPU_FORWARD = 13
+"""Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
+before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247)."""
+CPU_BACKWARD, CPU_CAP = 29, 4
+"""The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
+259 to 281); `t` where logits are capped."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +136,14 @@ def forward_peak(spec: BlockSpec, *, batch: int, length: int, width: int, traini
 # --- the tail ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Vocabulary:
-    """The output head: words, whether its weight trains, bytes of its weight, words of a tile that are touched, whether
-    only rows of it train, in a copy of the table that autograd holds and whose gradient is gone at once."""
+    """The output head: words, whether its weight trains, bytes of its weight, whether only rows of it train, in a copy
+    of the table that autograd holds and whose gradient is gone at once, and whether its logits are capped."""
 
     words: int
     trains: bool
     width: int
-    tile: int = WORD_TILE
     rows: bool = False
+    capped: bool = False
 
 
 def head_bytes(
@@ -142,16 +153,16 @@ def head_bytes(
     batch: int,
     length: int,
     width: int,
-    loss: Literal["chunked", "logits"],
+    loss: LossName,
     accumulating: bool,
     grad: bool = True,
+    on_gpu: bool = True,
 ) -> LayerBytes:
     """The tail for `batch` full rows of `length` tokens, all scored but the first token."""
     tape = Tape(grad=grad)
     run = Pass(tape, spec, batch, length, accumulating=accumulating)
     x = norm(run, tape.leaf(batch * length * spec.hidden, width))  # the model's own forward keeps no other name for it
-    scored = max(1, batch * (length - 1))
-    out = _chunked(run, x, words, scored) if loss == "chunked" else _whole(run, x, words)
+    out = _chunked(run, x, words, on_gpu=on_gpu) if loss == "chunked" else LOSSES[loss](run, x, words)
     forward = tape.meter.peak
     del x
     node = out.node
@@ -164,27 +175,40 @@ def head_bytes(
     return LayerBytes(forward, kept, backward, sum(ref.nbytes for ref in run.gradients))
 
 
-def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
-    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token. Forward: the gathered
-    rows N*h*e, 28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head trains, of the whole
-    weight (4*V*h), each cast at the end (N*h*e, V*h*w) unless that is fp32. Rows of fp32 weights are cast by tile."""
+def _chunked(run: Pass, x: Ref, words: Vocabulary, *, on_gpu: bool) -> Ref:
+    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token. Forward: the rows N*h*e,
+    28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head trains, of the whole weight (4*V*h),
+    each cast at the end (N*h*e, V*h*w) unless that is fp32. Rows and weights of another width are cast by tile. Where
+    there is no Triton, as on a CPU, torch's operators read each tile, and hold several more of its size."""
     tape, hidden = run.tape, run.spec.hidden
+    scored = max(1, run.batch * (run.length - 1))
     low = run.spec.numbers.autocast or x.width
     trains = words.trains or words.rows
     table = (tape.new(words.words * hidden, words.width),) if words.rows else ()
-    # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways
-    tile = min(scored, TOKEN_TILE) * words.tile * low
-    # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
-    casts = min(WORD_TILE, words.words) * hidden * low if words.width != low else 0
-    casts += min(scored, TOKEN_TILE) * hidden * low if x.width != low else 0
+    tokens, columns = min(scored, TOKEN_TILE), min(WORD_TILE, words.words)
+    # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
+    tile = tokens * (WORD_TILE if on_gpu else columns) * low
+    # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
+    cast = columns * hidden * low if words.width != low else 0
+    forward = backward_peak = cast
+    if not on_gpu:
+        forward = max(cast, CPU_FORWARD * tokens * columns)
+        # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
+        copied = tokens * columns + hidden * (max(columns, tokens) if trains else columns) if low != 4 else 0
+        backward_peak += max((CPU_BACKWARD + CPU_CAP * words.capped) * tokens * columns, 4 * copied)
+    tile += tokens * hidden * low if x.width != low else 0
     e = x.width
-    # rows that are scored are indexed out, so padding and prompts cost no logits
-    rows = tape.op((x,), scored * hidden, e, backward=one_gradient(x.elements, e, during=x.nbytes))
+    # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
+    # several rows in a copy (trainer/utils.py:1642 to 1645)
+    back = one_gradient(x.elements, e, during=x.nbytes if on_gpu else 0)
+    rows = (
+        tape.op((x,), scored * hidden, e, backward=back) if on_gpu or run.batch > 1 else tape.view(x, scored * hidden)
+    )
 
     def backward(tape: Tape, grad: Ref) -> Grads:
         wide = tape.new(scored * hidden, 4)
         weight = tape.new(words.words * hidden, 4) if trains else None
-        tape.meter.touch(tile + casts)
+        tape.meter.touch(tile + backward_peak)
         buffer = tape.new(tile, 1)
         out = tape.new(scored * hidden, e)
         if weight is not None:
@@ -195,14 +219,26 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
         del wide, weight, buffer
         return (out,)
 
-    tape.meter.touch(4 * STATISTICS * scored + tile + casts)
+    tape.meter.touch(4 * STATISTICS * scored + tile + forward)
     statistics = tape.new(3 * scored, 4)
     return tape.op((rows,), scored, 4, saved=(rows, statistics, *table), backward=backward, trains=trains)
 
 
-def _whole(run: Pass, x: Ref, words: Vocabulary) -> Ref:
-    """Full logits and cross entropy in fp32: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
-    tape, size = run.tape, x.elements // run.spec.hidden * words.words
+def _logits(run: Pass, x: Ref, words: Vocabulary) -> Ref:
+    """Whole logits as `training.model.fused_head.whole_head` reads them: log-probabilities in fp32 of all but the last
+    token, then the entropy, row by row. Backward 12*T*V, then T*V*e."""
+    tape, places = run.tape, run.batch * run.length * words.words
+    scored = max(1, run.batch * (run.length - 1))
+    size = scored * words.words
     logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
-    wide = run.to(logits, 4)
-    return tape.op((wide,), size, 4, backward=one_gradient(size, 4), holds_output=True)
+    if logits.width != 4 or run.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+        tape.meter.touch(2 * 4 * size)
+    # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has its width
+    backward = one_gradient(places, logits.width, during=2 * 4 * size - places * logits.width)
+    chances = tape.op((logits,), size, 4, backward=backward, holds_output=True)
+    tape.meter.touch(2 * 4 * size // run.batch)
+    return tape.op((chances,), scored, 4, backward=shared(1))
+
+
+LOSSES: dict[str, Callable[[Pass, Ref, Vocabulary], Ref]] = {"logits": _logits}
+"""What takes the loss of whole logits; benchmarks add that of other scripts."""

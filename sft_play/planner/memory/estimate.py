@@ -44,6 +44,12 @@ DESKTOP_BYTES = GIB
 """Kept free in addition under WSL: the desktop takes and returns GPU memory during a run, and what is missing is then
 moved to the host's memory. Not measured: what a browser and a few more windows may take."""
 
+RunMoment = Literal["loading", "training", "evaluation", "generation", "saving"]
+"""What a run does, one after the other; the forward and backward passes of a step and its update are training."""
+
+RUN_MOMENTS: dict[str, RunMoment] = {"evaluation": "evaluation", "saving": "saving"}
+"""The run's moment of each moment of the estimate that is none of a step's."""
+
 MarginClass = Literal[
     "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
     "measured_blocks", "own_kernels",
@@ -90,11 +96,16 @@ MOST_EVALUATION_ROWS = 64
 """Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
 more, and each rank's last batch is filled up."""
 
-CPU_ACTIVATION_SLACK = 3.0
-"""What a CPU process keeps of freed activations, as a multiple of their size. With it and CPU_LATE_BYTES the prediction
-is 0.95 to 1.8 times the resident memory of six runs of a 2M model (2026-11-21, two cores)."""
-CPU_LATE_BYTES = GIB // 4
+CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
+"""What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
+to 32 MiB, as activations are, and gives larger ones back at once, as the head's mostly are. With them and
+CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 moments (training,
+evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13; benchmarks/LOG.md)."""
+CPU_LATE_BYTES = 192 * MIB
 """Libraries and threads that a CPU run loads after the imports, from the same runs."""
+CPU_LIBRARIES_BYTES = GIB // 2
+"""What a process has resident of Python, torch and the other libraries once they are imported, beyond what it has while
+it plans: 0.52 GiB in those runs. A plan is made before, so they are not yet missing from the free memory."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,9 @@ class MemoryEstimate:
     moment: str = ""
     """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
+    by_moment: dict[RunMoment, tuple[int, int]] = field(default_factory=dict)
+    """Bytes of tensors and reserved ones in each moment of the run, without what earlier runs correct: `reserved` is
+    the most but for loading. Answers are generated in batches that take no more than the peak."""
     load_bytes: int = 0
     """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
     weights and keeps a shard of them."""
@@ -143,6 +157,20 @@ class MemoryEstimate:
         """Of those: bytes that stay between steps."""
         return stays(self.terms)
 
+    def of_moment(self, moment: RunMoment) -> tuple[int | None, int | None]:
+        """Predicted bytes of a moment of the run: of tensors, and reserved, corrected as the peak is. None: unknown."""
+        allocated, reserved = self.by_moment.get(moment, (None, None))
+        if reserved is not None and moment != "loading":
+            raw = max(one for name, (_, one) in self.by_moment.items() if name != "loading")
+            reserved = reserved * self.reserved // raw
+        return allocated, reserved
+
+    @property
+    def peak_words(self) -> str:
+        """The predicted peak as a run's last line has it beside the measured one: reserved, on a CPU resident."""
+        moment = max(self.by_moment, key=lambda name: self.of_moment(name)[1] or 0)
+        return f"{(self.of_moment(moment)[1] or 0) / GIB:.2f} GiB in {moment}"
+
     @property
     def required_to_load(self) -> int:
         """Bytes that must be free for loading, with a margin for what quantising leaves in the allocator."""
@@ -171,11 +199,25 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
     sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
     peak = max(moments, key=lambda name: sums[name])
     terms = moments[peak]
+    saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
     # the moment with the most live bytes need not be the one with the most reserved: slack differs between terms
-    reserved = max(_held(name, one, step) for name, one in moments.items() if step.on_gpu or name == peak)
+    by_moment: dict[RunMoment, tuple[int, int]] = {}
+    for name, one in moments.items():
+        held = _held(name, one, step)
+        if name == "saving" and not step.on_gpu:  # what is copied to be written is in the same memory
+            held += saving.first
+        before = by_moment.get(RUN_MOMENTS.get(name, "training"), (0, 0))
+        by_moment[RUN_MOMENTS.get(name, "training")] = max(before[0], sums[name]), max(before[1], held)
     if step.on_gpu:  # an evaluation starts with an empty cache
         steps = [one for name, one in moments.items() if name != "evaluation"]
-        reserved = max(reserved, reserved_over(steps, attention=step.attention, layout=layout))
+        over = reserved_over(steps, attention=step.attention, layout=layout)
+        by_moment["training"] = by_moment["training"][0], max(by_moment["training"][1], over)
+    reserved = max(one for _, one in by_moment.values())
+    loaded = sum(loading_terms(walk).values())
+    by_moment["generation"] = sums[peak], reserved
+    # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
+    pages = 0 if walk.shape.stored_dtype == walk.precision.load and not walk.nf4 else 2 * walk.shape.params
+    by_moment["loading"] = loaded, loaded + (0 if step.on_gpu else CPU_LATE_BYTES + pages)
     margin = margin_of(walk)
     # not a share: what other processes take does not grow with the run
     free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
@@ -183,15 +225,16 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
     paged = paged_bytes(walk.config.train.optim, walk.shape, walk.trained)
     # layouts of two dimensions have a communicator for each
     communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
-    saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
         margin=int(reserved * margin.share) + free,
-        outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else saving.staged),
+        outside_allocator=paged
+        + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else CPU_LIBRARIES_BYTES + saving.staged),
         moment=peak,
         moments=sums,
-        load_bytes=sum(loading_terms(walk).values()),
+        by_moment=by_moment,
+        load_bytes=loaded,
         host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
         host_save_bytes=saving.first,
         host_save_each_bytes=saving.each,
@@ -206,14 +249,15 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
 
 def evaluation_rows(walk: Walk) -> int:
     """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
-    step, training = walk.step, walk.training
-    if step.on_gpu:
-        room = max(sum(terms.values()) for terms in training.values())
-    else:
-        room = max(_held(name, terms, step) for name, terms in training.items())
+    step = walk.step
+    room = max(sum(terms.values()) for terms in walk.training.values())
 
     def is_beyond(rows: int) -> bool:
-        return any(_held(name, terms, step) > room for name, terms in walk.evaluation(rows))
+        # on a CPU tensors alone: what malloc keeps of a step is more than of an evaluation
+        return any(
+            (_held(name, terms, step) if step.on_gpu else sum(terms.values())) > room
+            for name, terms in walk.evaluation(rows)
+        )
 
     if not is_beyond(MOST_EVALUATION_ROWS):
         return MOST_EVALUATION_ROWS
@@ -224,8 +268,8 @@ def evaluation_rows(walk: Walk) -> int:
 def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
     """Bytes reserved, or resident on a CPU, when a moment's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
-        passing = terms["activations"] + terms["loss_head"]
-        return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES
+        kept = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
+        return sum(terms.values()) + int(kept) + CPU_LATE_BYTES
     evaluates = moment == "evaluation"
     return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
 
@@ -235,12 +279,16 @@ def cache_bytes(shape: ModelShape, width: int) -> int:
     return 2 * width * shape.kv_width * sum(kind.count for kind in shape.layers if kind.attention != "none")
 
 
-def answer_tokens(shape: ModelShape, precision: Precision, step: Step, memory: MemoryEstimate) -> int:
+def answer_tokens(walk: Walk, memory: MemoryEstimate) -> int:
     """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
+    step, width = walk.step, BYTES[walk.precision.compute]
     moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # what a moment holds beyond what stays between steps, for each of its tokens
-    passing = max(0, memory.moments.get(moment, 0) - memory.stays) // max(1, rows * step.length)
-    return max(1, (memory.allocated - memory.stays) // (cache_bytes(shape, BYTES[precision.compute]) + passing))
+    passing = memory.moments.get(moment, 0) - memory.stays
+    if not step.on_gpu and step.loss == "chunked":  # the head computes one token of a row, and far less of it
+        passing = max(terms["activations"] for _, terms in walk.evaluation(rows))
+    each = cache_bytes(walk.shape, width) + max(0, passing) // max(1, rows * step.length)
+    return max(1, (memory.allocated - memory.stays) // each)
 
 
 def stays(terms: Mapping[str, int]) -> int:

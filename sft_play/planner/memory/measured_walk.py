@@ -104,8 +104,8 @@ class MeasuredWalk(Walk):
     def _head(self, batch: int, *, grad: bool) -> LayerBytes:
         found = self._measured(self._way(self.shape.num_layers - 1) if grad else "evaluated", batch)
         usual = super()._head(batch, grad=grad)
-        # a few tokens do not show how many it takes at once, and whole logits were not run
-        if found.on_cpu or self.step.loss != "chunked":
+        # a few tokens do not show how many it takes at once, and only the class's own loss was run
+        if found.on_cpu or (self.step.loss == "logits") != self.shape.own_logits:
             return usual
         if not found.ends:
             return replace(found.tail, kept=usual.kept)

@@ -15,9 +15,9 @@ from sft_play.planner.gradients import gradients_of
 from sft_play.planner.kernels import GROUPED_SINCE, planned_experts, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
-    WORD_TILE,
     BlockBytes,
     LayerBytes,
+    LossName,
     Vocabulary,
     block_bytes,
     forward_peak,
@@ -58,7 +58,7 @@ class Step:
     layout: Layout = SINGLE
     checkpointed_layers: int | None = None
     """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
-    loss: Literal["chunked", "logits"] = "chunked"
+    loss: LossName = "chunked"
     attention: AttentionName = "sdpa"
     padded: bool = False
     """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
@@ -244,14 +244,15 @@ class Walk:
         return self.shape.table_params * self.width if self._rows("inputs") else 0
 
     def _head(self, batch: int, *, grad: bool) -> LayerBytes:
-        words = self.shape.vocab_size
-        # the allocator takes a full tile however small the vocabulary; of it a CPU process has the pages it touches
-        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
             Vocabulary(
-                words, self.trained.head, self.numbers.adapters if copied else self.width, tile, self._rows("head")
+                self.shape.vocab_size,
+                self.trained.head,
+                self.numbers.adapters if copied else self.width,
+                self._rows("head"),
+                self.shape.caps_logits,
             ),
             batch=batch,
             length=self.step.length,
@@ -259,6 +260,7 @@ class Walk:
             loss=self.step.loss,
             accumulating=self._accumulating(),
             grad=grad,
+            on_gpu=self.step.on_gpu,
         )
 
     def _accumulating(self) -> bool:
@@ -330,10 +332,6 @@ class Walk:
             # the token embedding is the largest: fp32 where it trains under FSDP2
             gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
             yield self._at("saving", self._between(), 0, gather_buffers=gathered)
-
-    def evaluates(self, rows: int) -> None:
-        """Evaluate in batches of this many rows."""
-        self.step = replace(self.step, eval_batch=rows)
 
     @cached_property
     def training(self) -> Mapping[Moment, Terms]:

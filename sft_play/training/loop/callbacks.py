@@ -9,7 +9,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,18 @@ class StopAfter(TrainerCallback):
     step after a signal."""
 
     def __init__(
-        self, steps: int | None, *, hours: float | None = None, elapsed_s: Callable[[], float] = elapsed_s
+        self,
+        steps: int | None,
+        *,
+        hours: float | None = None,
+        took_s: Mapping[str, Sequence[float]] | None = None,
+        elapsed_s: Callable[[], float] = elapsed_s,
     ) -> None:
+        """`took_s`: seconds of the checkpoints and evaluations so far (`Monitor.took_s`)."""
         self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
+        self._took_s = {} if took_s is None else took_s  # one that is still empty will be filled
         self._done = 0
-        self._lap_began = 0.0
-        self._longest_s = dict.fromkeys(("step", "evaluation", "checkpoint"), 0.0)
+        self._step_began = self._longest_step_s = 0.0
         self.signal: int | None = None
         self.stopped_early = False
         self.has_begun = False
@@ -161,37 +167,20 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
         self.has_begun = True
-        self._lap_began = self._elapsed_s()
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Note how long an evaluation took."""
-        self._lap("evaluation")
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Note how long a checkpoint took."""
-        self._lap("checkpoint")
-
-    def note_checkpoint(self, seconds: float) -> None:
-        """Note how long a checkpoint took that was written beside the training."""
-        self._longest_s["checkpoint"] = max(self._longest_s["checkpoint"], seconds)
-
-    def _lap(self, name: str) -> None:
-        now = self._elapsed_s()
-        self._longest_s[name] = max(self._longest_s[name], now - self._lap_began)
-        self._lap_began = now
+        self._step_began = self._elapsed_s()
 
     def _time_is_up(self) -> bool:
         if self._hours is None:
             return False
         limit_s = self._hours * 3600
-        kept = {**self._longest_s}
-        kept["checkpoint"] = max(kept["checkpoint"], min(_MOST_KEPT_S, _KEPT_SHARE * limit_s))
-        return self._elapsed_s() + sum(kept.values()) > limit_s
+        evaluation, checkpoint = (max(self._took_s.get(name) or [0.0]) for name in ("eval", "checkpoint"))
+        checkpoint = max(checkpoint, min(_MOST_KEPT_S, _KEPT_SHARE * limit_s))
+        return self._elapsed_s() + self._longest_step_s + evaluation + checkpoint > limit_s
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for a checkpoint and the end if it is time."""
         self._done += 1
-        self._lap("step")
+        self._longest_step_s = max(self._longest_step_s, self._elapsed_s() - self._step_began)
         if state.global_step >= state.max_steps:
             return
         is_up = self._time_is_up()
@@ -233,8 +222,15 @@ def stopping(stop: StopAfter) -> StopSignals:
 class Progress(TrainerCallback):
     """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log."""
 
-    def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
-        self._tokens, self._now = tokens, now
+    def __init__(
+        self,
+        *,
+        tokens: Callable[[], int],
+        to_come: Callable[[], float] = lambda: 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`to_come`: seconds of what follows besides the steps that are left."""
+        self._tokens, self._to_come, self._now = tokens, to_come, now
         self._loss = self._speed = self._memory = None
         self.first_step = 0
         self._started = self._last_line = 0.0
@@ -250,8 +246,8 @@ class Progress(TrainerCallback):
 
     @property
     def training_s(self) -> float:
-        """Seconds spent in training steps, without evaluation and saving."""
-        return max(1e-9, self._now() - self._started - self._paused)
+        """Seconds spent in training steps, without what happens between them."""
+        return max(1e-9, (self._pause_began or self._now()) - self._started - self._paused)
 
     def wait(self, seconds: float) -> None:
         """Leave out what a step has waited for: compiling."""
@@ -283,14 +279,10 @@ class Progress(TrainerCallback):
             self._paused += self._now() - self._pause_began
             self._pause_began = 0.0
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop the clock."""
-        self.on_step_begin(args, state, control)
-
     def line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
         done = max(1, step - self.first_step)
-        left = self.training_s / done * (steps - step)
+        left = self.training_s / done * (steps - step) + self._to_come()
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""

@@ -27,6 +27,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import Plan
 from sft_play.process.endings import leave_with
+from sft_play.process.waiting import Waiting, waiting
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
@@ -118,6 +119,7 @@ class PlannedLoop(CheckpointedLoop):
         self._passes, self._pass = 1, 0
         self._slots: list[Any] = []
         self._eval_rows: int | None = None
+        self._evaluating: Waiting | None = None
         super().__init__(**options)
         self._set_rows(options["train_dataset"], packs, grouped=grouped, mix=mix, by_source=by_source, masks=masks)
 
@@ -344,6 +346,8 @@ class PlannedLoop(CheckpointedLoop):
         step = super().prediction_step
         found = self.step_memory.tried(lambda: step(model, inputs, *args, **options), rows)
         if found is not None:
+            if self._evaluating is not None:  # all ranks evaluate as many
+                self._evaluating.add(rows * self.args.world_size // self._layout.context_parallel)
             return self._weighted(found[0], inputs), *found[1:]
         self._eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)
@@ -375,16 +379,18 @@ class PlannedLoop(CheckpointedLoop):
         plain = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
-        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation"), plain, kernel:
+        prefix = str(options.get("metric_key_prefix", "eval"))
+        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation", label=prefix), plain, kernel:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
             try:
-                metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
+                with waiting("Evaluating", unit="rows", total=lambda: len(dataset)) as self._evaluating:
+                    metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
             finally:
                 self.args.per_device_eval_batch_size = most
             asked = self._questions if questions is None else questions
             if asked:
-                metrics |= self._exact_match(asked, prefix=str(options.get("metric_key_prefix", "eval")))
+                metrics |= self._exact_match(asked, prefix=prefix)
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
             match = metrics.get("eval_exact_match")
@@ -393,10 +399,14 @@ class PlannedLoop(CheckpointedLoop):
         return metrics
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
-        with context_parallel.whole_rows(self.model), self._monitor.generating():
+        with (
+            context_parallel.whole_rows(self.model),
+            self._monitor.generating(),
+            waiting("Generating answers", unit="answers", total=lambda: len(asked)) as progress,
+        ):
             self.last_answers = answers(
                 self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
-                most_tokens=self.plan.answer_tokens, tried=self.step_memory.tried,
+                most_tokens=self.plan.answer_tokens, tried=self.step_memory.tried, done=progress.add,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)

@@ -120,11 +120,10 @@ class CheckpointedLoop(Trainer):
         self.in_parts, self._async_save = in_parts, async_save
         self._part: sharded_checkpoints.Part | None = None  # of the checkpoint that is about to be written
         self._writing: Writing | None = None
-        self.checkpoint_took: list[Callable[[float], None]] = []
-        """Told the seconds of a checkpoint that was written beside the training."""
         self.finite = FiniteSteps(self, on_nan)
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self._monitor = monitor or Monitor()
+        self.took_s = self._monitor.took_s
         self._staging: Path | None = None
         super().__init__(**options)
 
@@ -171,8 +170,7 @@ class CheckpointedLoop(Trainer):
             took_s = writing.result()
             self.wait_for_disk()
         logger.info("Checkpoint of step %d: written beside the training in %.0f s", writing.step, took_s)
-        for tell in self.checkpoint_took:
-            tell(took_s)
+        self.took_s["checkpoint"].append(took_s)
 
     @contextlib.contextmanager
     def _saved_at_the_end(self) -> Iterator[None]:
@@ -186,15 +184,16 @@ class CheckpointedLoop(Trainer):
 
     def _write_twice(self, model: Any, trial: Any, needed: int) -> None:
         """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
-        try:
+        with self._monitor.part("checkpoint"):
+            try:
+                self._write_checkpoint(model, trial, needed)
+                return
+            except (RuntimeError, MemoryError) as error:
+                if distributed.world_size() > 1 or not ran_out(error):
+                    raise
+                logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
+            free_memory()
             self._write_checkpoint(model, trial, needed)
-            return
-        except (RuntimeError, MemoryError) as error:
-            if distributed.world_size() > 1 or not ran_out(error):
-                raise
-            logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
-        free_memory()
-        self._write_checkpoint(model, trial, needed)
 
     def _write_checkpoint(self, model: Any, trial: Any, needed: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
@@ -203,13 +202,12 @@ class CheckpointedLoop(Trainer):
             checkpoints.staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
         self._staging = staging = checkpoints.staging_path(folder)
-        with self._monitor.part("checkpoint"):
-            with contextlib.nullcontext() if self.in_parts else self.writing(staging):
-                super()._save_checkpoint(model, trial)
-            self.wait_for_disk()  # every rank's files have to be there before the first one checks them
-            if distributed.is_first_of_node() and not distributed.is_first():
-                flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
-            self.wait_for_disk()
+        with contextlib.nullcontext() if self.in_parts else self.writing(staging):
+            super()._save_checkpoint(model, trial)
+        self.wait_for_disk()  # every rank's files have to be there before the first one checks them
+        if distributed.is_first_of_node() and not distributed.is_first():
+            flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+        self.wait_for_disk()
         written = checkpoints.path_of(staging, step)
         if distributed.is_first():
             state = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from sft_play.data.build.splits import Split
 from sft_play.training.job import RunJob
@@ -96,6 +97,26 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     )
 
 
+def seconds_to_come(trainer: PlannedLoop, eval_set: EvalSet) -> float:
+    """Seconds of what follows besides the steps that are left, as long as each took last in this run: evaluations with
+    their answers, checkpoints, and the trained weights, which take about what a checkpoint does."""
+    args, last_s = trainer.args, {name: seconds[-1] for name, seconds in trainer.took_s.items()}
+    evaluations = visits_left(args.eval_strategy, args.eval_steps, trainer.state)
+    checkpoints = visits_left(args.save_strategy, args.save_steps, trainer.state)
+    # training ends with an evaluation of the validation rows, which is then that of the trained model too
+    if eval_set.name == "val" and (evaluations == 0 or args.load_best_model_at_end):
+        evaluations += 1
+    counts = {"eval": evaluations, "checkpoint": checkpoints + 1, "test": int(eval_set.name == "test")}
+    return sum(count * last_s.get(name, 0.0) for name, count in counts.items())
+
+
+def visits_left(strategy: str, every: float | None, state: TrainerState) -> int:
+    """How often something is still to come that a run does every so many `steps` and after the last, or once an epoch;
+    what is due after the present step is to come."""
+    steps: float = {"steps": every, "no": math.inf}.get(strategy) or state.max_steps / max(1, state.num_train_epochs)
+    return int(math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps))
+
+
 class BeforeTraining(TrainerCallback):
     """Measures before the first step: what the engine holds, and the figures of the held-out rows; as a callback where
     an engine wraps the model when training begins."""
@@ -114,7 +135,7 @@ class BeforeTraining(TrainerCallback):
 
     def measure(self) -> None:
         """Loading is over: measure the held-out rows; a resumed run keeps the figures of its first start."""
-        self._peaks.end()
+        self._peaks.close()
         folder, is_first = self._job.folder, distributed.is_first()
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
             return

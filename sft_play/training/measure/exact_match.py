@@ -101,11 +101,13 @@ def answers(
     max_new_tokens: int,
     most_tokens: int,
     began: Callable[[], None] = lambda: None,
+    done: Callable[[int], None] = lambda count: None,
     tried: Callable[..., list[tuple[int, ...]] | None] = lambda compute, _: compute(),
 ) -> list[Answer]:
     """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
-    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch. `tried` is given
-    what generates it and its rows: None where they are too many, and it is repeated in halves."""
+    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch, `done` with its
+    rows after it. `tried` is given what generates it and its rows: None where they are too many, and it is repeated in
+    halves."""
     was_training, config = model.training, model.config.get_text_config()
     router_logits = getattr(config, "output_router_logits", None)
     order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
@@ -121,6 +123,7 @@ def answers(
             generate = functools.partial(_generate, model, tokenizer, prompts, stop, max_new_tokens)
             generated = tried(generate, len(batch))
             given |= dict(zip(batch, generated or (), strict=generated is not None))
+            done(len(generated or ()))
             most_tokens = most_tokens if generated else len(batch) // 2 * tokens[batch[-1]]
     finally:
         model.train(was_training)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,17 +16,18 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
+from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan
 from sft_play.training.loop.rows import SOURCES
-from sft_play.training.measure.peaks import Peaks, RunMoment
+from sft_play.training.measure.peaks import Peaks
 from sft_play.training.ranks import distributed
 from sft_play.units import GIB
 
 PARTS = ("data", "forward_backward", "optimizer")
 """Parts of a step: waiting for rows, the passes with their communication, the optimizer's step."""
-PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluation"}
-"""What happens between steps, and the moment that its memory is counted for. Its time is logged, but counts neither for
-the step nor for the speed."""
+PAUSES: dict[str, RunMoment | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
+"""What happens between steps, and the moment that its memory is counted for, None for training's. Its time is logged,
+but counts neither for the step nor for the speed."""
 _SUMS = ("_loss", "_trained", "_tokens", "_places", "_samples", "_head", "_sources")
 """What a pass adds to."""
 _SUMMED = torch.float64
@@ -80,6 +82,8 @@ class Monitor(TrainerCallback):
         """Tokens without padding that all ranks have seen in the run, as of the last log."""
         self.tokens_before = 0.0
         """Of those: seen before this process started."""
+        self.took_s: defaultdict[str, list[float]] = defaultdict(list)
+        """Seconds of each pause so far, of evaluations by the prefix of their figures."""
         self._reset()
 
     def seen(self) -> dict[str, float]:
@@ -119,14 +123,17 @@ class Monitor(TrainerCallback):
         self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what is inside as one of PARTS or of PAUSES; each of the latter has its own peak memory."""
-        began, clock = self._clock.now(), time.perf_counter()
-        with self._peaks.during(PAUSES[name]) if name in PAUSES else contextlib.nullcontext():
+    def part(self, name: str, *, label: str | None = None) -> Iterator[None]:
+        """Time what is inside as one of PARTS or of PAUSES; each of the latter has its own peak memory. `label`: its
+        name in `took_s`."""
+        began, clock, moment = self._clock.now(), time.perf_counter(), PAUSES.get(name)
+        with self._peaks.during(moment) if moment else contextlib.nullcontext():
             yield
         self._clock.add(name, began)
         if name in PAUSES:
-            self._paused += time.perf_counter() - clock
+            seconds = time.perf_counter() - clock
+            self._paused += seconds
+            self.took_s[label or name].append(seconds)
 
     def wait(self, seconds: float) -> None:
         """Leave out what a pass has waited for: compiling, which is logged by itself."""
@@ -211,13 +218,15 @@ class Monitor(TrainerCallback):
         return figures
 
     def _memory(self) -> list[float]:
-        """Allocated, reserved and peak memory of this rank's training steps in GiB; on a CPU resident, 0 and peak."""
+        """Allocated and reserved memory of this rank now in GiB (on a CPU resident, and 0), and the highest since
+        loading."""
         if self._on_gpu:
             now, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         else:
             now, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.level_bytes), 0
-        highest = self._peaks.highest("training")
-        return [now / GIB, reserved / GIB, max(now, highest.allocated if highest else 0) / GIB]
+        peaks = self._peaks.by_moment()
+        highest = max((allocated for name, (allocated, _) in peaks.items() if name != "loading"), default=0)
+        return [now / GIB, reserved / GIB, max(now, highest) / GIB]
 
     def _memory_figures(self, ranks: list[list[float]]) -> dict[str, float]:
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")

@@ -1,68 +1,95 @@
 """The highest memory of each moment of a run: loading, training steps, evaluation, generation, saving.
 
-torch and Linux count one peak since its last reset: at each change of moment it is kept and reset, and on a GPU the
-allocator's cache is emptied, whose blocks would count for the next.
+On a GPU torch counts one peak since its last reset: at each change of moment it is kept and reset, and the allocator's
+cache is emptied, whose blocks would count for the next. On a CPU the kernel's mark of resident memory is never reset,
+because others read it (`time -v`, Slurm's MaxRSS). A moment that raises the mark has its exact peak; any other has the
+highest of the samples that a thread takes, which miss what lasts for less than SAMPLE_S.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import psutil
 import torch
 
+from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan
 from sft_play.process.heap import give_back_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
 
-RunMoment = Literal["loading", "training", "evaluation", "generation", "saving"]
-
-_CLEAR = Path("/proc/self/clear_refs")
-"""Writing 5 resets the peak of resident memory to the present value (proc_pid_clear_refs(5), since Linux 4.0)."""
+SAMPLE_S = 0.02
+"""Seconds between two samples of resident memory; one takes 0.03 ms."""
 
 
-@dataclass(frozen=True)
-class Highest:
-    """Peak bytes of tensors and of the allocator's reserved memory; on a CPU both are resident memory."""
+class _Samples(threading.Thread):
+    """The highest of samples of this process's resident memory, until it is told to end."""
 
-    allocated: int = 0
-    reserved: int = 0
+    def __init__(self) -> None:
+        super().__init__(name="resident memory", daemon=True)
+        self.end, self.mark, self.highest = threading.Event(), _kernels_mark(), _resident()
+        self.start()
+
+    def run(self) -> None:
+        """Take samples."""
+        while not self.end.wait(SAMPLE_S):
+            self.highest = max(self.highest, _resident())
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _kernels_mark() -> int:
+    """The highest resident memory that the kernel has seen of this process, in bytes (proc_pid_status(5), which has it
+    in KiB); 0 outside Linux."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 @dataclass
 class Peaks:
-    """The peak of each moment in this process. `level_bytes`: resident memory that is not the run's."""
+    """The peak of each moment in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
+    are resident memory. `level_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
     level_bytes: int = 0
-    _kept: dict[RunMoment, Highest] = field(default_factory=dict)
+    _kept: dict[RunMoment, tuple[int, int]] = field(default_factory=dict)
     _moment: RunMoment | None = None
-    _is_counted: bool = True
-    """Whether the peak could be reset when the moment began."""
+    _samples: _Samples | None = None
+    """Those of the present moment on a CPU."""
 
     def start(self, moment: RunMoment) -> None:
         """Begin a moment, and keep the peak of the one before."""
-        self._keep()
+        self.close()
         self._moment = moment
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._is_counted = cleared()
+            give_back_free_memory()  # what malloc keeps of one moment would count for the next
+            self._samples = _Samples()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the moment without beginning another."""
         self._keep()
-        self._moment = None
+        if self._samples is not None:
+            self._samples.end.set()
+        self._moment = self._samples = None
 
     def forget(self) -> None:
         """Drop all peaks, before another stage of a run."""
-        self._kept, self._moment = {}, None
+        self.close()
+        self._kept = {}
 
     @contextlib.contextmanager
     def during(self, moment: RunMoment) -> Iterator[None]:
@@ -72,51 +99,26 @@ class Peaks:
         try:
             yield
         finally:
-            self.end()
+            self.close()
             if before is not None:
                 self.start(before)
 
-    def highest(self, moment: RunMoment) -> Highest | None:
-        """The peak of a moment until now; None if there was none, or if it could not be counted anew."""
-        self._keep()
-        return self._kept.get(moment)
-
-    def by_moment(self) -> dict[RunMoment, Highest]:
+    def by_moment(self) -> dict[RunMoment, tuple[int, int]]:
         """The peaks of all moments so far."""
         self._keep()
         return dict(self._kept)
 
     def _keep(self) -> None:
-        if self._moment is None:
-            return
-        peak, before = self._now(), self._kept.get(self._moment, Highest())
-        if peak is not None:
-            self._kept[self._moment] = Highest(*map(max, astuple(peak), astuple(before)))
+        if self._moment is not None:
+            (allocated, reserved), before = self._now(), self._kept.get(self._moment, (0, 0))
+            self._kept[self._moment] = max(allocated, before[0]), max(reserved, before[1])
 
-    def _now(self) -> Highest | None:
-        if self.on_gpu:
-            return Highest(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        resident = _highest_resident() if self._is_counted else None
-        own = None if resident is None else max(0, resident - self.level_bytes)
-        return None if own is None else Highest(own, own)
-
-
-def _highest_resident() -> int | None:
-    """In bytes, since the last reset (proc_pid_status(5), which has it in KiB); None outside Linux."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def cleared() -> bool:
-    """Reset the peak of resident memory; whether that could be done (not outside Linux)."""
-    try:
-        _CLEAR.write_text("5", encoding="utf-8")
-    except OSError:
-        return False
-    return True
+    def _now(self) -> tuple[int, int]:
+        if self._samples is None:
+            return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        mark = _kernels_mark()  # what it rose to in this moment is exact
+        highest = mark if mark > self._samples.mark else max(self._samples.highest, _resident())
+        return (max(0, highest - self.level_bytes),) * 2
 
 
 class MemoryMeter:
@@ -134,32 +136,27 @@ class MemoryMeter:
         """Resident bytes before anything of the run was loaded."""
         self.peaks = Peaks(on_gpu=on_gpu, level_bytes=self.level)
 
-    def peak(self) -> dict[str, int | None]:
-        """`peak_bytes` of the summary: of the training steps only."""
-        return {
-            "predicted_allocated": self._plan.memory.allocated,
-            "measured_allocated": None,
-            "predicted_reserved": self._plan.memory.reserved,
-            "measured_reserved": None,
-            **self._measured(self.peaks.highest("training")),
-        }
+    def peak(self) -> dict[str, Any]:
+        """`peak_bytes` of the summary: the run's highest moment, predicted and measured."""
+        found = self.peaks.by_moment()
+        moment = max(found, key=lambda name: found[name][1], default=None)
+        return {"moment": moment, **self._figures(moment, found.get(moment) if moment else None)}
 
-    def by_moment(self) -> dict[str, dict[str, int | None]]:
-        """`peak_bytes_by_moment` of the summary: predicted bytes of tensors and measured bytes of each moment."""
-        moments = self._plan.memory.moments
-        steps = [size for name, size in moments.items() if name not in ("evaluation", "saving")]
-        predicted = {**moments, "training": max(steps, default=None), "loading": self._plan.memory.load_bytes}
-        return {
-            moment: {"predicted_allocated": predicted.get(moment), **self._measured(highest)}
-            for moment, highest in self.peaks.by_moment().items()
-        }
+    def by_moment(self) -> dict[str, dict[str, Any]]:
+        """`peak_bytes_by_moment` of the summary: the same of each moment."""
+        return {moment: self._figures(moment, highest) for moment, highest in self.peaks.by_moment().items()}
 
-    def _measured(self, highest: Highest | None) -> dict[str, int | None]:
-        if not self.peaks.on_gpu:
-            return {"measured_rss": highest.allocated if highest else None, "level_rss": self.level}
-        if highest is None:
-            return {}
-        return {"measured_allocated": highest.allocated, "measured_reserved": highest.reserved}
+    def _figures(self, moment: RunMoment | None, highest: tuple[int, int] | None) -> dict[str, Any]:
+        memory = self._plan.memory
+        allocated, reserved = (memory.allocated, memory.reserved) if moment is None else memory.of_moment(moment)
+        figures: dict[str, Any] = {
+            "predicted_allocated": allocated, "measured_allocated": None,
+            "predicted_reserved": reserved, "measured_reserved": None,
+        }  # fmt: skip
+        measured = highest or (None, None)
+        if self.peaks.on_gpu:
+            return figures | {"measured_allocated": measured[0], "measured_reserved": measured[1]}
+        return figures | {"measured_rss": measured[1], "level_rss": self.level}
 
 
 @dataclass(frozen=True)

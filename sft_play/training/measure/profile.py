@@ -6,6 +6,7 @@ them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -125,27 +126,30 @@ class ProfileWindow(TrainerCallback):
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started_s
-        self._profile.stop()
-        events = self._profile.events()
-        communication, computation = spans_of(events, on_gpu=on_gpu)
-        busy_s = sum(end - start for start, end in merged(communication)) / 1e6
-        exposed_s = exposed(communication, computation) / 1e6
-        if is_first():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._folder / FILE))
-            logger.info(
-                "Profile of %d steps: %.4f s of communication a step, %.4f s of it not hidden by computation; trace: "
-                "%s (https://ui.perfetto.dev opens it)", steps, busy_s / steps, exposed_s / steps, self._folder / FILE,
-            )  # fmt: skip
-            if self._trainer is not None:
-                control = self._trainer.control
-                is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
-                self._trainer.log(
-                    {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
-                )
-                control.should_log = is_due
-        if self._plan is not None:
-            self._count(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
+        # reading and writing the trace takes longer than a step, whose time it is not
+        with contextlib.nullcontext() if self._trainer is None else self._trainer._monitor.part("profile"):
+            self._profile.stop()
+            events = self._profile.events()
+            communication, computation = spans_of(events, on_gpu=on_gpu)
+            busy_s = sum(end - start for start, end in merged(communication)) / 1e6
+            exposed_s = exposed(communication, computation) / 1e6
+            if is_first():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._profile.export_chrome_trace(str(self._folder / FILE))
+                logger.info(
+                    "Profile of %d steps: %.4f s of communication a step, %.4f s of it not hidden by computation; "
+                    "trace: %s (https://ui.perfetto.dev opens it)",
+                    steps, busy_s / steps, exposed_s / steps, self._folder / FILE,
+                )  # fmt: skip
+                if self._trainer is not None:
+                    control = self._trainer.control
+                    is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
+                    self._trainer.log(
+                        {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
+                    )
+                    control.should_log = is_due
+            if self._plan is not None:
+                self._count(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
 
     def _count(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
         collectives = collectives_of(self._profile.profiler.kineto_results.experimental_event_tree())

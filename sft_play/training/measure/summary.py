@@ -135,13 +135,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
 
 
-def _memory_line(peak: dict[str, int | None]) -> str:
-    """One figure predicted and one measured, both of what plans are made and corrected by."""
+def _memory_line(peak: Mapping[str, Any]) -> str:
+    """The run's highest moment, predicted and measured."""
     on_cpu = "measured_rss" in peak
     what, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
     measured = peak["measured_rss" if on_cpu else "measured_reserved"]
     shown = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
-    return f"Peak memory {what}: {predicted / GIB:.2f} GiB predicted, {shown}"
+    when = f", in {peak['moment']}" if peak["moment"] else ""
+    return f"Peak memory {what}{when}: {predicted / GIB:.2f} GiB predicted, {shown}"
 
 
 def _try_next(job: RunJob) -> list[str]:
@@ -159,7 +160,7 @@ def finish(
     if is_finished:
         with memory.peaks.during("saving"):
             _save_trained(job, prepared, trainer, steps=steps)
-        summary["peak_bytes_by_moment"] = memory.by_moment()
+        summary |= {"peak_bytes": memory.peak(), "peak_bytes_by_moment": memory.by_moment()}
         summary["model_path"] = str(job.folder.model_path(adapter=prepared.is_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)

@@ -1,0 +1,198 @@
+"""The output head and its loss take what is planned, on a CPU and on a GPU, in training and in evaluation: measured in
+a process, counted on real tensors, and traced."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.registry import wide_config
+from sft_play.config.load import config_from_text
+from sft_play.facts.models.decoder import parse_config
+from sft_play.planner.memory.block import WORD_TILE
+from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, estimate, evaluation_rows
+from sft_play.planner.memory.step_memory import LossName, Step, Walk
+from sft_play.planner.precision import Precision
+from sft_play.units import MIB
+from tests.conftest import chat, clean_environment
+from tests.models import make_llama
+
+pytestmark = pytest.mark.build
+PRECISIONS = (Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", ""))
+TOLERANCE = 0.025
+"""The small tensors of a step, which are not counted one by one, and rests of a GPU's segments, which are."""
+
+
+def config_json(draw: random.Random, *, words: tuple[int, int], tied: bool) -> dict[str, Any]:
+    """A model whose vocabulary outweighs its width, or not."""
+    kind, hidden = draw.choice(("llama", "gemma2")) if tied else "llama", 32 * draw.randint(1, 20)
+    return {
+        "model_type": kind, "architectures": [""], "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "head_dim": 32, "num_hidden_layers": 1, "num_attention_heads": hidden // 32, "num_key_value_heads": 1,
+        "vocab_size": draw.randint(*words), "max_position_embeddings": 8192,
+        "tie_word_embeddings": tied and draw.random() < 0.5, "sliding_window": 8192,
+        **({"final_logit_softcapping": 30.0} if kind == "gemma2" else {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_class_with_logits_of_its_own_is_measured_with_them(
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModernBERT's decoder has a layer between its last block and its head: no formula knows what it holds."""
+    from sft_play.trace.block_meter import planned_shape
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record
+
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    model = wide_config("modernbert-decoder") | {"vocab_size": 20_000}
+    shape, precision = planned_shape(model, name="m"), PRECISIONS[1]
+    assert shape.own_logits
+    config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
+    for rows, evaluated in ((3, 0), (1, 5)):
+        step = Step(
+            rows, 1, 64, attention="eager", masks=True, saves=False, on_gpu=on_gpu, loss="logits",
+            eval_batch=evaluated, checkpointed_layers=0,
+        )  # fmt: skip
+        predicted = estimate(config, shape, precision, step)
+        traced = record(settings_of(config, model, shape, precision, step)).peak
+        assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
+
+
+def drawn(seed: int, *, evaluates: bool, on_gpu: bool, loss: LossName) -> tuple[dict[str, Any], Any, Precision, Step]:
+    draw = random.Random(seed)
+    # of a tile that is wider than the vocabulary a process has only the pages that it touches
+    words = (WORD_TILE if not on_gpu else 2_000, 90_000) if loss == "chunked" else (3_000, 20_000)
+    model = config_json(draw, words=words, tied=loss == "chunked")
+    mode, precision = draw.choice(("lora", "full")), PRECISIONS[seed % 2]
+    rows, length = draw.choice((1, 2, 4)), draw.randint(50, 90)
+    step = Step(
+        1 if evaluates else rows, 1, length, attention="eager", masks=False, saves=False, on_gpu=on_gpu, loss=loss,
+        eval_batch=2 * rows if evaluates else 0, checkpointed_layers=0,
+    )  # fmt: skip
+    config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {mode}}}\n", name="x")
+    return model, config, precision, step
+
+
+@pytest.mark.parametrize("loss", ["chunked", "logits"])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, loss: LossName) -> None:
+    """TRL's own code on real tensors, on tensors without bytes, and the estimate."""
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record
+
+    model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=False, loss=loss)
+    shape = parse_config(model, name="m")
+    predicted = estimate(config, shape, precision, step)
+    settings = settings_of(config, model, shape, precision, step)
+    real, traced = (record(settings, real=is_real).peak for is_real in (True, False))
+    assert traced == pytest.approx(real, rel=1e-3)
+    assert predicted.allocated == pytest.approx(real, rel=TOLERANCE), predicted.moments
+
+
+@pytest.mark.parametrize("loss", ["chunked", "logits"])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, loss: LossName) -> None:
+    """Triton's kernels read a tile where it lies: nothing of its size is beside it."""
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import trace_step
+
+    model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=True, loss=loss)
+    shape = parse_config(model, name="m")
+    predicted = estimate(config, shape, precision, step)
+    traced = trace_step(settings_of(config, model, shape, precision, step)).allocated
+    assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
+
+
+ALONE = """
+import json, sys
+import psutil, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from sft_play.training.model.fused_head import fused_head
+
+fields, rows, length, dtype = json.loads(sys.argv[1])
+level = psutil.Process().memory_info().rss
+kind = fields.pop("model_type")
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=getattr(torch, dtype)).eval()
+ids = torch.randint(0, fields["vocab_size"], (rows, length))
+with torch.no_grad(), fused_head(model):
+    model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
+mark = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(int(mark.split()[1]) * 1024 - level)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the mark of resident memory is Linux's")
+@pytest.mark.parametrize(
+    "seed", [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_a_process_has_resident_what_an_evaluation_is_planned_to_take(seed: int) -> None:
+    """Few words touch few pages of a tile. Beside its tensors a process loads libraries and keeps freed blocks."""
+    draw = random.Random(seed)
+    model = config_json(draw, words=((30_000, 90_000), (1_000, 5_000))[seed % 2], tied=True)
+    rows, length, precision = draw.randint(4, 8), draw.randint(50, 90), PRECISIONS[seed // 2]
+    config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
+    step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=False, eval_batch=rows)
+    planned = estimate(config, parse_config(model, name="m"), precision, step)
+    told = json.dumps([model, rows, length, precision.load])
+    words = [sys.executable, "-c", ALONE, told]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=clean_environment())
+    resident = int(done.stdout.splitlines()[-1])
+    allocated, reserved = planned.of_moment("evaluation")
+    assert allocated is not None
+    assert reserved is not None
+    assert 0.95 * allocated < resident < reserved + 32 * MIB
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int) -> None:
+    draw = random.Random(seed)
+    model = config_json(draw, words=(500, 150_000), tied=True)
+    shape, precision = parse_config(model, name="m"), PRECISIONS[seed % 2]
+    config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {draw.choice(('lora', 'full'))}}}\n", name="x")
+    step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
+    walk = Walk(config, shape, precision, step)
+    rows = evaluation_rows(walk)
+
+    def taken(batch: int) -> tuple[int, int]:
+        found = estimate(config, shape, precision, replace(step, eval_batch=batch))
+        return tuple(found.of_moment(name)[0] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
+
+    evaluation, training = taken(rows)
+    assert evaluation <= training or rows == 1
+    if rows < MOST_EVALUATION_ROWS:
+        evaluation, training = taken(rows + 1)
+        assert evaluation > training
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu_stays_within_its_plan_in_every_moment(tmp_path: Path) -> None:
+    """40,000 words for a width of 64: the head is nearly all that a step and an evaluation take."""
+    model = make_llama(tmp_path / "wide", vocab_size=40_000)
+    rows = [json.dumps(chat(f"what is {n}? " * 12, f"it is {n} " * 12)) + "\n" for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.4}}\n"
+        "train: {effective_batch_size: 4, max_steps: 2, report_to: []}\n"
+        f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
+    subprocess.run(words, check=True, timeout=600, env=environment, capture_output=True)
+    summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
+    found = summary["peak_bytes_by_moment"]
+    for moment, peak in found.items():
+        assert peak["measured_rss"] <= 1.05 * peak["predicted_reserved"], moment
+    assert found["evaluation"]["measured_rss"] <= 1.05 * found["training"]["measured_rss"] + 64 * MIB
+    highest = max(found, key=lambda name: found[name]["measured_rss"])
+    assert summary["peak_bytes"] == {"moment": highest, **found[highest]}

@@ -1,0 +1,176 @@
+"""The time that a run says is left has what follows its steps too, and what takes long says how far it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, TrainerState
+
+from sft_play.process import waiting
+from sft_play.training.loop.callbacks import Progress
+from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.measure import exact_match, profile
+from sft_play.training.measure.evaluate import EvalSet, seconds_to_come, visits_left
+from tests.conftest import Command, chat
+
+pytestmark = pytest.mark.build
+
+
+def visits(strategy: str, every: int, *, steps: int, per_epoch: int) -> list[tuple[int, float]]:
+    """Steps and epochs at which the Trainer evaluates, by its own callback."""
+    flow, found = DefaultFlowCallback(), []
+    arguments: Any = SimpleNamespace(
+        logging_first_step=False, logging_strategy="no", eval_strategy=strategy, eval_delay=0, save_strategy="no",
+        save_steps=1,
+    )  # fmt: skip
+    state = TrainerState(max_steps=steps, eval_steps=every, logging_steps=1, save_steps=1)
+    for step in range(1, steps + 1):
+        state.global_step, state.epoch = step, step / per_epoch
+        control = flow.on_step_end(arguments, state, TrainerControl())
+        if step % per_epoch == 0 or step == steps:
+            control = flow.on_epoch_end(arguments, state, control)
+        if control.should_evaluate:
+            found.append((step, step / per_epoch))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_still_to_come_is_what_the_trainer_does_from_there_on(seed: int) -> None:
+    draw = random.Random(seed)
+    strategy, per_epoch = ("steps", "epoch", "no")[seed % 3], draw.randint(1, 12)
+    epochs = draw.randint(1, 5)
+    steps, every = per_epoch * epochs, draw.randint(1, 15)
+    if strategy == "steps":
+        steps = draw.randint(1, steps)
+    all_visits = visits(strategy, every, steps=steps, per_epoch=per_epoch)
+    for step in range(1, steps + 1):
+        state = TrainerState(max_steps=steps, global_step=step, num_train_epochs=math.ceil(steps / per_epoch))
+        left = visits_left(strategy, every if strategy == "steps" else None, state)
+        assert left == sum(at >= step for at, _ in all_visits), (strategy, every, per_epoch, step)
+
+
+def trainer(took_s: dict[str, list[float]], **state: int) -> Any:
+    """A run of 10 steps that evaluates after 4 and 8 and at the end, and saves after each 5."""
+    arguments = SimpleNamespace(
+        eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=5, load_best_model_at_end=False
+    )
+    return SimpleNamespace(args=arguments, took_s=took_s, state=TrainerState(max_steps=10, **state))
+
+
+def eval_set(name: str) -> EvalSet:
+    return EvalSet(None, name, [], [])
+
+
+def test_what_was_measured_last_is_what_the_rest_takes() -> None:
+    took_s = {"eval": [9.0, 7.0], "checkpoint": [2.0], "test": [60.0], "profile": [35.0]}
+    # three evaluations (after 4, 8 and 10), two checkpoints and the weights; the last evaluation is that of the run
+    assert seconds_to_come(trainer(took_s, global_step=1), eval_set("val")) == 3 * 7 + 3 * 2
+    assert seconds_to_come(trainer(took_s, global_step=10), eval_set("val")) == 1 * 7 + 2 * 2
+    # test rows are evaluated after training besides
+    assert seconds_to_come(trainer(took_s, global_step=10), eval_set("test")) == 7 + 4 + 60
+    best = trainer(took_s, global_step=10)
+    best.args.load_best_model_at_end = True
+    assert seconds_to_come(best, eval_set("val")) == 2 * 7 + 4
+    without = trainer(took_s, global_step=10)
+    without.args.eval_strategy = "no"
+    assert seconds_to_come(without, eval_set("val")) == 7 + 4
+    assert seconds_to_come(trainer({}, global_step=1), eval_set("test")) == 0  # nothing is known yet
+
+
+def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
+    clock = iter([1.0, 2.0, 6.0, 41.0, 45.0])
+    progress = Progress(tokens=lambda: 0, to_come=lambda: 70.0, now=lambda: next(clock))
+    state: Any = TrainerState(max_steps=3)
+    progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
+    progress.on_step_end(None, state, None)  # type: ignore[arg-type] # at 6 s: then a profile is written for 35 s
+    assert progress.training_s == 4
+    assert progress.line(1, 3).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
+    progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
+    progress.on_step_end(None, state, None)  # type: ignore[arg-type]
+    assert progress.training_s == 8
+    assert progress.line(3, 3).endswith("70 seconds left")
+
+
+def run_yaml(folder: Path, model: Path, more: str) -> Path:
+    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(24)]
+    (folder / "rows.jsonl").write_text("".join(rows[6:]))
+    (folder / "val.jsonl").write_text("".join(rows[:6]))
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: {folder}/val.jsonl, test_path: null}}\n"
+        f"output: {{dir: {folder}/outputs, name: one}}\n{more}"
+    )
+    return path
+
+
+def test_a_profiles_export_is_no_steps_time(
+    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    real = profile.profile.export_chrome_trace
+
+    def slow(self: Any, path: str) -> None:
+        time.sleep(3.0)
+        real(self, path)
+
+    monkeypatch.setattr(profile.profile, "export_chrome_trace", slow)
+    more = (
+        "train: {effective_batch_size: 2, max_steps: 5, report_to: [], profile_steps: 1, logging_steps: 1}\n"
+        "eval: {steps: 0}\n"
+    )
+    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
+    assert code == 0, said
+    folder = tmp_path / "outputs" / "one"
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in steps if "step_time_s" in one]
+    assert len(steps) == 5
+    assert steps[2]["time_profile_s"] > 3.0  # the third step was profiled, and logged after the export
+    assert max(one["step_time_s"] for one in steps[2:]) < 3.0
+    assert json.loads((folder / "summary.json").read_text())["tokens_per_s"] > steps[2]["num_tokens"] / 30
+
+
+def test_evaluations_and_answers_say_how_far_they_are(
+    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
+    real, real_loss, rows_at_once = exact_match._generate, PlannedTrainer.compute_loss, 2
+
+    def slow(*words: Any) -> Any:
+        time.sleep(0.5)
+        return real(*words)
+
+    def slow_loss(self: Any, model: Any, *words: Any, **options: Any) -> Any:
+        time.sleep(0.0 if model.training else 0.5)
+        return real_loss(self, model, *words, **options)
+
+    monkeypatch.setattr(exact_match, "_generate", slow)
+    monkeypatch.setattr(PlannedTrainer, "compute_loss", slow_loss)
+    monkeypatch.setattr(
+        exact_match, "batches",
+        lambda order, tokens, most: (list(order[n : n + rows_at_once]) for n in range(0, len(order), rows_at_once)),
+    )  # fmt: skip
+    more = (
+        "train: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
+        "eval: {steps: 1, generate_rows: 6, max_new_tokens: 2, batch_size: 2}\n"
+    )
+    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
+    assert code == 0, said
+    before, after = said.split("step 1/1", 1)
+    for part in (before, after):
+        for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):
+            shown = re.findall(words + r", \d+ s so far", part)
+            assert {"0", "2"} <= set(shown) or {"2", "4"} <= set(shown), part
+    # three batches of each, half a second long, are left behind the last step, and are part of the time left
+    (left,) = re.findall(r"step 1/1 .* (\d+) seconds? left", said)
+    assert int(left) >= 3
