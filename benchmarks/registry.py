@@ -176,9 +176,9 @@ def _small(whole: Any, narrow: str) -> Any:
     """The config with few blocks; `narrow`: those of all parts, of the language model, or none."""
     text = whole.get_text_config()
     small = small_config(text) if narrow != "nothing" else text
-    small.vocab_size = VOCABULARY
-    if hasattr(small, "vocab_size_per_layer_input"):
-        small.vocab_size_per_layer_input = VOCABULARY
+    for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
+        if getattr(small, name, None):
+            setattr(small, name, VOCABULARY)
     for name in whole.sub_configs:
         if getattr(whole, name, None) is text:
             setattr(whole, name, small)
