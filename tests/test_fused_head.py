@@ -24,8 +24,8 @@ from sft_play.training.proofs.small_model import VOCABULARY, on_small_model, sma
 pytestmark = pytest.mark.build
 BEFORE_5_24 = Version(transformers.__version__) < Version("5.24")
 OTHERS = {"inkling_text", "modernbert-decoder"} | ({"inkling2_text"} if BEFORE_5_24 else set())
-"""Classes with logits of their own, of those that a run trains. Inkling 2 cuts its logits up to transformers 5.23; since
-then its head has no more rows than words."""
+"""Classes with logits of their own, of those that a run trains. Inkling 2 cuts its logits up to transformers 5.23; its
+head has no more rows than words since."""
 FEW = ("gemma3_text", "cohere2", "falcon_h1", "hyperclovax", *sorted(OTHERS))
 
 

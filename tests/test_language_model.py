@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from benchmarks.registry import small_base
@@ -125,22 +126,26 @@ def test_tensors_that_peft_would_lose_are_named_and_loaded(kind, dtype, tmp_path
     assert all(torch.equal(one, loaded[name].to(one.dtype)) for name, one in wanted.items())
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+HERE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("past_key_values", "cache"))
+"""What the installed transformers calls the cache in its outputs."""
+
+
+@pytest.mark.parametrize("name", sorted({HERE, "cache"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_is_handed_on_under_the_name_that_the_libraries_outputs_have(name, dtype, monkeypatch):
-    """`past_key_values` up to transformers 5.23, `cache` since: each version's outputs refuse the other's name, or warn."""
+    """`past_key_values` up to transformers 5.23, `cache` since: outputs refuse the other's name, or warn."""
     alone = AutoModelForCausalLM.from_config(language_config(small_base("qwen2_5_vl").config), dtype=dtype).eval()
-    fields = [(field, Any, None) for field in ("loss", "logits", name, "hidden_states", "attentions")]
-    head = make_dataclass("Head", fields, bases=(ModelOutput,))
+
+    def output(*names: str) -> Any:
+        return make_dataclass("Output", [(one, Any, None) for one in names], bases=(ModelOutput,))
+
+    head, body = output("loss", "logits", name, "hidden_states", "attentions"), output("last_hidden_state", name)
     monkeypatch.setattr(language_model, "CausalLMOutputWithPast", head)
     decode = alone.model.forward
 
     def decoded(*args, **options):
         found = decode(*args, **options)
-        body = make_dataclass("Body", [("last_hidden_state", Any, None), (name, Any, None)], bases=(ModelOutput,))
-        return body(
-            found.last_hidden_state, next(value for key, value in found.items() if key in ("cache", "past_key_values"))
-        )
+        return body(found.last_hidden_state, found[HERE])
 
     monkeypatch.setattr(alone.model, "forward", decoded)
     ids = torch.randint(3, 100, (1, 8), generator=torch.Generator().manual_seed(0))
