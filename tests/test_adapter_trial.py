@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -239,18 +240,21 @@ def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
     assert set(found) == adapter_trial.without_gradient(model)
 
 
-def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: str) -> tuple[int, str]:
-    """Three steps of a small random model of a class."""
-    from transformers import AutoModelForCausalLM
+def trained(
+    command: Command, tmp_path: Path, kind: str, precision: str, mode: str, *, spread: float = 0.02, **changes: Any
+) -> tuple[int, str]:
+    """Three steps of a small random model of a class, begun as the class does and moved by `spread`; `changes`: its
+    config where it is none of `NAMED`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    small = small_of(kind)
+    small = AutoConfig.for_model(kind, **{**SIZES, **changes}) if changes else small_of(kind)
     small.vocab_size = small.vocab_size_per_layer_input = 400
     make_tokenizer(tmp_path / "base")
     base = AutoModelForCausalLM.from_config(small)
     with torch.no_grad():
         for parameter in base.parameters():  # some begin at zero, as no trained ones are
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+            parameter.add_(torch.randn_like(parameter) * spread)
     base.save_pretrained(tmp_path / "base")
     rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -263,6 +267,17 @@ def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: s
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
     return command("train", "--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_without_router_logits_leaves_the_balance_loss_out_and_says_so(precision, command: Command, tmp_path):
+    """Flint's first two blocks are dense: TRL's balance loss ended in an IndexError."""
+    code, printed = trained(command, tmp_path, "flint", precision, "lora", num_hidden_layers=2, head_dim=16)
+    assert code == 0, printed
+    assert (
+        "Balance loss: left out, though config.json has router_aux_loss_coef=0.0005: no block of this model" in printed
+    )
+    assert "aux_loss" not in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))

@@ -118,7 +118,7 @@ def build_model_spec(
     if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
         why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = Attention(attention.name, f"{attention.reason}; {why}", repeats_kv=True)
-    experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
+    notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
     chosen = experts.choose_experts(config, skeleton, precision)
     if chosen is not None:  # the config says it to whatever builds or loads the model
