@@ -36,7 +36,7 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_VERSION = 6
+BLOCKS_VERSION = 7
 """Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings."""
 CHUNK = 64
 """Tokens that states are computed by at once, at least."""
