@@ -102,13 +102,14 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     from sft_play.errors import TrainingError
     from sft_play.training.loop.callbacks import GradientCheck
 
-    config = AutoConfig.for_model("deepseek_v4")
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=8)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     places, _ = adapter_trial.adapter_places(skeleton)
     late = adapter_trial.of_long_rows(skeleton)
     assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
     assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
+    assert all(late.values())  # no gradient at all: under DDP ranks would wait for it
     assert any(name.endswith("position_bias") for name in late)
     small = AutoModelForCausalLM.from_config(small_model.small_config(config))
     small = get_peft_model(small, adapter_trial.LoraConfig(r=2, target_modules=list(places.targets)))
@@ -121,7 +122,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
                 GradientCheck().on_pre_optimizer_step(None, state, None, model=small)
         check.on_pre_optimizer_step(None, state, None, model=small)
         check.on_train_end(None, state, None)
-        assert ("only in longer rows" in caplog.text) == waits
+        assert ("only in longer rows, or once" in caplog.text) == waits
         caplog.clear()
         for name, one in small.named_parameters():
             if ".lora_B." in name:  # as after a step
@@ -130,6 +131,26 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
         small(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         check.on_pre_optimizer_step(None, state, None, model=small)
     assert check.done
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_what_is_multiplied_by_zeros_at_first_is_waited_for(mode, precision, command: Command, tmp_path):
+    """Doge's `dt_proj` is scaled by `A`, which the class begins at zero: full training moves both, adapters not `A`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", num_hidden_layers=2))
+    assert adapter_trial.of_long_rows(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
+    code, printed = trained(command, tmp_path, "doge", precision, mode, spread=0.0, num_hidden_layers=2)
+    assert code == 0, printed
+    assert ("4 trainable tensors had no gradient, and are as they were" in printed) == (mode == "lora")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    names = [name for name in before if name.endswith("dt_proj.weight")]
+    assert len(names) == 2
+    if mode == "full":
+        after = load_file(tmp_path / "outputs" / "one" / "model" / "model.safetensors")
+        assert all(not torch.equal(after[name], before[name]) for name in names)
 
 
 def test_a_small_model_has_no_parameter_for_layers_that_are_not_there():

@@ -154,17 +154,13 @@ def base_of(model: Any) -> Any:
 
 
 # --- the bare model ---------------------------------------------------------------------------------------------------
-_LEFT_OUT = {"use_cache": False, "output_router_logits": False}
-"""A cache would keep the keys and values of every layer; of no routers there is no balance loss (an IndexError)."""
-
-
 def config_of(settings: StepSettings) -> Any:
     """The language model's config of transformers. Raises TraceUnavailable: it does not know the model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
         config = AutoConfig.from_pretrained(settings.code, trust_remote_code=True).get_text_config()
-        config.update(_LEFT_OUT)
+        config.update({"use_cache": False, "output_router_logits": False})
         return config
     plain = json.loads(json.dumps(dict(settings.model)))
     kind = plain.get("model_type")
@@ -172,7 +168,8 @@ def config_of(settings: StepSettings) -> Any:
         raise TraceUnavailable(f"this version of transformers does not know model type {kind!r}")
     plain.pop("quantization_config", None)
     config = language_config(CONFIG_MAPPING[kind].from_dict(plain), plain)
-    config.update(_LEFT_OUT)
+    # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
+    config.update({"use_cache": False, "output_router_logits": False})
     config.vocab_size += settings.new_tokens
     return config
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 19
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 14
+SHAPE_VERSION = 15
 """The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}

@@ -97,8 +97,7 @@ def _why_no_balance(small: Any, *, trust_remote_code: bool = False) -> str:
         if not getattr(model.get_decoder()(**asked), "router_logits", None):
             return "no block of this model gives router logits"
         output = model(**asked, labels=asked["input_ids"])
-    has_one = isinstance(getattr(output, "aux_loss", None), torch.Tensor)
-    return "" if has_one else "its class computes none"
+    return "" if isinstance(getattr(output, "aux_loss", None), torch.Tensor) else "its class computes none"
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -76,8 +76,8 @@ class ModelSpec:
     """How experts are multiplied; None where there are none."""
     untrained: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
-    of_long_rows: frozenset[str] = frozenset()
-    """Parameters that only longer rows give a gradient, with * for numbers."""
+    of_long_rows: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that only longer rows or later steps give a gradient (`adapter_trial.of_long_rows`)."""
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
     is_dequantised: bool = False
