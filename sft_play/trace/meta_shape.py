@@ -98,8 +98,10 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
     names = without_gradient(model, trust_remote_code=trust_remote_code)
     untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
     whole = own_logits(hf_config, trust_remote_code=trust_remote_code)
-    can_checkpoint = shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code)
-    return replace(shape, adapters=places, untrained=untrained, own_logits=whole, can_checkpoint=can_checkpoint)
+    return replace(
+        shape, adapters=places, untrained=untrained, own_logits=whole,
+        can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
+    )  # fmt: skip
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:

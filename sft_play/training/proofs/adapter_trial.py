@@ -123,8 +123,7 @@ def of_long_rows(model: Any, *, trust_remote_code: bool = False) -> dict[str, st
     what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
     what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
     never = without_gradient(model, trust_remote_code=trust_remote_code)
-    late = _shown(model.config, _try_late, trust_remote_code)
-    return {name: why for name, why in late.items() if name not in never}
+    return {name: why for name, why in _shown(model.config, _try_late, trust_remote_code).items() if name not in never}
 
 
 def own_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
@@ -148,7 +147,6 @@ def _shown(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
 
 
 def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    small = copy.deepcopy(small)
     if getattr(small, "unpadded_vocab_size", None):
         small.unpadded_vocab_size = VOCABULARY - 8  # below the vocabulary, as in the model itself
     model = small_model(small, "flash", trust_remote_code)
@@ -175,9 +173,8 @@ def freeze(model: nn.Module, patterns: Collection[str]) -> None:
 
 
 def _try_late(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    begun = _try_in_full(small, spread=0.0, trust_remote_code=trust_remote_code)
     short = _try_in_full(small, length=_FEW, trust_remote_code=trust_remote_code) if longest_usual(small) else {}
-    return dict.fromkeys(begun, "") | short
+    return dict.fromkeys(_try_in_full(small, spread=0.0, trust_remote_code=trust_remote_code), "") | short
 
 
 def _try_in_full(
