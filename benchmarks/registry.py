@@ -44,6 +44,8 @@ from sft_play.errors import ModelError, SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.finished.load import load_as_trained
+from sft_play.finished.run import find_finished
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -176,9 +178,9 @@ def _small(whole: Any, narrow: str) -> Any:
     """The config with few blocks; `narrow`: those of all parts, of the language model, or none."""
     text = whole.get_text_config()
     small = small_config(text) if narrow != "nothing" else text
-    small.vocab_size = VOCABULARY
-    if hasattr(small, "vocab_size_per_layer_input"):
-        small.vocab_size_per_layer_input = VOCABULARY
+    for name in ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"):
+        if getattr(small, name, None):
+            setattr(small, name, VOCABULARY)
     for name in whole.sub_configs:
         if getattr(whole, name, None) is text:
             setattr(whole, name, small)
@@ -384,11 +386,37 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     gap = float((merged - together).abs().max()) / spread
     if not quantised:
         found["merge"] = gap
-        if gap > 1e-3:
-            raise Refused(f"merge: its logits differ by {gap:.2g} of their spread from those of base and adapter")
-    if found["moved"] < 1e-3:
+        if gap > APART:
+            raise Refused(_why_apart(run, adapted, merged, gap))
+    if found["moved"] < APART:
         raise Refused("reload: in plain PEFT the adapter changes nothing")
     return found
+
+
+APART = 1e-3
+"""Of the logits' spread: more is no rounding in fp32."""
+
+
+def _why_apart(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str:
+    """Why plain PEFT's logits are so far from the merged ones: tensors of the adapter that it did not load, or another
+    merge than of base and adapter."""
+    parameters = dict(adapted.named_parameters())
+    tensors = _tensors(run / "adapter")
+    lost = [name for name, one in tensors.items() if not torch.equal(_parameter(parameters, name), one)]
+    loaded = _logits(load_as_trained(find_finished(ROOT, str(run))))
+    own = float((merged - loaded).abs().max() / merged.std())
+    if lost and own <= APART:
+        return (
+            f"plain PEFT loads {len(tensors) - len(lost)} of this adapter's {len(tensors)} tensors, and its logits "
+            f"differ by {gap:.2g} of their spread from the merge's; those of base and whole adapter by {own:.0e}"
+        )
+    return f"merge: its logits differ by {own:.2g} of their spread from those of base and adapter"
+
+
+def _parameter(parameters: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The adapter's parameter that a tensor of its file is for; an empty one where there is none."""
+    front, _, last = name.rpartition(".")
+    return parameters.get(f"{front}.default.{last}", parameters.get(name, torch.empty(0)))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -403,10 +431,13 @@ the language model is trained, and what is written is of that class, its other p
 
 - **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
 - **trace**: how far the plan's bytes are from those of the whole step, run on such tensors, of a model eight times as
-  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it. — where none
-  runs; (small): of the model that trains here, LoRA and full.
+  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it, where the class has one that
+  frees memory. — where none runs; (small): of the model that trains here, LoRA and full.
 - **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
+
+Merges are compared in fp32. What a merge in bf16 changes beside the rounding of its weights is which experts a router
+chooses where two are nearly equal ([trained.md](trained.md#merge)).
 
 {planned} classes are planned, {trained} of them do all of it in all three modes; {refused} are refused by name, and
 {not_built} cannot be built small. FastVLM, Gemma 3n and Perception LM have parts for images from the package timm: it

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -101,13 +102,14 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     from sft_play.errors import TrainingError
     from sft_play.training.loop.callbacks import GradientCheck
 
-    config = AutoConfig.for_model("deepseek_v4")
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=8)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     places, _ = adapter_trial.adapter_places(skeleton)
     late = adapter_trial.of_long_rows(skeleton)
     assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
     assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
+    assert all(late.values())  # no gradient at all: under DDP ranks would wait for it
     assert any(name.endswith("position_bias") for name in late)
     small = AutoModelForCausalLM.from_config(small_model.small_config(config))
     small = get_peft_model(small, adapter_trial.LoraConfig(r=2, target_modules=list(places.targets)))
@@ -120,7 +122,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
                 GradientCheck().on_pre_optimizer_step(None, state, None, model=small)
         check.on_pre_optimizer_step(None, state, None, model=small)
         check.on_train_end(None, state, None)
-        assert ("only in longer rows" in caplog.text) == waits
+        assert ("only in longer rows, or once" in caplog.text) == waits
         caplog.clear()
         for name, one in small.named_parameters():
             if ".lora_B." in name:  # as after a step
@@ -129,6 +131,26 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
         small(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         check.on_pre_optimizer_step(None, state, None, model=small)
     assert check.done
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_what_is_multiplied_by_zeros_at_first_is_waited_for(mode, precision, command: Command, tmp_path):
+    """Doge's `dt_proj` is scaled by `A`, which the class begins at zero: full training moves both, adapters not `A`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", num_hidden_layers=2))
+    assert adapter_trial.of_long_rows(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
+    code, printed = trained(command, tmp_path, "doge", precision, mode, spread=0.0, num_hidden_layers=2)
+    assert code == 0, printed
+    assert ("4 trainable tensors had no gradient, and are as they were" in printed) == (mode == "lora")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    names = [name for name in before if name.endswith("dt_proj.weight")]
+    assert len(names) == 2
+    if mode == "full":
+        after = load_file(tmp_path / "outputs" / "one" / "model" / "model.safetensors")
+        assert all(not torch.equal(after[name], before[name]) for name in names)
 
 
 def test_a_small_model_has_no_parameter_for_layers_that_are_not_there():
@@ -239,18 +261,21 @@ def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
     assert set(found) == adapter_trial.without_gradient(model)
 
 
-def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: str) -> tuple[int, str]:
-    """Three steps of a small random model of a class."""
-    from transformers import AutoModelForCausalLM
+def trained(
+    command: Command, tmp_path: Path, kind: str, precision: str, mode: str, *, spread: float = 0.02, **changes: Any
+) -> tuple[int, str]:
+    """Three steps of a small random model of a class, begun as the class does and moved by `spread`; `changes`: its
+    config where it is none of `NAMED`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    small = small_of(kind)
+    small = AutoConfig.for_model(kind, **{**SIZES, **changes}) if changes else small_of(kind)
     small.vocab_size = small.vocab_size_per_layer_input = 400
     make_tokenizer(tmp_path / "base")
     base = AutoModelForCausalLM.from_config(small)
     with torch.no_grad():
         for parameter in base.parameters():  # some begin at zero, as no trained ones are
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+            parameter.add_(torch.randn_like(parameter) * spread)
     base.save_pretrained(tmp_path / "base")
     rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -263,6 +288,19 @@ def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: s
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
     return command("train", "--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_without_router_logits_leaves_the_balance_loss_out_and_says_so(precision, command: Command, tmp_path):
+    """Flint's first two blocks are dense: TRL's balance loss ended in an IndexError, and so did the plan of a model
+    whose config.json asks for it."""
+    changes = {"num_hidden_layers": 2, "head_dim": 16, "output_router_logits": precision == "bf16"}
+    code, printed = trained(command, tmp_path, "flint", precision, "lora", **changes)
+    assert code == 0, printed
+    assert (
+        "Balance loss: left out, though config.json has router_aux_loss_coef=0.0005: no block of this model" in printed
+    )
+    assert "aux_loss" not in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))

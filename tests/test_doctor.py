@@ -186,6 +186,16 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
         (f"{FLA} 0.5.2: on Blackwell", B200, {"packages": ("causal-conv1d",)}),
         (f"{FLA} 0.5.0: on Blackwell", {**B200, "versions": {FLA: "0.5.0"}}, {"capability": (9, 0)}),
         (f"{FLA} 0.5.2: on Blackwell", {**B200, "capability": (12, 1)}, {"versions": {}}),
+        (
+            "transformers 5.24.0 asks for PEFT 0.22",
+            {"versions": {"transformers": "5.24.0", "peft": "0.21.2"}},
+            {"versions": {"transformers": "5.24.0", "peft": "0.22.0"}},
+        ),
+        (
+            "and PEFT 0.20.1 is here",
+            {"versions": {"transformers": "5.25.1", "peft": "0.20.1"}},
+            {"versions": {"transformers": "5.23.0", "peft": "0.20.1"}},
+        ),
         ("Linux 5.4.0-150-generic", {"ranks": 2, "kernel": "5.4.0-150-generic"}, {"kernel": "5.5.0"}),
     ],
 )
@@ -197,11 +207,12 @@ def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
     assert words not in " ".join(item.found for item in known(**{**bad, **good}))
 
 
-def test_every_entry_names_a_thread_and_every_entry_is_tested():
+def test_every_entry_names_a_thread_or_code_and_every_entry_is_tested():
     entries = TABLE["pairs"]
     assert len(entries) >= 10
     for entry in entries:
-        threads = r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+"
+        # or the code of a release, in which a library refuses the other
+        threads = r"https://github\.com/[\w.-]+/[\w.-]+/((issues|pull)/\d+|blob/v[\d.]+/[\w./-]+)"
         assert any(re.fullmatch(threads, url) for url in entry["sources"])
         assert entry["remedy"]
     texts = Path(__file__).read_text(encoding="utf-8")

@@ -424,6 +424,88 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
         assert getattr(own, "aux_loss", None) is None
 
 
+WITHOUT_ROUTERS = {
+    "deepseek_v4": {"num_hidden_layers": 2}, "flint": {"num_hidden_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [0, 1, 2]},
+}  # fmt: skip
+"""Models none of whose blocks gives router logits: experts by the tokens' hash, or dense."""
+ROUTERS_BEHIND = {
+    "deepseek_v4": {"num_hidden_layers": 4}, "flint": {"num_hidden_layers": 3},
+    "qwen3_moe": {"num_hidden_layers": 18, "mlp_only_layers": list(range(16))},
+}  # fmt: skip
+"""The same with routers in their last blocks, of which a small model with few layers has none."""
+
+
+@pytest.mark.parametrize("is_in_config", [False, True])
+@pytest.mark.parametrize("kind", WITHOUT_ROUTERS)
+def test_a_model_without_router_logits_has_no_balance_loss(kind, is_in_config):
+    """TRL and the classes compute it of the first block's: IndexError, also where config.json alone asks for them."""
+    from transformers import AutoConfig
+
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.proofs.small_model import small_config
+
+    changes = {**WITHOUT_ROUTERS[kind], "output_router_logits": is_in_config}
+    config = AutoConfig.for_model(kind, **changes)
+    (line,) = fit_balance_loss(config)
+    assert "no block of this model gives router logits" in line
+    assert balance_coefficient(config) == 0
+    small = small_config(AutoConfig.for_model(kind, **changes))
+    model, ids = AutoModelForCausalLM.from_config(small).eval(), torch.arange(3, 35).reshape(2, 16)
+    with torch.no_grad(), fused_head(model):
+        fused = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True)
+        own = model(input_ids=ids, labels=ids, use_cache=False)
+    torch.testing.assert_close(fused.loss, own.loss)
+
+
+@pytest.mark.parametrize("kind", ROUTERS_BEHIND)
+def test_a_model_whose_last_blocks_alone_have_routers_keeps_its_balance_loss(kind):
+    from transformers import AutoConfig
+
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+
+    config = AutoConfig.for_model(kind, **ROUTERS_BEHIND[kind])
+    weight = balance_coefficient(config)
+    assert fit_balance_loss(config) == []
+    assert balance_coefficient(config) == weight > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [None, 1, 2])
+def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
+    """Every class whose config has a weight for one, of its usual blocks and of its first alone."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from benchmarks.registry import NEEDED, kinds
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.proofs.small_model import on_small_model, small_model
+
+    def computes(small, *, trust_remote_code):
+        model, ids = small_model(small, "eager", trust_remote_code), torch.arange(3, 35).reshape(2, 16)
+        options = {"output_router_logits": True} if balance_coefficient(small) else {}
+        with torch.no_grad(), fused_head(model):
+            return float(model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True, **options).loss)
+
+    tried = 0
+    for kind in kinds():
+        try:
+            config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config()
+            for name in ("layer_types", "mlp_layer_types") if layers else ():
+                if isinstance(getattr(config, name, None), list):
+                    setattr(config, name, getattr(config, name)[:layers])
+            config.num_hidden_layers = layers or config.num_hidden_layers
+        except Exception:  # each class checks its sizes in its own way
+            continue
+        if balance_coefficient(config):
+            fit_balance_loss(config)
+            found, problem = on_small_model(config, computes, whole_depth=layers is not None)
+            assert found is not None or "IndexError" not in problem, (kind, problem)
+            tried += found is not None
+    assert tried > 20
+
+
 def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch):
     from transformers import AutoConfig
 

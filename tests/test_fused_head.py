@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -16,11 +19,13 @@ from sft_play.facts.models.families import FAMILIES
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.language_model import language_config, tower_of
 from sft_play.training.proofs import adapter_trial
-from sft_play.training.proofs.small_model import on_small_model, small_config, small_model
+from sft_play.training.proofs.small_model import VOCABULARY, on_small_model, small_config, small_model
 
 pytestmark = pytest.mark.build
-OTHERS = {"inkling_text", "inkling2_text", "modernbert-decoder"}
-"""Classes with logits of their own, of those that a run trains."""
+BEFORE_5_24 = Version(transformers.__version__) < Version("5.24")
+OTHERS = {"inkling_text", "modernbert-decoder"} | ({"inkling2_text"} if BEFORE_5_24 else set())
+"""Classes with logits of their own, of those that a run trains. Inkling 2 cuts its logits up to transformers 5.23; its
+head has no more rows than words since."""
 FEW = ("gemma3_text", "cohere2", "falcon_h1", "hyperclovax", *sorted(OTHERS))
 
 
@@ -84,6 +89,23 @@ def shows(kind: str) -> bool | None:
     except CannotBuild:
         return None
     return None if found is None else bool(found)
+
+
+def test_inkling_2_is_an_exception_no_more_where_its_head_has_as_many_rows_as_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in transformers 5.24, whose head is of `unpadded_vocab_size`: of 200,058 rows even in a small model."""
+    kind = type(small_model(small_config(AutoConfig.for_model("inkling2_text")), "eager", False))
+    made = kind.__init__
+
+    def as_later(self: Any, config: Any) -> None:
+        made(self, config)
+        self.lm_head = nn.Linear(config.hidden_size, config.unpadded_vocab_size, bias=False)
+
+    monkeypatch.setattr(kind, "__init__", as_later)
+    config = AutoConfig.for_model("inkling2_text")
+    assert small_model(small_config(config), "eager", False).lm_head.weight.shape[0] == VOCABULARY
+    assert on_small_model(config, adapter_trial._try_head) == ({}, "")
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -9,14 +9,14 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.decoder import parse_config
-from sft_play.facts.models.families import FAMILIES
+from sft_play.facts.models.families import FAMILIES, OTHER_KINDS
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
@@ -151,8 +151,7 @@ def test_every_class_outside_the_table_is_measured_or_refused_by_name():
 
 
 REFUSED = {
-    "hrm_text",  # calls its blocks again and again
-    "blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm", "git",
+    "blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm",
     "dots3_note", "dots3_note_text",
 }  # fmt: skip
 """Types, by transformers 5.23, whose small models can be made and whose blocks cannot be measured."""
@@ -211,7 +210,18 @@ def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monke
         make_plan(PlanRequest(run(), measured_shape(fields), named("1xH100")))
 
 
-def test_a_class_that_repeats_its_blocks_is_refused():
+@pytest.mark.parametrize(("kind", "says"), [("hrm_text", "again and again in a pass"), ("git", "captions of images")])
+def test_classes_of_which_no_plan_can_be_made_are_refused_by_name(kind, says):
+    """Before anything is measured, and as every command reads a config.json."""
+    fields = json.loads(json.dumps(AutoConfig.for_model(kind).to_dict(), default=str))
+    for read in (planned_shape, parse_config):
+        with pytest.raises(ModelError, match=rf"model_type {kind}\) is a model that .*{says}.*no plan is made"):
+            read(fields, name="m")
+
+
+def test_a_class_that_repeats_its_blocks_is_refused(monkeypatch):
+    """One of unknown name, as HRM-text."""
+    monkeypatch.delitem(OTHER_KINDS, "hrm_text")
     built = small_on_meta("hrm_text")
     assert built is not None
     fields = json.loads(json.dumps(built[1].to_dict(), default=str))
@@ -238,7 +248,7 @@ def test_a_class_without_checkpointing_is_planned_without_it():
     assert not shape.can_checkpoint
     plan = make_plan(PlanRequest(run(length=64), shape, named("1xRTX3060")))
     assert {candidate.checkpointed for candidate in plan.candidates} == {0}
-    with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing; set it to false or auto"):
+    with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing that frees memory; set it"):
         make_plan(
             PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, named("1xRTX3060"))
         )
@@ -379,12 +389,29 @@ def test_real_buffers_hold_what_their_class_computes(kind):
     assert all(torch.equal(found[name], one) for name, one in meant.items())
 
 
+@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(mode):
+    """RecurrentGemma has them on its modules: blocks that were computed again stay, 60% more than a plan could say."""
+    fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 4}
+    shape, config = planned_shape(fields, name="m"), run(mode, length=64)
+    assert not shape.can_checkpoint
+    step = step_of(shape, seq_len=64, checkpointed_layers=0)
+    found = estimate(config, shape, BF16, step)
+    peaks = phase_peaks(record(settings_of(config, fields, shape, BF16, step)))
+    assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
+    wished = run(mode, text="train: {gradient_checkpointing: true}\n")
+    with pytest.raises(ConfigError, match="recurrent_gemma has no activation checkpointing that frees memory"):
+        make_plan(PlanRequest(wished, shape, named("1xRTX3060")))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "qwen3_5_text", "gpt2"])
+def test_a_class_that_keeps_no_graph_is_planned_with_checkpointing(kind):
+    assert shape_on_meta(wide(kind), name="m").can_checkpoint
+
+
 def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
-    """RecurrentGemma keeps states on its modules: with checkpointing a plan would be 60% below its trace."""
+    """As RecurrentGemma's, where nobody had found that their graphs stay."""
     fields = wide_config("recurrent_gemma")
-    shape = planned_shape(fields, name="m")
-    config = config_from_text("model: {name: m, max_seq_len: 128}\ntuning: {mode: lora, lora: {r: 8}}\n", name="x")
-    step = Step(2, 1, 64, attention="sdpa", masks=False, saves=False, checkpointed_layers=0)
-    assert estimate(config, shape, BF16, step).allocated > 0
+    shape = dataclasses.replace(planned_shape(fields, name="m"), can_checkpoint=True)
     with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
-        estimate(config, shape, BF16, dataclasses.replace(step, checkpointed_layers=None))
+        estimate(run(), shape, BF16, step_of(shape, checkpointed_layers=None))

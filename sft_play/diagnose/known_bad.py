@@ -44,7 +44,7 @@ def _meets(fact: Any, wanted: Any) -> bool:
 
 
 NAME = "known bad pairs"
-_PACKAGES = ("torch", "triton", "deepspeed")
+_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft")
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _OTHER_ERROR = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 

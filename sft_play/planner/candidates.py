@@ -296,7 +296,7 @@ def wished_layers(config: RunConfig, shape: ModelShape) -> int | None:
         if wish not in ("auto", False, 0):
             raise ConfigError(
                 f"train.gradient_checkpointing={json.dumps(wish)}: transformers' class for model type "
-                f"{shape.model_type} has no activation checkpointing; set it to false or auto"
+                f"{shape.model_type} has no activation checkpointing that frees memory; set it to false or auto"
             )
         return 0
     if wish == "auto":

@@ -160,7 +160,7 @@ def config_of(settings: StepSettings) -> Any:
 
     if settings.code is not None:
         config = AutoConfig.from_pretrained(settings.code, trust_remote_code=True).get_text_config()
-        config.use_cache = False
+        config.update({"use_cache": False, "output_router_logits": False})
         return config
     plain = json.loads(json.dumps(dict(settings.model)))
     kind = plain.get("model_type")
@@ -168,8 +168,8 @@ def config_of(settings: StepSettings) -> Any:
         raise TraceUnavailable(f"this version of transformers does not know model type {kind!r}")
     plain.pop("quantization_config", None)
     config = language_config(CONFIG_MAPPING[kind].from_dict(plain), plain)
-    # a cache would keep the keys and values of every layer
-    config.use_cache = False
+    # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
+    config.update({"use_cache": False, "output_router_logits": False})
     config.vocab_size += settings.new_tokens
     return config
 

@@ -30,7 +30,13 @@ from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import adapter_places, any_number, own_logits, without_gradient
+from sft_play.training.proofs.adapter_trial import (
+    adapter_places,
+    any_number,
+    keeps_graphs,
+    own_logits,
+    without_gradient,
+)
 
 _FOLLOWS = torch.bfloat16
 """The dtype of weights in a model that is measured."""
@@ -92,7 +98,10 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
     names = without_gradient(model, trust_remote_code=trust_remote_code)
     untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
     whole = own_logits(hf_config, trust_remote_code=trust_remote_code)
-    return replace(shape, adapters=places, untrained=untrained, own_logits=whole)
+    return replace(
+        shape, adapters=places, untrained=untrained, own_logits=whole,
+        can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
+    )  # fmt: skip
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:

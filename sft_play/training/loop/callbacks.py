@@ -37,7 +37,7 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
     left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
-    that only longer rows give one are waited for."""
+    that only longer rows or later steps give one are waited for."""
 
     def __init__(self, of_long_rows: Collection[str] = ()) -> None:
         """`of_long_rows`: names of parameters, with * for numbers."""
@@ -87,10 +87,11 @@ class GradientCheck(TrainerCallback):
             del self._waiting[name]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say what no row was long enough for."""
+        """Say what no row was long enough for, or stayed beside a tensor of zeros."""
         if late := [name for name in self._waiting or {} if pattern_of(name) in self._of_long_rows]:
-            logger.warning("%d trainable tensors had no gradient, and are as they were: this class reads them only in "
-                           "longer rows (%s)", len(late), ", ".join(late[:3]))  # fmt: skip
+            logger.warning("%d trainable tensors had no gradient, and are as they were: this class gives them one only "
+                           "in longer rows, or once what it multiplies them by has left zero (%s)",
+                           len(late), ", ".join(late[:3]))  # fmt: skip
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -218,10 +218,9 @@ def _with_head(decoder: Any, kind: type) -> type:
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
-            return CausalLMOutputWithPast(
-                loss=loss, logits=logits, past_key_values=found.get("past_key_values"),
-                hidden_states=found.get("hidden_states"), attentions=found.get("attentions"),
-            )  # fmt: skip
+            # under the names that both outputs have: transformers 5.24 calls `past_key_values` `cache`
+            others = {field.name for field in fields(CausalLMOutputWithPast)} & set(found)
+            return CausalLMOutputWithPast(loss=loss, logits=logits, **{name: found[name] for name in others})
 
     # transformers finds conversions of weights and kernels by these
     LanguageModel.__name__ = LanguageModel.__qualname__ = f"{decoder.__name__.removesuffix('Model')}ForCausalLM"

@@ -64,19 +64,22 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
     return experts_of(config, has_own_code=not through_transformers, widths=sorted(sides), precision=precision)
 
 
-def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
-    """Make TRL's balance loss that of the class: its names for the numbers of experts (TRL 1.16 reads two), and a
-    weight of 0 where a class whose config has one computes none (Llama 4, Doge without experts)."""
-    if not balance_coefficient(hf_config):
-        return
-    kind = type(hf_config)
+def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list[str]:
+    """Make TRL's balance loss that of the class: its names for the numbers of experts (TRL 1.16 reads two), and none
+    where the config has a weight for one that this model does not compute. Returns the line that says so, if any."""
+    weight, kind = balance_coefficient(hf_config), type(hf_config)
+    if not weight:
+        return []
     for name, others in (("num_experts", EXPERT_COUNTS), ("num_experts_per_tok", ALIASES["num_experts_per_tok"])):
         given = next((other for other in others if isinstance(getattr(hf_config, other, None), int)), None)
         if not hasattr(hf_config, name) and given is not None:
             kind.attribute_map = {**kind.attribute_map, name: kind.attribute_map.get(given, given)}
-    has_one, _ = on_small_model(hf_config, _computes_balance, trust_remote_code=trust_remote_code)
-    if has_one is False:
-        hf_config.router_aux_loss_coef = 0.0
+    # of all layers: the first ones may be dense, or choose their experts without a router
+    why_none, _ = on_small_model(hf_config, _why_no_balance, trust_remote_code=trust_remote_code, whole_depth=True)
+    if not why_none:  # also where no small model computes
+        return []
+    hf_config.router_aux_loss_coef, hf_config.output_router_logits = 0.0, False
+    return [f"Balance loss: left out, though config.json has router_aux_loss_coef={weight:g}: {why_none}"]
 
 
 def balance_coefficient(hf_config: Any) -> float:
@@ -85,12 +88,16 @@ def balance_coefficient(hf_config: Any) -> float:
     return float(getattr(hf_config, "router_aux_loss_coef", 0.0) or 0.0) if has_one else 0.0
 
 
-def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
+def _why_no_balance(small: Any, *, trust_remote_code: bool = False) -> str:
+    """Why TRL has no balance loss to add for a model: empty where its class computes one of its routers' logits."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small, "eager", trust_remote_code)
-        ids = torch.arange(3, 19)[None]
-        output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
-    return isinstance(getattr(output, "aux_loss", None), torch.Tensor)
+        asked = {"input_ids": torch.arange(3, 19)[None], "output_router_logits": True, "use_cache": False}
+        # TRL reads the decoder's, and computes with the first (an IndexError where there is none); so do classes
+        if not getattr(model.get_decoder()(**asked), "router_logits", None):
+            return "no block of this model gives router logits"
+        output = model(**asked, labels=asked["input_ids"])
+    return "" if isinstance(getattr(output, "aux_loss", None), torch.Tensor) else "its class computes none"
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

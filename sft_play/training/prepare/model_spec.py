@@ -76,8 +76,8 @@ class ModelSpec:
     """How experts are multiplied; None where there are none."""
     untrained: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
-    of_long_rows: frozenset[str] = frozenset()
-    """Parameters that only longer rows give a gradient, with * for numbers."""
+    of_long_rows: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that only longer rows or later steps give a gradient (`adapter_trial.of_long_rows`)."""
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
     is_dequantised: bool = False
@@ -118,7 +118,7 @@ def build_model_spec(
     if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
         why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = Attention(attention.name, f"{attention.reason}; {why}", repeats_kv=True)
-    experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
+    notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
     chosen = experts.choose_experts(config, skeleton, precision)
     if chosen is not None:  # the config says it to whatever builds or loads the model

@@ -38,7 +38,7 @@ from sft_play.training.proofs.small_model import (
 )
 
 _FOUND = TypeAdapter(dict[str, str])
-VERSION = 4
+VERSION = 5
 """Part of the key of what is remembered: raised whenever this module would answer otherwise."""
 LEARNS_NOTHING = "it gets no gradient"
 PAST_ADAPTER = "the class reads its weight past the adapter"
@@ -49,6 +49,7 @@ _LENGTH, _ROWS, _DRAWS = 24, 2, 4
 """Tokens and rows of a batch, and batches until every expert should have had a token."""
 _FEW = 3
 """Tokens of rows that are too short for what reads them in groups."""
+_SPREAD = 0.02  # of what moves a small model's first values: those at zero would pass no gradient on
 _VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Fields of a config that say nothing of the class's code."""
 
@@ -114,41 +115,38 @@ def _end(name: str, length: int) -> str:
 def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
     """Names (* for numbers) of parameters that a step of the class gives no gradient: biases that only choose experts,
     indexers, parts that text does not pass; none where no small model computes."""
-    hf_config = model.config
-    if str(hf_config.model_type) in FAMILIES:
-        return frozenset()
-    try:
-        return frozenset(_tried(hf_config, _try_in_full, trust_remote_code))
-    except _Untried:
-        return frozenset()
+    return frozenset(_shown(model.config, _try_in_full, trust_remote_code))
 
 
-def of_long_rows(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
-    """Names (* for numbers) of parameters that short rows give no gradient and longer ones do: what sums up tokens in
-    groups of a size that the config sets. A run waits for theirs."""
-    hf_config = model.config
-    if str(hf_config.model_type) in FAMILIES or longest_usual(hf_config) is None:
-        return frozenset()
-    try:
-        of_short = frozenset(_tried(hf_config, _try_short_rows, trust_remote_code))
-    except _Untried:
-        return frozenset()
-    return of_short - without_gradient(model, trust_remote_code=trust_remote_code)
+def of_long_rows(model: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    """Names (* for numbers) of parameters that some steps give no gradient and later ones do, for which a run waits:
+    what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
+    what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
+    never = without_gradient(model, trust_remote_code=trust_remote_code)
+    return {name: why for name, why in _shown(model.config, _try_late, trust_remote_code).items() if name not in never}
 
 
 def own_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether a class's logits are others than TRL's head computes of its last hidden states (a layer between, a factor
     or a cap that TRL does not know, words left out); False where no small model computes."""
-    if str(hf_config.model_type) in FAMILIES:
-        return False
+    return bool(_shown(hf_config, _try_head, trust_remote_code))
+
+
+def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether the class keeps what it computed in a pass, with all that its gradient needs, on its modules
+    (RecurrentGemma's states): checkpointing would free none of it. False where no small model computes."""
+    return bool(_shown(hf_config, _try_keeping, trust_remote_code))
+
+
+def _shown(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
+    """What a trial shows; nothing of the table's classes, nor where no small model computes."""
     try:
-        return bool(_tried(hf_config, _try_head, trust_remote_code))
+        return {} if str(hf_config.model_type) in FAMILIES else _tried(hf_config, trial, trust_remote_code)
     except _Untried:
-        return False
+        return {}
 
 
 def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    small = copy.deepcopy(small)
     if getattr(small, "unpadded_vocab_size", None):
         small.unpadded_vocab_size = VOCABULARY - 8  # below the vocabulary, as in the model itself
     model = small_model(small, "flash", trust_remote_code)
@@ -174,19 +172,32 @@ def freeze(model: nn.Module, patterns: Collection[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def _try_short_rows(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    return _try_in_full(small, length=_FEW, trust_remote_code=trust_remote_code)
+def _try_late(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    short = _try_in_full(small, length=_FEW, trust_remote_code=trust_remote_code) if longest_usual(small) else {}
+    return dict.fromkeys(_try_in_full(small, spread=0.0, trust_remote_code=trust_remote_code), "") | short
 
 
-def _try_in_full(small: Any, *, length: int = _LENGTH, trust_remote_code: bool = False) -> dict[str, str]:
+def _try_in_full(
+    small: Any, *, length: int = _LENGTH, spread: float = _SPREAD, trust_remote_code: bool = False
+) -> dict[str, str]:
     with torch.random.fork_rng(devices=[]):
-        model = _small_random(small, trust_remote_code)
+        model = _small_random(small, trust_remote_code, spread)
+        every = dict(model.named_parameters())
         for draw in range(_DRAWS):
             _step(model, draw, length)
-        names: dict[str, bool] = {}
-        for name, parameter in model.named_parameters():
-            names[any_number(name)] = names.get(any_number(name), False) or parameter.grad is not None
-    return {name: LEARNS_NOTHING for name, has_one in names.items() if not has_one}
+            learns = {any_number(name) for name, one in every.items() if one.grad is not None and bool(one.grad.any())}
+            without = {any_number(name) for name in every} - learns
+            if not without:
+                break
+    return dict.fromkeys(sorted(without), LEARNS_NOTHING)
+
+
+def _try_keeping(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    with torch.random.fork_rng(devices=[]):
+        model = _small_random(small, trust_remote_code)
+        _step(model, 0)
+    kept = [one for module in model.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
+    return {"": "it keeps tensors that need a gradient"} if any(one.grad_fn is not None for one in kept) else {}
 
 
 class _Untried(Exception):
@@ -247,13 +258,13 @@ def _moved_from_behind(model: Any) -> float:
     return float((one - two).abs().max() / one.std())
 
 
-def _small_random(small: Any, trust_remote_code: bool) -> Any:
+def _small_random(small: Any, trust_remote_code: bool, spread: float = _SPREAD) -> Any:
     torch.manual_seed(0)
     config = copy.deepcopy(small)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     with torch.no_grad():
-        for parameter in model.parameters():  # what begins at zero would pass no gradient on
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * spread)
     return model
 
 
