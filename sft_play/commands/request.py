@@ -17,18 +17,16 @@ from typing import Any, NoReturn
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
-from sft_play.config.schema import ModelConfig, OutputConfig, RunConfig
+from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_value
 from sft_play.data.sources.files import data_files, find_source
-from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.errors import ConfigError, DataError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
-from sft_play.launch.machine import require_machine
 from sft_play.log import escape_control, one_line
-from sft_play.planner.plan import Plan
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import MANIFEST
@@ -380,16 +378,6 @@ def refuse_hardware(request: Request) -> None:
         raise ConfigError(
             f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
         )
-
-
-def refusal_here(plan: Plan, config: RunConfig, machine: Hardware) -> str | None:
-    """Why a planned run would stop on this machine before anything loads; None where it starts, or is only named."""
-    try:
-        if not machine.named:
-            require_machine(config, machine, os.environ, params=lambda: plan.model_params)
-    except SftPlayError as error:
-        return str(error)
-    return None
 
 
 def output_dir_of(request: Request) -> Path:

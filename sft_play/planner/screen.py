@@ -25,7 +25,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start:
-        verdict = f"NOT STARTED on this machine ({plan.choice.verdict})"
+        verdict = f"NOT STARTED{'' if plan.hardware.named else ' on this machine'} ({plan.choice.verdict})"
     return [
         f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}",
         f"{_batch(plan)}; {run_words(plan)}",

@@ -158,7 +158,7 @@ def refusals() -> Iterator[None]:
             raise
         named = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
         what = "a file" if named is None else one_line(os.fsdecode(named))
-        free = "" if named is None else f"; {_free_words(Path(os.fsdecode(named)))}"
+        free = "" if named is None else f"; {free_words(Path(os.fsdecode(named)))}"
         raise RunFolderError(f"{what} cannot be written: {reason}{free}") from error
 
 
@@ -172,14 +172,14 @@ def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[
     words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({size_of(needed)}) "
     words += "are needed, and {}. Free space there, then resume the run"
     if free is not None and free < needed:
-        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), _free_words(folder)))
+        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), free_words(folder)))
     try:
         yield
     except Exception as error:
         reason = refusal(error)
         if reason is None:
             raise
-        raise RunFolderError(words.format(reason, _free_words(folder))) from error
+        raise RunFolderError(words.format(reason, free_words(folder))) from error
 
 
 def free_bytes(path: Path) -> int | None:
@@ -188,6 +188,7 @@ def free_bytes(path: Path) -> int | None:
     return space.free if space is not None and space.total else None
 
 
-def _free_words(path: Path) -> str:
+def free_words(path: Path) -> str:
+    """What a disk has free, for a message."""
     free = free_bytes(path)
     return "what is free there is not known" if free is None else f"{free:,} bytes ({size_of(free)}) are free there"

@@ -85,11 +85,13 @@ def output_dir(output: OutputConfig) -> Path:
     """The folder of the run folders; raises RunFolderError where it cannot be a folder."""
     try:
         base = Path(output.dir).expanduser()
+        is_dangling = base.is_symlink() and not base.exists()
         is_file = base.exists() and not base.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
-    if is_file:
-        raise RunFolderError(f"output.dir={one_line(str(base))} is a file; name a folder")
+    if is_file or is_dangling:
+        kind = "a link to a folder that is not there" if is_dangling else "a file"
+        raise RunFolderError(f"output.dir={one_line(str(base))} is {kind}; name a folder")
     return base
 
 

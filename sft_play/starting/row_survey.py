@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,15 @@ def count_rows(loaded: LoadedConfig) -> None:
                 _count(part.config)
 
 
-def count_if_quick(loaded: LoadedConfig) -> list[str]:
-    """Count the rows for a plan, where tokenizer and files are here and small; rows that cannot be used are a warning.
-    Returns a line for each part whose data are not here: they may be on the machine that trains."""
+def _warn_not_counted(error: SftPlayError) -> None:
+    logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
+
+
+def count_if_quick(
+    loaded: LoadedConfig, *, on_error: Callable[[SftPlayError], object] = _warn_not_counted
+) -> list[str]:
+    """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
+    are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
     absent: list[str] = []
     for part in loaded.parts:
         config = part.config
@@ -86,7 +92,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
             try:
                 _count(config)
             except SftPlayError as error:
-                logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
+                on_error(error)
     return absent
 
 

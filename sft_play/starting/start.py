@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from sft_play.config.load import LoadedConfig
-from sft_play.data.sources.examples import look_at
-from sft_play.data.sources.files import data_paths
-from sft_play.errors import ConfigError, RunFolderError, in_stage
+from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
@@ -28,7 +26,7 @@ from sft_play.launch.launch_options import (
     take_choices,
     with_accelerate,
 )
-from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
+from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner import show
 from sft_play.planner.layout import DEEPSPEED
@@ -38,12 +36,13 @@ from sft_play.process import endings
 from sft_play.runs import ran_out
 from sft_play.runs.folder import DIED, RESTARTS, RunFolder
 from sft_play.runs.locking import LAUNCHER, lock
-from sft_play.runs.lookup import find_resumable, is_finished, new_folder, require_writable, resumes
+from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
 from sft_play.runs.manifest import first_day
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import Decided, hand_over, launch_ranks, machine_of_ranks, placed, received
-from sft_play.starting.plan_run import layout_in_unsloth, shape_for, stopped_run
+from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
+from sft_play.starting.refusals import refusals, require_disk
 from sft_play.starting.train_here import train_here
 
 logger = logging.getLogger(__name__)
@@ -200,8 +199,6 @@ def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContext
 def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
     hardware = _machine(asked)
-    if starts:
-        require_machine(loaded.config, hardware, os.environ, params=lambda: shape_for(loaded.config).params)
     if asked.over_ranks:
         log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
     folder, is_resumed = _folder(asked)
@@ -210,22 +207,22 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
         take_death(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
-    for part in loaded.parts:
-        with in_stage(part.stage):
-            look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
+    # a command that is only shown may be typed on another machine
+    machine = hardware if starts else dataclasses.replace(hardware, named=True)
+    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.rank == 0):
+        raise error
     unsloths = layout_in_unsloth(loaded, options, hardware)
     trains_here, mark = unsloths is not None or not asked.over_ranks, None
-    if starts and folder is not None:
-        if not is_resumed:
-            require_writable(folder)
-        if asked.ranks is None:
-            held.enter_context(reported(folder))
-        if is_resumed and asked.ranks is None and options.nodes.count == 1:  # before minutes go into rows and plan
+    if starts and folder is not None and asked.ranks is None:
+        held.enter_context(reported(folder))
+        if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
             mark = held.enter_context(lock(folder, by=None if trains_here else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
     if starts:
         count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
     planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
+    if starts and folder is not None:
+        require_disk(loaded, [plan for plan, _ in planned], folder)
     today = first_day(folder) if folder is not None else date.today()
     return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
 
