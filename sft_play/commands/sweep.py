@@ -44,7 +44,7 @@ from sft_play.runs.lookup import name_of_config, new_folder, resumes
 from sft_play.runs.manifest import other_settings, refuse_mixing
 from sft_play.starting.plan_run import plan_for
 from sft_play.starting.plan_stages import common_layout, count_before_planning
-from sft_play.starting.refusals import refusals, require_disk
+from sft_play.starting.refusals import refusals, require_planned
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
     plans = _plans(loaded, hardware, only)
     state = _found(folder, loaded, plans[0]) if is_there else "new"
     if state != "finished":
-        require_disk(loaded, plans, folder)
+        require_planned(loaded, hardware, plans, folder)
     most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
         return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", misfit_words(most, config))

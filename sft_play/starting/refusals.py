@@ -22,7 +22,7 @@ from sft_play.planner.attention import require_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import new_folder, require_writable, run_name
+from sft_play.runs.lookup import new_folder, output_dir, require_writable, run_name
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import size_of
@@ -34,7 +34,7 @@ def refusals(
     *,
     makes_folder: bool = True,
     needs_rows: bool = True,
-    plans: Sequence[Plan] = (),
+    plans: Sequence[Plan] | None = None,
 ) -> Iterator[SftPlayError]:
     """Every error for which a run would be refused on a machine, the first one first; of a machine that is only named,
     neither the disk nor the packages are known.
@@ -42,11 +42,12 @@ def refusals(
     Args:
         makes_folder: False where the run's folder exists, or another node makes it.
         needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
-        plans: the plan of the run, or of each stage, for what it writes.
+        plans: the plan of the run, or of each stage, as far as there are any; None before there are.
     """
     checks: list[Callable[[], object]] = [partial(require_here, part.config, hardware) for part in loaded.parts]
-    checks += [partial(_require_folder, loaded, plans, is_named=hardware.named)] if makes_folder else []
+    checks += [partial(_require_folder, loaded, hardware)] if makes_folder else []
     checks += [partial(_require_rows, part, needs_rows=needs_rows) for part in loaded.parts]
+    checks += [] if plans is None else [partial(require_planned, loaded, hardware, plans)]
     for check in checks:
         try:
             check()
@@ -55,28 +56,25 @@ def refusals(
 
 
 def require_here(config: RunConfig, hardware: Hardware) -> None:
-    """Raise an error where this machine cannot train a run: HardwareError, or of a package that is not installed."""
+    """Raise an error where this machine cannot train a run: HardwareError, or for a package that is not installed."""
     if hardware.named:
         return
     require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
-    if hardware.gpus and torch_cuda() is None:  # each rank would find it, after its imports
-        raise HardwareError(torch_is_blind(hardware.gpus[0].name, "it is built without CUDA"))
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
         require_package(config.model.attn_implementation)
 
 
-def _require_folder(loaded: LoadedConfig, plans: Sequence[Plan], *, is_named: bool) -> None:
+def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
     output, path = loaded.config.output, loaded.path
     run_name(output, config_path=path, now=datetime.now(UTC))
-    if is_named:
+    if hardware.named:
         return
     folder = new_folder(output, config_path=path)
     if folder.path.exists():
         folder.manifest()
     else:
         require_writable(folder)
-    require_disk(loaded, plans, folder)
 
 
 def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
@@ -90,9 +88,17 @@ def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
         look_at(part.config.data, paths, task_mode=part.config.task_mode)
 
 
-def require_disk(loaded: LoadedConfig, plans: Sequence[Plan], folder: RunFolder) -> None:
-    """Raise RunFolderError where the disk certainly cannot hold the checkpoints that exist at once, beside those that a
-    resumed run has."""
+def require_planned(
+    loaded: LoadedConfig, hardware: Hardware, plans: Sequence[Plan], folder: RunFolder | None = None
+) -> None:
+    """Raise an error where a run cannot begin as it is planned: HardwareError, where torch cannot use the GPUs;
+    RunFolderError, where the disk certainly cannot hold the checkpoints that exist at once, beside those that the
+    `folder` of a resumed run has."""
+    if hardware.named:
+        return
+    if hardware.gpus and torch_cuda() is None:  # each rank would find it, after its imports
+        raise HardwareError(torch_is_blind(hardware.gpus[0].name, "it is built without CUDA"))
+    folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.parts, plans, strict=False):
         place = folder if part.stage is None else folder.of_stage(part.stage)
         use, free = disk_use(part.config, shape_for(part.config), plan), free_bytes(folder.path)

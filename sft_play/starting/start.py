@@ -42,7 +42,7 @@ from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import Decided, hand_over, launch_ranks, machine_of_ranks, placed, received
 from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
-from sft_play.starting.refusals import refusals, require_disk
+from sft_play.starting.refusals import refusals, require_planned
 from sft_play.starting.train_here import train_here
 
 logger = logging.getLogger(__name__)
@@ -221,8 +221,8 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     if starts:
         count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
     planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
-    if starts and folder is not None:
-        require_disk(loaded, [plan for plan, _ in planned], folder)
+    if starts:  # the folder is rank 0's where there are several nodes
+        require_planned(loaded, hardware, [plan for plan, _ in planned] if folder is not None else [], folder)
     today = first_day(folder) if folder is not None else date.today()
     return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
 

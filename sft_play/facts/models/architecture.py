@@ -138,7 +138,14 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
     """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
     folder = local_folder(name)
     if folder is not None:
-        return _read_config(folder, str(folder))
+        config = _read_config(folder, str(folder))
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model path {one_line(name)} holds an adapter beside its config.json, which transformers would put on "
+                "the weights unasked: give the base model's folder (model.adapter continues an adapter), or remove "
+                "adapter_config.json"
+            )
+        return config
     if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
     owned = next((one for one in KNOWN_MODELS if one.rpartition("/")[2].lower() == name.lower()), None)
