@@ -56,14 +56,15 @@ def check(
 ) -> CheckReport:
     """`run_check.check` with the plan that a run would make here, and with what else it would be refused for."""
     report = run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
-    said, others = [finding.found for finding in report.findings if finding.verdict == "FAIL"], []
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
-        for error in refusals(loaded, machine_for(loaded.config, hardware), plans=()):
-            # the rows are all read by the report
-            if not isinstance(error, DataError) and not any(found in str(error) for found in said):
-                others.append(failed("start", str(error), "fix what is named"))
-    return dataclasses.replace(report, findings=(*others, *report.findings))
+        errors = refusals(loaded, machine_for(loaded.config, hardware), plans=())
+        # of the rows the report knows more, since it reads them all
+        others = [failed("start", str(one), "fix what is named") for one in errors if not isinstance(one, DataError)]
+        said = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
+        new = [one for one in others if not any(found in one.found for found in said)]
+        return dataclasses.replace(report, findings=(*new, *report.findings))
+    return report
 
 
 def on_screen(report: CheckReport, *, why: bool) -> Answer:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
+from sft_play.planner.batching import changed_words
 from sft_play.planner.plan import Plan, Work
 from sft_play.units import duration_of
 
@@ -69,6 +70,8 @@ def warnings(plan: Plan, config: RunConfig) -> list[str]:
     if plan.work is not None and plan.work.steps < FEW_STEPS and not config.train.max_steps:
         few = f"{plan.work.steps} optimizer step{' is' if plan.work.steps == 1 else 's are'} few"
         found.append(f"{few}: more train.epochs, or a smaller {config.train.effective_words}, makes more")
+    if changed := changed_words(config.train, plan.batch):
+        found.append(f"{changed}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
     return [*found, *long_on_cpu(plan)]
 
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from sft_play.facts.host import free_at
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
 from sft_play.units import size_of
+
+logger = logging.getLogger(__name__)
 
 _REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing meets, and that may come without the name of a file."""
@@ -38,6 +41,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run or a stage. Empty, with a warning, where a value is of another kind than a run writes there:
+    whoever reads it counts with its numbers."""
+    path = folder / "summary.json"
+    summary = read_json(path)
+    figures = [summary.get(name) or {} for name in ("before", "after", "peak_bytes")]
+    try:
+        figures += [*(summary.get("peak_bytes_by_moment") or {}).values(), *(summary.get("evaluations") or ())]
+        numbers = [summary.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s", "steps", "wall_s", "exit")]
+        numbers += [value for part in figures for name, value in part.items() if name != "moment"]
+        numbers += [bool(sample.get("right")) for sample in summary.get("samples") or ()]
+        sum(number for number in numbers if number is not None)
+    except (TypeError, AttributeError):
+        logger.warning("%s is damaged, and is left out", path)
+        return {}
+    return summary
 
 
 def write_json(path: Path, value: Any) -> None:

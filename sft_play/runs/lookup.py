@@ -31,7 +31,7 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     has; raises RunFolderError where there is none, or the named one is finished or not ours."""
     base = output_dir(output)
     if name is not None or output.name is not None:
-        folder = run_at(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
+        folder = run_named(base, name) if name else run_at(base, checked_name(output.name or "", key="output.name"))
         if folder.manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
@@ -137,8 +137,9 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
             f"the run folder {path} exists; choose output.if_exists=resume (continue it), "
             "output.if_exists=replace (move it aside and start over), or another output.name"
         )
+    if path.exists():  # refuses early what create_run(), or a resume, would refuse
+        RunFolder(path).manifest()
     if path.exists() and output.if_exists == "replace":
-        RunFolder(path).manifest()  # refuses early what create_run() would refuse
         lock(RunFolder(path)).close()
     return RunFolder(path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 
 from sft_play.config.load import LoadedConfig
@@ -22,7 +21,7 @@ from sft_play.planner.attention import require_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import new_folder, output_dir, require_writable, run_name
+from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import size_of
@@ -66,15 +65,11 @@ def require_here(config: RunConfig, hardware: Hardware) -> None:
 
 
 def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
-    output, path = loaded.config.output, loaded.path
-    run_name(output, config_path=path, now=datetime.now(UTC))
-    if hardware.named:
-        return
-    folder = new_folder(output, config_path=path)
-    if folder.path.exists():
-        folder.manifest()
-    else:
-        require_writable(folder)
+    output = loaded.config.output
+    if output.name is not None:
+        checked_name(output.name, key="output.name")
+    if not hardware.named:
+        require_writable(new_folder(output, config_path=loaded.path))
 
 
 def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:

@@ -66,12 +66,10 @@ def count_rows(loaded: LoadedConfig) -> None:
                 _count(part.config)
 
 
-def _warn_not_counted(error: SftPlayError) -> None:
-    logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
-
-
 def count_if_quick(
-    loaded: LoadedConfig, *, on_error: Callable[[SftPlayError], object] = _warn_not_counted
+    loaded: LoadedConfig,
+    *,
+    on_error: Callable[[SftPlayError], object] = lambda error: logger.warning("Rows: not counted: %s", error),
 ) -> list[str]:
     """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
     are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""

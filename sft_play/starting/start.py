@@ -37,7 +37,7 @@ from sft_play.runs import ran_out
 from sft_play.runs.folder import DIED, RESTARTS, RunFolder
 from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
-from sft_play.runs.manifest import first_day
+from sft_play.runs.manifest import as_started, first_day, other_settings, refuse_mixing
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import Decided, hand_over, launch_ranks, machine_of_ranks, placed, received
 from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
@@ -120,7 +120,7 @@ def _start(asked: Asked) -> Started:
             ):  # fmt: skip
                 logger.info("%s", line)
         if folder is None or not decided.trains_here:
-            run = folder.path.name if asked.resume and folder is not None else None
+            run = str(folder.path) if asked.resume and folder is not None else None
             code, launch = launch_ranks(
                 asked.loaded, asked.options, planned, folder,
                 is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder), log_buffer=buffer,
@@ -144,7 +144,7 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
-    stopped = stopped_run(folder)
+    loaded, stopped = as_started(loaded, folder), stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
@@ -207,6 +207,8 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
         take_death(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
+    if folder is not None and is_resumed and folder.has_trained:
+        refuse_mixing(folder, list(other_settings(folder, loaded.config).values()))
     # a command that is only shown may be typed on another machine
     machine = hardware if starts else dataclasses.replace(hardware, named=True)
     for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.rank == 0):
