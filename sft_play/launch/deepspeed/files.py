@@ -96,10 +96,12 @@ def _refuse_json(text: str, *, name: str) -> None:
     try:
         json.loads(re.sub(r"(?<!,),(?=\s*[}\]])", " ", text))
     except json.JSONDecodeError as error:
-        # a comma is missing where the item before it ends, which may be lines above
-        at = len(text[: error.pos].rstrip()) if "delimiter" in error.msg else error.pos
-        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        raise ConfigError(f"{name}:{line}:{column}: not valid JSON: {error.msg}") from None
+        # what lacks a comma may end lines above
+        before = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
+        where = f" behind line {before}" if "delimiter" in error.msg else ""
+        raise ConfigError(
+            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{where}; not valid YAML either"
+        ) from None
 
 
 _NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
