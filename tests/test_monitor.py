@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, chat, clean_environment
 
 pytestmark = pytest.mark.build
@@ -272,7 +273,7 @@ def test_a_profiled_run_writes_nothing_but_its_own_lines(tmp_path, tiny_llama, s
         "train: {effective_batch_size: 4, max_steps: 5, profile_steps: 2, report_to: []}\n"
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
+    words = [warm.python(), "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_environment())
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
