@@ -19,6 +19,7 @@ from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment
 
 RUN, HALF, CONFIG = "outputs/one", "outputs/half", "my.yaml"
+GGUF = (("./gguf/model.Q4_K_M.GGUF", "is"), ("gguf/model.Q4_K_M.GGUF", "is"), ("./gguf", "holds"))
 STARTING = ("train", "train-distributed", "train-deepspeed", "launch-command")
 PLANNED = (*STARTING, "plan", "check", "render", "preview", "process", "style", "full-pipeline", "dapt-docx", "bench")
 OF_A_RUN = (
@@ -110,6 +111,9 @@ CASES = [
       for run in ("half", HALF) for more in ({}, {"CONFIG": CONFIG})],
     case("resume", "tuning.lora.alpha: the run has 32, now 7", CONFIG="other.yaml", RUN="half"),
     case("resume", "there is no run nope in outputs", RUN="outputs/nope"),
+    *[case(one, f"model path {name} {is_one} a GGUF, weights for llama.cpp", CONFIG=CONFIG, SET=f"model.name={name}")
+      for one in ("plan", "train", "train-distributed") for name, is_one in GGUF],
+    *[case("new", f"model path {name} {is_one} a GGUF", MODEL=name, DATA="rows.jsonl") for name, is_one in GGUF],
 ]  # fmt: skip
 
 
@@ -148,6 +152,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (folder / "other.yaml").write_text(
         (folder / CONFIG).read_text().replace("mode: lora", "mode: lora, lora: {alpha: 7}")
     )
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "model.Q4_K_M.GGUF").write_bytes(b"GGUF" + bytes(100))
     os.mkfifo(folder / "pipe")
     (folder / "broken.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     return asked_of(CASES, folder), folder
