@@ -87,9 +87,9 @@ def reproduce(run: FinishedRun) -> Reproduced:
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
-    place = place if place.is_dir() else Path.cwd()
+    place, settings = place if place.is_dir() else Path.cwd(), old.absolute() / "resolved.json"
     with contextlib.chdir(place):
-        loaded = load_config(old.absolute() / "resolved.json")
+        loaded = load_config(settings)
         _require_inputs(run, loaded)
     code = code_words(run.manifest)
     logger.info("Code: %s", code)
