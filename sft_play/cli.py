@@ -11,7 +11,7 @@ from sft_play import commands
 from sft_play.commands.answer import error_text, give, refuse_place
 from sft_play.commands.request import read_request
 from sft_play.ending import EXIT_FAULT, wants_json, with_ending, write_json_line
-from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
+from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, rephrased
 from sft_play.log import escape_control, redact, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import allocator_setting, waiting_threads
@@ -44,7 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
             os.environ["TRUST"] = "1"
         if request.out is not None:
             refuse_place(request.out)
-        return give(commands.load(request.command).run(request), request)
+        with rephrased():
+            return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:
         sys.stdout.flush()  # so that the error comes last where both streams go to one file
         if not failures.hand_over(error):  # a rank's agent reports it once for all ranks

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending
+from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_ending
 
 TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def main(command: "Optional[str]" = None) -> int:
         if text is None:
             raise
         return _end(name, words, text)
+    except MemoryError:
+        return _end(name, words, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE)
     except Exception as error:
         _answer(words, EXIT_FAULT, repr(error))
         raise
@@ -160,7 +162,7 @@ def _way_out(words: "Sequence[str]", package: str = "") -> str:
 
 def _end(name: str, words: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
     _answer(words, code, text)
-    _say(f"[{name}] {'error: ' if code == EXIT_USER else ''}{text}")
+    _say(f"[{name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
     return code
 
 

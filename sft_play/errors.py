@@ -7,6 +7,7 @@ was asked, what was found, and what to do.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,29 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
     """The user stopped the run, and its state was saved."""
 
     exit_code = EXIT_STOPPED
+
+
+@contextlib.contextmanager
+def rephrased() -> Iterator[None]:
+    """Within it, two errors of libraries that are no fault of ours are errors of this tree: TokenizerError, where the
+    tokenizer's library panics over a text (no Exception in Python), and DoesNotFit, where the host's memory ran out."""
+    try:
+        yield
+    except SftPlayError:
+        raise
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # pyo3's, which cannot be imported
+            raise TokenizerError(
+                f"the tokenizer cannot split a text: its library stopped ({error}); where a regular expression of its "
+                "tokenizer.json backtracks, correct it there, or take the tokenizer of another model"
+            ) from error
+        is_lack = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)  # of an import, reworded
+        if is_lack or re.search("failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE):
+            raise DoesNotFit(
+                f"the memory of this machine ran out ({str(error) or type(error).__name__}): end other programs, or "
+                "raise the limit of this process (ulimit -v, the container's, the job's)"
+            ) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -131,6 +131,17 @@ class _OnceOverRanks(logging.Filter):
         return True
 
 
+_make_record = logging.getLogRecordFactory()
+
+
+def _escaped_record(*facts: Any, **more: Any) -> logging.LogRecord:
+    """A record whose text is safe to show: libraries have handlers of their own, and quote a stranger's files."""
+    record = _make_record(*facts, **more)
+    with contextlib.suppress(Exception):  # values that do not fit into the text: its handler reports it
+        record.msg, record.args = escape_control(record.getMessage()), None
+    return record
+
+
 class _OutputHandler(logging.StreamHandler[TextIO]):
     """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
 
@@ -156,6 +167,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     root.setLevel(logging.WARNING)
     logging.getLogger("sft_play").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
     logging.captureWarnings(True)
+    logging.setLogRecordFactory(_escaped_record)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -11,10 +11,13 @@ LIKE_A_TYPO = 0.75
 """How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight."""
 LIKE_A_SHORT_ONE = 0.66
 """The same for names of three letters."""
+A_BEGINNING = 4
+"""Letters of a name that was not written to its end, at least: such a name is nearer than any slip."""
 
 
 def nearest(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> Optional[str]:
-    """The most similar name, from the first of the lists that has one at least so `alike`; None where none has.
+    """The most similar name, from the first of the lists that has one which begins so, or is at least so `alike`; None
+    where none has.
 
     Case, hyphens and underscores do not count. `alike` is that of a slip where it is not given.
     """
@@ -22,7 +25,8 @@ def nearest(name: str, *choices: Iterable[str], alike: Optional[float] = None) -
     least = alike if alike is not None else LIKE_A_SHORT_ONE if len(wanted) <= 3 else LIKE_A_TYPO
     for names in choices:
         forms = {plain(one): one for one in sorted(names, reverse=True)}
-        near = difflib.get_close_matches(wanted, list(forms), n=1, cutoff=least)
+        longer = [form for form in forms if form.startswith(wanted)] if len(wanted) >= A_BEGINNING else []
+        near = difflib.get_close_matches(wanted, longer or list(forms), n=1, cutoff=0.0 if longer else least)
         if near:
             return forms[near[0]]
     return None

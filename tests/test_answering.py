@@ -236,6 +236,28 @@ def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
     assert chat.has_ended
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_chat_shows_control_characters_of_the_model_escaped(run, responder, command, monkeypatch, words):
+    """Cut anywhere, since text comes in pieces; the conversation itself is kept as it is."""
+    pieces = ["good\x1b", "[2J", "\x07\x9b31m", "\u202emorn", "\n\ting\r"]
+
+    def stream(prompt, show, **_):
+        for piece in pieces:
+            show(piece)
+        return "".join(pieces)
+
+    monkeypatch.setattr(responder, "stream", stream)
+    monkeypatch.setattr("sft_play.finished.answer.respond.Responder", lambda _: responder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    code, said = command("chat", "--run", str(run.folder.path), *words)
+    assert code == 0, said
+    assert "good\\x1b[2J\\x07\\x9b31m\\u202emorn\n\ting\\r" in said
+    assert not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(said)
+    if words:
+        answer = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+        assert answer["messages"][1]["content"] == "".join(pieces)
+
+
 def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(responder):
     prompt = responder.prompt_ids(question("hello there"))
     tuned = responder.answer_all([prompt], max_new_tokens=8)[0]

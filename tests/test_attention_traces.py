@@ -164,9 +164,7 @@ def test_flash_attention_is_refused_where_transformers_would_take_another_kernel
     """gpt-oss lists the kernels that know its sinks; flash-attn 2 is not among them."""
     from transformers import GptOssForCausalLM
 
-    from sft_play.training.prepare import model_spec
-
-    monkeypatch.setattr(model_spec.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
     config = config_from_text("model: {name: x, attn_implementation: flash_attention_2}", name="run")
     with pytest.raises(ModelError, match="runs only with other kernels"):
         choose_attention(config, GptOssForCausalLM)

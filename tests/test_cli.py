@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +27,7 @@ from sft_play.planner import calibration
 from sft_play.runs.folder import FORMAT
 from sft_play.starting import start
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, clean_environment
 
 GIB = 2**30
 
@@ -295,3 +297,48 @@ def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
     assert said.count("the disk is nearly full") == 1
     assert said.count("alone") == 2
     assert said.count("an error stands") == 2
+
+
+def chained(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    chained(ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.", name="transformers"), MemoryError()),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_memory_that_runs_out_while_something_is_imported_is_a_message(command, monkeypatch, error):
+    def fails(request):
+        raise error
+
+    monkeypatch.setattr(commands, "load", lambda _: SimpleNamespace(run=fails))
+    code, said = command("plan", "--config", "x.yaml")
+    assert (code, "error: the memory of this machine ran out" in said) == (3, True), said
+    code, said = command("plan", "--config", "x.yaml", "--json")
+    assert (code, json.loads(said.splitlines()[0])["kind"]) == (3, "does_not_fit")
+
+
+def test_another_fault_keeps_its_traceback(command, monkeypatch):
+    def fails(request):
+        raise ImportError("cannot import name 'x' from 'y'")
+
+    monkeypatch.setattr(commands, "load", lambda _: SimpleNamespace(run=fails))
+    with pytest.raises(ImportError, match="cannot import name"):
+        command("plan", "--config", "x.yaml")
+
+
+def test_memory_that_runs_out_while_the_program_is_loaded_is_a_message():
+    code = (
+        "import sys, sft_play.cli as cli; from sft_play.entry import main\n"
+        "def out(_): raise MemoryError\n"
+        "cli.prepare = out; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan"], capture_output=True, text=True, cwd=ROOT, env=clean_environment(),
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+    assert "[plan] error: the memory of this machine ran out while the program was loaded" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.spelling import nearest, plain
 from sft_play.units import GIB
 from tests.bundled import ORIGINS, bad_inputs
 from tests.conftest import ROOT
@@ -331,6 +333,39 @@ def test_gpu_is_not_taken_for_a_misspelt_cpu():
     assert "did you mean" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"did you mean cpu\?"):
         config_from_text("model: {name: x}\ntrain: {device: cpuu}", name="run.yaml")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ("configs/run_gemma27b.yaml", "configs/run_gemma27b_distributed.yaml"),
+    ("configs/run_gemma27b.yml", "configs/run_gemma27b_distributed.yaml"),
+    ("run_gemma27b", "configs/run_gemma27b_distributed.yaml"),
+    ("run_qwen", "configs/run_qwen32b.yaml"),
+    ("run_star.yaml", "configs/run_starter.yaml"),
+    ("run_lama70b.yaml", "configs/run_llama70b.yaml"),
+    ("configs/run_bnb2.yaml", "configs/run_bnb.yaml"),
+])  # fmt: skip
+def test_a_beginning_of_a_name_is_nearer_than_a_slip_and_a_name_alone_is_looked_for_in_configs_too(
+    given, meant, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as error:
+        load_config(given)
+    assert str(error.value).endswith(f"did you mean {meant}?")
+
+
+def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
+    """Against another rule: the shortest of those that begin so."""
+    chance = random.Random(3)
+    for _ in range(300):
+        beginning = "".join(chance.choices("abcdefg", k=chance.randint(4, 9)))
+        longer = {beginning + "".join(chance.choices("hijk_", k=chance.randint(1, 12))) for _ in range(4)}
+        others = {"".join(chance.choices("lmnopq", k=6)) for _ in range(4)}
+        names = [*longer, *others, beginning[1:], beginning[:-1] + "x"]
+        chance.shuffle(names)
+        least = min(len(plain(name)) for name in longer)
+        found = nearest(beginning, names)
+        assert found in longer
+        assert len(plain(found)) == least
 
 
 def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.deepspeed.files import keeps_params, layout_of, with_batch
+from sft_play.launch.deepspeed.files import keeps_params, layout_of, read_deepspeed_file, shipped_config, with_batch
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import splits
@@ -303,3 +303,44 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
         plan_ranks(loaded, named("2xH100"), asked)
     for words in contradicts:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_comma_that_is_missing_beside_comments_is_an_error_of_json_where_it_belongs(tmp_path, seed):
+    chance = random.Random(seed)
+    text = json.dumps(shipped_config("zero3_offload") | {"steps_per_print": 5}, indent=2)
+    lines = [f"{line} // {chance.choice(['a comment', 'one, with a comma', '}'])}" if chance.random() < 0.3 else line
+             for line in text.splitlines()]  # fmt: skip
+    number = chance.choice([n for n, line in enumerate(lines) if line.partition(" //")[0].endswith(",")])
+    bare, mark, comment = lines[number].partition(" //")
+    lines[number] = f"{bare[:-1]}{mark}{comment}"
+    before = chance.randint(0, 2)  # comments of their own lines above
+    path = tmp_path / "mine.json"
+    path.write_text("\n".join([*["# above, in its own line"] * before, *lines]))
+    with pytest.raises(ConfigError) as error:
+        read_deepspeed_file(path)
+    said = f": not valid JSON: Expecting ',' delimiter behind line {before + number + 1};"
+    following = before + number + 2
+    assert f"mine.json:{following}:{len(lines[number + 1]) - len(lines[number + 1].lstrip()) + 1}{said}" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ('{\n"zero_optimization": {"stage": 2},, // two\n}', "mine.json:2:35: not valid JSON"),
+    ('{\n// a comment\n"zero_optimization": {"stage" 2}\n}', "mine.json:3:31: not valid JSON: Expecting ':' delimiter"),
+    ('{"zero_optimization": {"stage": 2}, "zero_optimization": {}}', "the key appears twice"),
+])  # fmt: skip
+def test_other_slips_in_json_are_errors_of_json(tmp_path, text, said):
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_deepspeed_file(tmp_path / "mine.json")
+    assert said in str(error.value)
+
+
+def test_yaml_is_still_read_and_its_errors_are_yamls(tmp_path):
+    (tmp_path / "mine.json").write_text('{zero_optimization: {stage: 2,},\n "bf16": {"enabled": true}, }')
+    assert read_deepspeed_file(tmp_path / "mine.json")["zero_optimization"] == {"stage": 2}
+    (tmp_path / "mine.yaml").write_text("zero_optimization: {stage: 2\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_deepspeed_file(tmp_path / "mine.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import shlex
 import zipfile
 import zlib
 from pathlib import Path
@@ -581,6 +582,32 @@ def test_run_dapt_reads_what_dapt_docx_writes(count, tmp_path, monkeypatch, comm
     assert found.val == (written / "val.jsonl" if count == 60 else None)
     assert (found.test, len(found.notes)) == (None, int(count == 1))
     assert has_held_out_file(data) == (count == 60)
+
+
+@pytest.mark.parametrize(("text", "overrides"), [
+    ("", ()),
+    ("task_mode: cpt\n", ("data.documents.out_dir=my text/out",)),
+    ("task_mode: cpt\ndata: {train_path: other.jsonl}\n", ("train.epochs=2",)),
+    ("task_mode: cpt_mixed\ndata: {text_path: other.jsonl}\n", ()),
+])  # fmt: skip
+def test_dapt_docx_ends_with_a_command_that_reads_what_it_wrote_with_the_config_that_was_given(
+    text, overrides, tmp_path, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "documents").mkdir(parents=True)
+    (tmp_path / "data" / "documents" / "a.txt").write_text("Text of the archive.\n")
+    (tmp_path / "mine.yaml").write_text(f"model: {{name: m}}\n{text}")
+    code, said = command("dapt-docx", "--config", "mine.yaml", *overrides)
+    assert code == 0, said
+    words = shlex.split(said.rstrip().splitlines()[-1].partition("Next: ")[2])
+    assert words[:3] == ["make", "check", "CONFIG=mine.yaml"]
+    given = [word for one in words[3:] for word in shlex.split(one.removeprefix("SET="))]
+    config = load_config("mine.yaml", overrides=given).config
+    assert config.task_mode == ("cpt_mixed" if "mixed" in text else "cpt")
+    assert set(overrides) <= set(given)
+    read = config.data.text_path if "mixed" in text else config.data.train_path
+    assert Path(read) == Path(config.data.documents.out_dir) / "train.jsonl"
+    assert Path(read).is_file()
 
 
 def test_run_dapt_names_the_command_that_writes_its_text(tmp_path, monkeypatch):

@@ -138,3 +138,9 @@ def test_a_hub_that_is_out_of_order_is_one_message_before_anything_is_made(hub, 
     assert "Traceback" not in done.stderr
     assert f"model {NAME}" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_hub_model_of_gguf_files_alone_is_named_as_such(hub, tmp_path):
+    done = train(tmp_path, hub.address, "model.name=owner/tiny-GGUF")
+    assert done.returncode == 2
+    assert "error: model owner/tiny-GGUF is a GGUF, weights for llama.cpp" in done.stderr.splitlines()[-1]

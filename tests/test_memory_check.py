@@ -258,6 +258,27 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     assert "40.0 GiB" in "\n".join(memory_lines(see_memory(output, {}, named=str(output / "killed"))))
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(machine, tmp_path, on_gpu):
+    group = Group((rank(0, OTHER),), 1.0)
+    folder = run_folder(machine(hardware=CPU), "one", on_gpu=on_gpu)
+    peaks = {"loading": 10, "training": 58, "saving": 12}
+    key = "measured_reserved" if on_gpu else "measured_rss"
+    of_moments = {name: {"predicted_allocated": GIB, key: size * GIB} for name, size in peaks.items()}
+    summary = {"peak_bytes_by_moment": of_moments | {"evaluation": {"predicted_allocated": GIB, key: None}}}
+    (folder.path / "summary.json").write_text(json.dumps(summary))
+    check = see_memory(tmp_path, {}, named="one")
+    assert check.measured == {name: size * GIB for name, size in peaks.items()}
+    page = "\n".join(memory_lines(check))
+    assert "measured" in page
+    for name, size in peaks.items():
+        assert f"{name:<8}  {size}.0 GiB" in page, page
+    (folder.path / "summary.json").write_text(json.dumps({"peak_bytes_by_moment": {"training": {key: "much"}}}))
+    assert see_memory(tmp_path, {}, named="one").measured == {}
+    machine(hardware=CPU, group=group)  # of one that trains, what it holds now
+    assert see_memory(tmp_path, {}, named="one").measured == {}
+
+
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "other")

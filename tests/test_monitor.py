@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import chat
+from tests import warm
+from tests.conftest import ROOT, chat, clean_environment
 
 pytestmark = pytest.mark.build
 
@@ -260,3 +262,20 @@ def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
     assert of_trl.count("gather_for_metrics") >= 4
     assert of_trl.count("item") >= 3
+
+
+@pytest.mark.build
+def test_a_profiled_run_writes_nothing_but_its_own_lines(tmp_path, tiny_llama, sums):
+    """The profiler's library writes to standard error by itself (`USDT:…`), unless it was told not to at its start."""
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 4, max_steps: 5, profile_steps: 2, report_to: []}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    words = [warm.python(), "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_environment())
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Profile of 2 steps" in said
+    assert [line for line in said.splitlines() if not line.startswith(("[train] ", "  "))] == []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from sft_play.commands import plan as plan_command
 from sft_play.commands.request import read_request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
+from sft_play.diagnose.disk import disk_use
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import named
+from sft_play.facts.hardware import detect, named
 from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.planner.advice import questions
@@ -24,8 +27,10 @@ from sft_play.planner.advice.questions import grid, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import thriftiest, weigh
 from sft_play.planner.layout import layouts_for
+from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, job_of
 from sft_play.planner.show import choice_line, detected_lines, speed_lines, table_lines, way_lines
+from sft_play.starting.plan_run import plan_for
 from tests.conftest import ROOT, Command
 
 GIB = 2**30
@@ -369,3 +374,119 @@ def test_a_run_of_unknown_length_says_so():
 def test_a_cluster_is_one_line():
     assert detected_lines(named("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
     assert len(detected_lines(named("2xH200"))[0].splitlines()) == 3
+
+
+# --- what a run would be refused for ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
+    """A run YAML in a folder with data and paths that nothing can be done with, and a run that has the name taken."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    os.mkfifo("pipe")
+    Path("gone").symlink_to("nowhere")
+    Path("broken.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    late = [*sums.read_text().splitlines(), *sums.read_text().splitlines(), "{"]
+    Path("late.jsonl").write_text("\n".join(late))
+    Path("empty").mkdir()
+    Path("outputs/taken").mkdir(parents=True)
+    Path("my.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 4, report_to: [], save_steps: 1}\n"
+    )
+    return Path("my.yaml")
+
+
+REFUSED = {
+    "output.name=../esc": "one word without separators",
+    "output.name=taken": "outputs/taken exists",
+    "output.name=taken output.if_exists=resume": "is not a run folder",
+    "output.dir=pipe": "pipe is a file",
+    "output.dir=pipe/below": "pipe/below cannot be written",
+    "output.dir=gone": "gone is a link to a folder that is not there",
+    "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
+    "data.train_path=late.jsonl": "late.jsonl:129",
+    "data.train_path=empty": "empty holds no data files",
+    "data.train_path=pipe": "pipe",
+    "train.report_to=[trackio]": "trackio is not installed",
+    "model.attn_implementation=kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567": "kernels",
+}
+
+
+@pytest.mark.parametrize(("words", "why"), REFUSED.items(), ids=lambda one: one[:40])
+def test_a_plan_and_a_check_say_what_train_is_refused_for(command: Command, small_run, words, why):
+    given = ("--config", str(small_run), *words.split())
+    code, said = command("train", *given)
+    error = said.partition("error: ")[2].strip()
+    assert (code, why in error, "Traceback" in said) == (2, True, False), said
+    assert not list(Path("outputs").glob("*/manifest.json"))
+    code, said = command("plan", *given)
+    assert (code, f"a run here would stop: {error}" in said, "make train" in said) == (0, True, False), said
+    code, said = command("plan", *given, "--json")
+    answer = json.loads(said.splitlines()[0])
+    assert (code, answer["ok"], answer["launch"], answer["refused_because"]) == (0, True, None, [error])
+    code, said = command("check", *given)
+    assert (code, why in said, said.count(" PROBLEM ") <= 1) == (2, True, True), said
+
+
+def test_what_does_not_depend_on_this_machine_is_said_of_a_named_one(command: Command, small_run):
+    everywhere, here = ("output.name=../esc", "data.train_path=late.jsonl"), ("output.name=taken", "output.dir=pipe")
+    for words in (*everywhere, *here, "data.train_path=/not/here.jsonl"):
+        says = words in everywhere
+        code, said = command("plan", "--config", str(small_run), "--hardware", "1xRTX3060", words)
+        assert (code, "a run would stop: " in said, "Launch: make train" in said) == (0, says, not says), said
+
+
+@pytest.mark.parametrize("verb", ["train", "train-distributed", "sweep"])
+def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
+    command: Command, small_run, monkeypatch, verb
+):
+    machine = dataclasses.replace(named("2xRTX3090"), named=False)
+    for module in ("commands.request", "commands.sweep", "starting.start", "launch.launch_options", "launch.machine"):
+        monkeypatch.setattr(f"sft_play.{module}.detect", lambda: machine)
+    monkeypatch.setattr("sft_play.launch.machine.require_compiler", lambda *_: None)
+    monkeypatch.setattr("sft_play.starting.launch_ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda", lambda: None)
+    more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
+    code, said = command(verb, "--config", str(small_run), *more)
+    assert (code, "the driver shows NVIDIA RTX 3090, but torch" in said) == (2, True), said
+    code, said = command("plan", "--config", str(small_run))
+    assert (code, "a run here would stop: the driver shows" in said, "make train" in said) == (0, True, False)
+    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda", lambda: "13.0")
+    code, said = command("plan", "--config", str(small_run))
+    assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_load(
+    command: Command, small_run, monkeypatch, mode
+):
+    """The need is that of the checkpoints that exist at once: those kept, and the one that is being written."""
+    given = ("--config", str(small_run), f"tuning.mode={mode}")
+    config = load_config(small_run, overrides=given[2:]).config
+    plan = plan_for(config, detect())
+    one, all_at_once = plan.memory.checkpoint_bytes, 3  # save_total_limit is 2
+    usage = shutil.disk_usage("/")
+    for free, limit, refused in [(all_at_once * one - 1, 2, True), (all_at_once * one + 10_000, 2, False),
+                                 (2 * one + 10_000, 1, False), (2 * one - 1, 1, True)]:  # fmt: skip
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        words = (*given, f"train.save_total_limit={limit}")
+        code, said = command("plan", *words)
+        assert (code, "there is no room for what the run writes" in said) == (0, refused), (free, said)
+        assert ("make train" in said) is not refused
+        monkeypatch.setattr("sft_play.starting.start.train_here", lambda *_, **__: pytest.fail("it was started"))
+        if refused:
+            code, said = command("train", *words)
+            assert (code, f"{free:,} bytes" in said) == (2, True), said
+            assert not Path("outputs").exists() or not list(Path("outputs").glob("*/manifest.json"))
+
+
+def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(small_run):
+    """64 rows in batches of 4 are 16 steps: 40 steps end three epochs, of which three checkpoints exist at once."""
+    rows = RowTokens(20.0, 20, 20, 64, 64, sample=(20,) * 64)
+    for steps, count in [(16, 1), (32, 2), (40, 3), (400, 3)]:
+        config = load_config(small_run, overrides=[f"train.max_steps={steps}", "train.save_steps=null"]).config
+        plan = plan_for(config, detect(), rows=rows)
+        assert disk_use(config, shape_of(config.model.name), plan).count == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from sft_play.runs.folder import FORMAT
 from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment
 
-RUN, CONFIG = "outputs/one", "my.yaml"
+RUN, HALF, CONFIG = "outputs/one", "outputs/half", "my.yaml"
+GGUF = (("./gguf/model.Q4_K_M.GGUF", "is"), ("gguf/model.Q4_K_M.GGUF", "is"), ("./gguf", "holds"))
 STARTING = ("train", "train-distributed", "train-deepspeed", "launch-command")
 PLANNED = (*STARTING, "plan", "check", "render", "preview", "process", "style", "full-pipeline", "dapt-docx", "bench")
 OF_A_RUN = (
@@ -99,6 +101,19 @@ CASES = [
     *[case(one, "/nope", CONFIG=CONFIG, SET="model.adapter=/nope") for one in (*STARTING, "plan")],
     *[case(one, "my.yaml", CONFIG=CONFIG, SET="output.dir=my.yaml") for one in STARTING[:2]],
     *[case(one, "exists", CONFIG=CONFIG, SET="output.name=one") for one in STARTING[:2]],
+    *[case(one, "../esc", CONFIG=CONFIG, SET="output.name=../esc") for one in STARTING],
+    *[case(one, "pipe", CONFIG=CONFIG, SET="output.dir=pipe") for one in STARTING[:2]],
+    *[case(one, "broken.parquet", CONFIG=CONFIG, SET="data.train_path=broken.parquet") for one in STARTING],
+    *[case(one, "trackio is not installed", CONFIG=CONFIG, SET="train.report_to=[trackio]") for one in STARTING[:2]],
+    *[case(one, "/no-unsloth", CONFIG=CONFIG, SET="tuning.backend=unsloth", UNSLOTH_VENV="/no-unsloth")
+      for one in ("plan", "train", "train-distributed")],
+    *[case("resume", "train.learning_rate: the run has 0.001, now 0.5", RUN=run, SET="train.learning_rate=0.5", **more)
+      for run in ("half", HALF) for more in ({}, {"CONFIG": CONFIG})],
+    case("resume", "tuning.lora.alpha: the run has 32, now 7", CONFIG="other.yaml", RUN="half"),
+    case("resume", "there is no run nope in outputs", RUN="outputs/nope"),
+    *[case(one, f"model path {name} {is_one} a GGUF, weights for llama.cpp", CONFIG=CONFIG, SET=f"model.name={name}")
+      for one in ("plan", "train", "train-distributed") for name, is_one in GGUF],
+    *[case("new", f"model path {name} {is_one} a GGUF", MODEL=name, DATA="rows.jsonl") for name, is_one in GGUF],
 ]  # fmt: skip
 
 
@@ -123,6 +138,24 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (run / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG).config)))
     manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
     (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
+    half = folder / HALF  # stopped after a step; a part of its settings was given in SET
+    given = ("train.learning_rate=0.001", "tuning.lora.r=4")
+    half.mkdir(parents=True)
+    (half / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG, overrides=given).config)))
+    manifest |= {
+        "status": "stopped",
+        "overrides": given,
+        "config_path": str(shutil.copy(folder / CONFIG, folder / "half.yaml")),
+    }
+    (half / "manifest.json").write_text(json.dumps(manifest))
+    (half / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (folder / "other.yaml").write_text(
+        (folder / CONFIG).read_text().replace("mode: lora", "mode: lora, lora: {alpha: 7}")
+    )
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "model.Q4_K_M.GGUF").write_bytes(b"GGUF" + bytes(100))
+    os.mkfifo(folder / "pipe")
+    (folder / "broken.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     return asked_of(CASES, folder), folder
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import random
 import re
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.listing import list_runs
 from sft_play.finished.report import charts as charts_module
 from sft_play.finished.report import report as report_module
 from sft_play.finished.report.charts import (
@@ -24,10 +27,13 @@ from sft_play.finished.report.charts import (
     plot_lines,
     thinned,
 )
-from sft_play.finished.report.record import read_record
+from sft_play.finished.report.compare import results_of
+from sft_play.finished.report.record import lead_of, read_record
 from sft_play.finished.report.report import report, report_at_end, reported, sections_of
 from sft_play.finished.run import find_any
+from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
+from sft_play.training.checkpoints.card import figures_of
 from sft_play.training.measure.evaluate import Figures
 from sft_play.training.measure.exact_match import Answer, Question
 from sft_play.training.measure.summary import KEPT_SAMPLES, samples
@@ -174,6 +180,57 @@ def test_damaged_files_are_missing_ones(tmp_path, undrawn):
     page = page_of(folder)
     assert "odd" in page.text
     assert "800" in page.text
+
+
+def places_in(value: object, way: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The way to every value in a summary."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [way, *(place for key, one in inner for place in places_in(one, (*way, key)))]
+
+
+def with_value(summary: dict, way: tuple[object, ...], value: object) -> dict:
+    """A copy of a summary with another value in one place."""
+    copied = json.loads(json.dumps(summary))
+    functools.reduce(operator.getitem, way[:-1], copied)[way[-1]] = value
+    return copied
+
+
+PLACES = [way for way in places_in(SUMMARY) if way]
+WRONG = {"text": "quick", "list": [["quick"]], "mapping": {"loss": {"quick": "quick"}}}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_summary_with_another_kind_of_value_is_left_out(tmp_path, plan_of, undrawn, kind, caplog):
+    """Nobody who reads it ends in a traceback, whichever value is another; null is as good as none."""
+    folder, other = (
+        recorded_run(tmp_path / "runs" / name, like=plan_of, metrics=steps(3), summary=SUMMARY) for name in "ab"
+    )
+    assert len(PLACES) > 25
+    for way in PLACES:
+        value = functools.reduce(operator.getitem, way, SUMMARY)
+        for new in (None, WRONG[kind]):
+            (folder.path / "summary.json").write_text(json.dumps(with_value(SUMMARY, way, new)))
+            caplog.clear()
+            summary, record = read_summary(folder.path), read_record(folder)
+            assert bool(summary) is not ("summary.json is damaged" in caplog.text), way
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            assert not (summary and new is not None and is_number), way
+            assert lead_of(record)
+            assert results_of([record, read_record(other)])
+            assert list(sections_of(record, [], None))
+            assert list_runs(tmp_path / "runs").lines()
+            assert len(list(figures_of(summary))) <= 2
+
+
+@pytest.mark.parametrize("verb", ["runs", "report", "compare", "prune"])
+def test_a_damaged_summary_is_no_traceback(tmp_path, plan_of, undrawn, command, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    damaged = SUMMARY | {"tokens_per_s": "fast", "wall_s": "long", "after": "better", "peak_bytes": "much"}
+    for name in ("one", "two"):
+        recorded_run(tmp_path / "outputs" / name, like=plan_of, metrics=steps(3), summary=damaged)
+    words = {"report": ["--run", "one"], "compare": ["--runs", "one two"], "prune": ["--runs", "one", "--yes"]}
+    code, said = command(verb, *words.get(verb, []))
+    assert (code, "Traceback" in said) == (0, False), said
 
 
 def test_stages_follow_each_other(tmp_path, plan_of):

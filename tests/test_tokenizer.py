@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import TokenizerError
+from sft_play.errors import TokenizerError, rephrased
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
+from tests.conftest import chat
 
 pytestmark = pytest.mark.build
 
@@ -103,3 +108,47 @@ def test_a_template_that_trl_does_not_know_has_no_training_variant(tiny_llama, t
     )
     with pytest.raises(TokenizerError, match="TRL has no training variant"):
         load_tokenizer(_with_template(tiny_llama, tmp_path, template))
+
+
+# --- a library that panics --------------------------------------------------------------------------------------------
+
+
+def backtracking(folder: Path, base: Path) -> Path:
+    """A run YAML, and its model, whose tokenizer splits by a regular expression that backtracks over `aaaa!`."""
+    shutil.copytree(base, folder / "model")
+    path = folder / "model" / "tokenizer.json"
+    state = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}
+    path.write_text(json.dumps(state))
+    rows = [chat(f"say {n}", "a" * (50 if n == 40 else 1) + "!") for n in range(60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my.yaml").write_text(
+        f"model: {{name: {folder}/model, max_seq_len: 64}}\ndata: {{train_path: {folder}/rows.jsonl}}\n"
+        f"tuning: {{mode: lora}}\ntrain: {{report_to: []}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return folder / "my.yaml"
+
+
+CASES = [("train", ()), ("train", ("data.workers=2",)), ("check", ()), ("render", ())]
+
+
+@pytest.mark.parametrize(("verb", "words"), CASES)
+def test_a_regular_expression_that_backtracks_is_an_error_of_the_tokenizer(
+    tmp_path, tiny_llama, command, monkeypatch, verb, words
+):
+    """The library panics, which in Python is no Exception; of a worker it could not even be sent to the parent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    code, said = command(verb, "--config", str(backtracking(tmp_path, tiny_llama)), *words)
+    assert code == 2, said
+    assert "the tokenizer cannot split a text: its library stopped (Onig: Regex search error" in said
+    assert "Traceback" not in said
+    if verb == "check":  # one part that fails hides no other
+        assert "memory plan" in said
+
+
+def test_nor_is_it_a_traceback_where_answers_are_asked_for(tmp_path, tiny_llama):
+    tokenizer = load(backtracking(tmp_path, tiny_llama).parent / "model").tokenizer
+    with pytest.raises(TokenizerError, match="cannot split a text"), rephrased():
+        tokenizer("a" * 50 + "!")

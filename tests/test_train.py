@@ -17,6 +17,7 @@ from sft_play.errors import TrainingError
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.callbacks import GradientCheck, Progress
+from sft_play.training.loop.loop import PlannedLoop
 from tests.bundled import data_file
 from tests.conftest import chat
 from tests.models import make_llama, make_tokenizer
@@ -217,6 +218,31 @@ def test_the_command_that_is_printed_goes_on_with_the_run(train, command, tmp_pa
     assert code == 0, printed
     assert "Resuming bnb run from step 2" in printed
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+
+
+def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, command, tmp_path, monkeypatch):
+    """By its name where runs are looked for, or by its path; under SET that is given now for what may change."""
+    monkeypatch.chdir(tmp_path)
+    run_yaml.write_text(run_yaml.read_text().replace(f"output: {{dir: {tmp_path}/outputs}}\n", ""))
+    given = ("tuning.mode=lora", "train.max_steps=4", "train.learning_rate=3e-3", "tuning.lora.r=4", "output.name=one")
+    code, printed = command("train", "--config", str(run_yaml), *given, "train.stop_after_steps=1")
+    (line,) = [line for line in printed.splitlines() if "make resume" in line]
+    assert line.endswith("resume with: make resume RUN=one")
+    for run, more in (("one", ("train.stop_after_steps=1",)), (str(tmp_path / "outputs" / "one"), ())):
+        code, printed = command("resume", "--run", run, *more)
+        assert code == 0, printed
+    settings = json.loads((tmp_path / "outputs" / "one" / "resolved.json").read_text())
+    assert (settings["tuning"]["lora"]["r"], settings["train"]["learning_rate"]) == (4, 3e-3)
+    assert json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_run_that_lost_its_config_or_was_moved_is_resumed_by_its_folder(train, command, tmp_path, run_yaml):
+    _, _, folder = train("one", "tuning.mode=lora", "train.max_steps=3", "train.stop_after_steps=1")
+    moved = folder.rename(tmp_path / "elsewhere")
+    run_yaml.unlink()
+    code, printed = command("resume", "--run", str(moved))
+    assert code == 0, printed
+    assert json.loads((moved / "summary.json").read_text())["steps"] == 3
 
 
 def test_a_run_does_not_go_on_with_other_base_weights(train, tmp_path):
@@ -851,3 +877,33 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp
     assert first_day(RunFolder(folder)) == date(2001, 2, 3)
     code, _, folder = train("undated")
     assert "template_date" not in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed", "emptied"])
+@pytest.mark.parametrize("save_steps", [1, 500])
+def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch, tmp_path, way, save_steps):
+    """At a checkpoint, or when the trained weights are written."""
+    real = PlannedLoop.training_step
+
+    def takes_away(self, *arguments, **options):
+        folder = tmp_path / "outputs" / "one"
+        if self.state.global_step == 1 and (folder / "manifest.json").is_file():
+            if way == "renamed":
+                folder.rename(folder.with_name("other"))
+            else:
+                shutil.rmtree(folder)
+                if way == "emptied":
+                    folder.mkdir()
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(PlannedLoop, "training_step", takes_away)
+    code, said, folder = train("one", "train.max_steps=3", f"train.save_steps={save_steps}", "tuning.mode=lora")
+    assert code == 2, said
+    assert f"{folder} was removed or renamed while the run trained in it" in said
+    assert said.count("] error: ") == 1
+    assert "Traceback" not in said
+    assert "could not be written" not in said
+    if way == "renamed":  # and there it goes on
+        same = ("train.max_steps=3", f"train.save_steps={save_steps}", "tuning.mode=lora")
+        code, said, _ = train("other", *same, verb="resume")
+        assert code == 0, said

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft_play.facts.network import is_asked_from_here, names_of
+from sft_play.log import set_up_logging
 from tests.conftest import ROOT, chat, clean_environment
 
 PAGES = ("docs/trust.md", "docs/reliability.md")
@@ -78,6 +83,121 @@ def test_the_search_finds_what_it_looks_for():
     for code in ("torch.load(f, weights_only=True)", "model.eval()", "json.load(f)", "subprocess.run([x])",
                  "yaml.load(x, Loader=yaml.BaseLoader)"):  # fmt: skip
         assert not dangerous(calls(ast.parse(code))[0]), code
+
+
+# --- what a model's files name ----------------------------------------------------------------------------------------
+
+KERNEL = "owner/flash-attn"
+NAMED: dict[str, dict[str, dict[str, object]]] = {
+    "attention": {"config.json": {"attn_implementation": KERNEL}},
+    "attention of a commit": {"config.json": {"attn_implementation": f"{KERNEL}@{'0' * 40}:attend"}},
+    "as its attribute": {"config.json": {"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL}},
+    "by part": {"config.json": {"attn_implementation": {"": KERNEL, "text_config": KERNEL}}},
+    "paged": {"config.json": {"attn_implementation": f"paged|{KERNEL}"}},
+    "a package that a kernel stands in for": {"config.json": {"attn_implementation": "flash_attention_2"}},
+    "experts": {"config.json": {"experts_implementation": "sonicmoe", "_experts_implementation": "deepgemm"}},
+    "kernels": {"config.json": {"use_kernels": True, "kernel_config": {"RMSNorm": KERNEL}}},
+    "quantised": {"config.json": {"quantization_config": {"quant_method": "fbgemm_fp8"}}},
+    "another base": {"config.json": {"_name_or_path": "owner/other"}},
+    "code for answers": {"generation_config.json": {"custom_generate": "owner/answers", "penalty_alpha": 0.6}},
+    "a tokenizer": {"tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["owner/words--words.Words", None]},
+                                              "tokenizer_class": "Words"}},
+    "a processor": {"processor_config.json": {"auto_map": {"AutoProcessor": "owner/images--images.Images"}}},
+    "an adapter": {"adapter_config.json": {"peft_type": "XLORA", "base_model_name_or_path": "owner/base",
+                                           "adapters": {"one": "owner/adapter"}}},
+}  # fmt: skip
+"""What is added to a model's files: repositories from which transformers or PEFT could fetch and run something."""
+REFUSED = ("quantised", "a tokenizer", "an adapter")
+HOSTILE = "\x1b[31mred\x07\x9b2J\u202e"
+"""A colour, a bell, a C1 control that clears the screen, and a mark that reverses what follows."""
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+QUOTED = {"model_type": f"llama{HOSTILE}", "rope_scaling": {"rope_type": HOSTILE}, "hidden_act": HOSTILE}
+"""Fields of a config.json that libraries quote, in errors and in warnings of their own."""
+
+
+def asked_of_hub(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
+    """What became of each command line, and what it asked the hub for."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.asked_of_hub", str(folder / "packages")], input=json.dumps(commands),
+        capture_output=True, text=True, cwd=ROOT, env=clean_environment(SFT_PLAY_CACHE=str(folder / "cache")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    shown = done.stderr + "".join(answer["said"] for answer in answers)  # libraries have handlers of their own
+    assert not CONTROL.search(shown), repr(CONTROL.search(shown))
+    return answers
+
+
+def model_of_a_stranger(folder: Path, base: Path, more: dict[str, dict[str, object]]) -> Path:
+    """A copy of a model with more in its files, and a run YAML that trains it."""
+    shutil.copytree(base, folder / "model")
+    for name, fields in more.items():
+        file = folder / "model" / name
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(known | fields))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(chat(f"say {n}", "no.")) + "\n" for n in range(8)))
+    (folder / "my.yaml").write_text(
+        f"model: {{name: {folder}/model, max_seq_len: 64}}\ndata: {{train_path: {folder}/rows.jsonl}}\n"
+        "tuning: {mode: lora}\ntrain: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
+        f"output: {{dir: {folder}/outputs, name: one}}\n"
+    )
+    return folder / "my.yaml"
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("verb", ["check", pytest.param("train", marks=pytest.mark.slow)])
+def test_what_a_models_files_name_is_never_asked_of_the_hub(tmp_path, tiny_llama, verb):
+    """Nor do control characters in them reach the terminal, whoever quotes them (`asked_of_hub`)."""
+    cases = NAMED | {name: {"config.json": {name: value}} for name, value in QUOTED.items()}
+    files = [model_of_a_stranger(tmp_path / str(n), tiny_llama, more) for n, more in enumerate(cases.values())]
+    answers = asked_of_hub(tmp_path, [[verb, "--config", str(file)] for file in files])
+    for name, answer in zip(cases, answers, strict=True):
+        is_refused = name in (*REFUSED, *QUOTED)
+        assert answer["asked"] == [], (name, answer["said"])
+        assert (answer["code"], "Traceback" in answer["said"]) == (2 * is_refused, False), answer["said"]
+
+
+@pytest.mark.build
+def test_the_users_own_word_asks_the_hub_for_a_kernel(tmp_path, tiny_llama):
+    """The double itself: what is asked for is noted."""
+    kernel = f"{KERNEL}@{'0' * 40}"
+    file = model_of_a_stranger(tmp_path, tiny_llama, {})
+    words = ["train", "--config", str(file), f"model.attn_implementation={kernel}", "train.device=cpu"]
+    assert f"/kernels/{KERNEL}" in asked_of_hub(tmp_path, [words])[0]["asked"]
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_nor_what_the_files_of_a_received_run_name(tmp_path, tiny_llama):
+    file = model_of_a_stranger(tmp_path, tiny_llama, {})
+    modes = {"lora": ("adapter/adapter_config.json", NAMED["an adapter"]["adapter_config.json"]),
+             "full": ("model/config.json", NAMED["attention"]["config.json"])}  # fmt: skip
+    trained = asked_of_hub(tmp_path, [
+        ["train", "--config", str(file), f"tuning.mode={mode}", f"output.name={mode}"] for mode in modes
+    ])  # fmt: skip
+    assert [one["code"] for one in trained] == [0, 0], trained
+    for mode, (name, fields) in modes.items():
+        config = tmp_path / "outputs" / mode / name
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    # nobody types anything into the chat, so it ends once the model is loaded
+    answers = asked_of_hub(tmp_path, [["chat", "--run", str(tmp_path / "outputs" / mode)] for mode in modes])
+    assert [(one["code"], one["asked"]) for one in answers] == [(2, []), (0, [])], answers
+
+
+def test_every_librarys_record_is_shown_safely(capsys):
+    set_up_logging("check", stream=sys.stderr)
+    library = logging.getLogger("somebody.else")
+    handler = logging.StreamHandler(sys.stderr)  # as transformers has one of its own
+    library.addHandler(handler)
+    try:
+        library.warning("a model of type %s", HOSTILE)
+        library.warning("lines\nand\ttabs stay")
+    finally:
+        library.removeHandler(handler)
+    said = capsys.readouterr().err
+    assert "a model of type \\x1b[31mred\\x07\\x9b2J\\u202e" in said
+    assert "lines\nand\ttabs stay" in said
+    assert not CONTROL.search(said)
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------

@@ -19,15 +19,17 @@ from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.diagnose.pages import CheckReport
 from sft_play.ending import with_ending, write_json_line
-from sft_play.errors import SftPlayError
+from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.findings import Finding
+from sft_play.findings import Finding, failed
 from sft_play.launch.accelerate import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
+from sft_play.launch.machine import machine_for
 from sft_play.log import output_is_lost
 from sft_play.planner.layout import layouts_over
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.plan_stages import refuse_strategy
+from sft_play.starting.refusals import refusals
 from sft_play.starting.row_survey import has_own_lengths
 
 logger = logging.getLogger(__name__)
@@ -52,8 +54,17 @@ def check(
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
 ) -> CheckReport:
-    """`run_check.check` with the plan that a run would make here."""
-    return run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+    """`run_check.check` with the plan that a run would make here, and with what else it would be refused for."""
+    report = run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+    with contextlib.suppress(ConfigError):  # the report says it
+        loaded = load_config(config_path, overrides=overrides)
+        errors = refusals(loaded, machine_for(loaded.config, hardware), plans=())
+        # of the rows the report knows more, since it reads them all
+        others = [failed("start", str(one), "fix what is named") for one in errors if not isinstance(one, DataError)]
+        said = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
+        new = [one for one in others if not any(found in one.found for found in said)]
+        return dataclasses.replace(report, findings=(*new, *report.findings))
+    return report
 
 
 def on_screen(report: CheckReport, *, why: bool) -> Answer:

@@ -16,7 +16,7 @@ from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
 from sft_play.finished.run import find_any, next_line, require_split
-from sft_play.log import one_line
+from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import checked_name, run_at
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
@@ -131,7 +131,7 @@ def _chat(request: Request) -> Answer:
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
         def show(text: str) -> None:
-            sys.stdout.write(text)
+            sys.stdout.write(escape_control(text))  # the model's text, and names of the run's folder
             sys.stdout.flush()
 
         conversation = Conversation(

@@ -9,6 +9,7 @@ one whose run is finished ends at once.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -44,7 +45,8 @@ def run(request: Request) -> Answer:
         given = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
         raise ConfigError(f"{given} one of {', '.join(SCHEDULERS)}")
     _, suffix, submits = SCHEDULERS[request.for_]
-    planned = plan.run(request)
+    # as the job will be started, which resumes the folder of its name
+    planned = plan.run(dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume")))
     if planned.refused is not None:
         raise planned.refused
     loaded = load_config(request.config, overrides=request.overrides)

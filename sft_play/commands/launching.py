@@ -40,7 +40,7 @@ from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import numbered
-from sft_play.runs.files import read_json
+from sft_play.runs.files import read_summary
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _answer(started: Started) -> Answer:
         error = kept.manifest().get("error") if kept else None
         data = {"run": run if kept else None} | ({"error": str(error)} if error else {})
         return Answer(data, exit_code=started.code)
-    summary = {**read_json(folder.path / "summary.json"), **best_checkpoint(folder)} if folder else {"exit": 0}
+    summary = {**read_summary(folder.path), **best_checkpoint(folder)} if folder else {"exit": 0}
     return Answer({"run": run, **summary})
 
 

@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.request import Request, asked_machine, refusal_here
+from sft_play.commands.request import Request, asked_machine
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.checks import missed_columns
 from sft_play.data.first_look import Count, by_characters, first_look
 from sft_play.data.sources.files import data_paths
-from sft_play.errors import ConfigError, SftPlayError
+from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.refusals import require_here
 
 _MODES = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
@@ -117,8 +118,11 @@ def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
         try:
             plan = plan_for(config, hardware, with_suggestions=False)
             if plan.fits:
-                stops = refusal_here(plan, config, hardware)
-                beside = long_on_cpu(plan) if stops is None else [f"but a run here would stop: {stops}"]
+                beside = long_on_cpu(plan)
+                try:
+                    require_here(config, hardware)
+                except HardwareError as error:
+                    beside = [f"but a run here would stop: {error}"]
                 return mode, ", ".join([f"{mode} fits {where}", *(one_line(one, limit=400) for one in beside)])
         except SftPlayError as error:
             why = f"no plan was made for {where}: {one_line(str(error))}"

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.request import Request, asked_machine, refusal_here, refuse_variables
+from sft_play.commands.request import Request, asked_machine, refuse_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit, about, in_stage
+from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, about, in_stage
 from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import missing_kernels
@@ -33,6 +33,7 @@ from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.screen import plan_screen
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
+from sft_play.starting.refusals import refusals
 from sft_play.starting.row_survey import count_if_quick, known_rows
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,15 @@ def run(request: Request) -> Answer:
     loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
-    backend, absent = trained_by(base, hardware, only), count_if_quick(loaded)
+    unusable: list[SftPlayError] = []
+    backend, absent = trained_by(base, hardware, only), count_if_quick(loaded, on_error=unusable.append)
     if backend is not None and backend.fallback_from:  # another one than was asked for
         absent = [f"Backend: {backend.reason}", *absent]
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = whole = cheapest_machine(budget) or hardware
     refuse_strategy(loaded.config, hardware, strategy)
+    whole_run = loaded
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace, keeps_params=keeps)
     if stages:
         # the stage that decides: one that does not fit, else the one with the longest rows
@@ -81,7 +84,13 @@ def run(request: Request) -> Answer:
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
     refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
-    starts = refused is None and _starts_here(plan, loaded, whole)
+    plans = [one for *_, one in stages] or [plan]
+    errors = [*unusable, *refusals(whole_run, whole, needs_rows=False, plans=plans)]
+    because = list(dict.fromkeys(map(str, errors))) if refused is None else []
+    for why in because:
+        logger.warning("a run%s would stop: %s", "" if whole.named else " here", why)
+    starts = refused is None and not because
+    data |= {"refused_because": because} if because else {}
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
     data["launch"] = launch_line(plan, loaded, file) if starts else None
     lines = [
@@ -144,14 +153,6 @@ def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
     except DoesNotFit as error:
         return error
     return None
-
-
-def _starts_here(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> bool:
-    """Whether a run would start on this machine, or on one that is only named; where not, a warning has its words."""
-    why = refusal_here(plan, loaded.config, machine)
-    if why is not None:
-        logger.warning("a run here would stop: %s", why)
-    return why is None
 
 
 def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:

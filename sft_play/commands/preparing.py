@@ -15,7 +15,7 @@ from sft_play.commands.diagnosing import check, on_screen
 from sft_play.commands.request import Request, asked_machine, make_words
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, passed, warned
@@ -33,23 +33,28 @@ def run(request: Request) -> Answer:
     if request.command == "process":
         from sft_play.data.process import process
 
-        return _and_next(answer_of(process(config, force=request.force)), request, config.data)
+        return _and_next(answer_of(process(config, force=request.force)), request, config)
     if request.command == "style":
         from sft_play.data.style import style
 
-        return _and_next(answer_of(style(config, request.style, force=request.force)), request, config.data)
+        return _and_next(answer_of(style(config, request.style, force=request.force)), request, config)
     from sft_play.documents.documents import documents
 
-    return answer_of(documents(config, force=request.force))
+    return _and_next(answer_of(documents(config, force=request.force)), request, config)
 
 
-def _and_next(answer: Answer, request: Request, data: DataConfig) -> Answer:
+def _and_next(answer: Answer, request: Request, config: RunConfig) -> Answer:
     """The answer with the next command, which reads what was just written, whatever the config trains on."""
-    folder = Path(data.process.out_dir if request.command == "process" else data.style.out_dir)
+    data = config.data
+    written = {"process": data.process.out_dir, "style": data.style.out_dir, "dapt-docx": data.documents.out_dir}
+    folder = Path(written[request.command])
     reads = _which_files(data, folder)
     lines, settings = [], [*request.overrides]
-    if reads.verdict != "PASS":
+    if request.command == "dapt-docx" and config.task_mode == "cpt_mixed":
+        settings.append(f"data.text_path={_plain(folder / 'train.jsonl')}")
+    elif reads.verdict != "PASS":
         lines = [f"Not read yet: {reads.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
+        settings += ["task_mode=cpt"] if request.command == "dapt-docx" else []
         settings += _reading(folder, data)
     following = shlex.join(make_words(request, "check", settings))
     return dataclasses.replace(answer, lines=[*answer.lines, *lines, f"Next: {following}"])

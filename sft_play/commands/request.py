@@ -17,22 +17,18 @@ from typing import Any, NoReturn
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
-from sft_play.config.schema import ModelConfig, OutputConfig, RunConfig
+from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_value
 from sft_play.data.sources.files import data_files, find_source
-from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
-from sft_play.launch.machine import require_machine
 from sft_play.log import escape_control, one_line
-from sft_play.planner.plan import Plan
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
-from sft_play.runs.files import read_json
-from sft_play.runs.folder import MANIFEST
-from sft_play.runs.lookup import checked_name, output_dir, run_at
+from sft_play.runs.lookup import output_dir, run_named
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter import CONFIG
 
@@ -159,13 +155,14 @@ def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) 
     run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
     if run is None:
         return None
-    base = Path(OutputConfig().dir)
-    path = read_json(base / run / MANIFEST).get("config_path")
-    if isinstance(path, str) and Path(path).is_file():
-        return path
-    if not Path(CONFIG).is_file():
-        run_at(base, checked_name(run, key="RUN"))
-    return None
+    try:
+        folder = run_named(Path(OutputConfig().dir), run)
+    except RunFolderError:
+        if Path(CONFIG).is_file():
+            return None
+        raise
+    files = (str(folder.manifest().get("config_path")), str(folder.path / "config.yaml"))
+    return next((file for file in files if Path(file).is_file()), None)
 
 
 def _given(given: argparse.Namespace, flag: str) -> Any:
@@ -387,16 +384,6 @@ def refuse_hardware(request: Request) -> None:
         raise ConfigError(
             f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
         )
-
-
-def refusal_here(plan: Plan, config: RunConfig, machine: Hardware) -> str | None:
-    """Why a planned run would stop on this machine before anything loads; None where it starts, or is only named."""
-    try:
-        if not machine.named:
-            require_machine(config, machine, os.environ, params=lambda: plan.model_params)
-    except SftPlayError as error:
-        return str(error)
-    return None
 
 
 def output_dir_of(request: Request) -> Path:

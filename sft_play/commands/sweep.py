@@ -25,15 +25,13 @@ from sft_play.commands.launching import launched_ranks
 from sft_play.commands.request import Request, refuse_own_model
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
-from sft_play.data.sources.examples import look_at
-from sft_play.data.sources.files import data_paths
 from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stage
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
-from sft_play.launch.machine import machine_for, require_machine
+from sft_play.launch.machine import machine_for
 from sft_play.log import one_line
 from sft_play.planner.advice.questions import grid
 from sft_play.planner.layout import LayoutName, layouts_over
@@ -42,10 +40,11 @@ from sft_play.process import endings
 from sft_play.process.environment import for_another_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
-from sft_play.runs.lookup import name_of_config, new_folder, require_writable, resumes
+from sft_play.runs.lookup import name_of_config, new_folder, resumes
 from sft_play.runs.manifest import other_settings, refuse_mixing
-from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.plan_run import plan_for
 from sft_play.starting.plan_stages import common_layout, count_before_planning
+from sft_play.starting.refusals import refusals, require_planned
 
 logger = logging.getLogger(__name__)
 
@@ -174,19 +173,17 @@ def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Ce
 def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
     config = loaded.config
     hardware = _hardware(loaded)
-    require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
-    for part in loaded.parts:
-        with in_stage(part.stage):
-            look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
     folder = new_folder(config.output, config_path=loaded.path)
     is_there = resumes(folder, config.output)
-    if not is_there:
-        require_writable(folder)
+    for error in refusals(loaded, hardware, makes_folder=not is_there):
+        raise error
     only: tuple[LayoutName, ...] = layouts_over(hardware.ranks) if hardware.ranks > 1 else ("single",)
     options = LaunchOptions(strategy=only[0] if len(only) == 1 else None)
     count_before_planning(loaded, hardware, options, is_resumed=is_there, trains_here=False)
     plans = _plans(loaded, hardware, only)
     state = _found(folder, loaded, plans[0]) if is_there else "new"
+    if state != "finished":
+        require_planned(loaded, hardware, plans, folder)
     most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
         return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", misfit_words(most, config))

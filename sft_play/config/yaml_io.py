@@ -142,12 +142,13 @@ def _near(path: Path, suffixes: tuple[str, ...]) -> str:
     def those_of(folder: Path) -> list[Path]:
         return [one for one in sorted(folder.glob("*")) if one.suffix in suffixes and not one.name.startswith(".")]
 
-    here = [one.name for one in those_of(path.parent)]
-    same = next((name for name in here if name.rpartition(".")[0] in (path.stem, path.name)), None)
-    meant = same or nearest(path.name, here)
-    if meant is not None:
-        return f"; did you mean {path.with_name(meant)}?"
-    names = [str(one) for one in those_of(path.parent) or those_of(Path("configs"))]
+    here, shipped = those_of(path.parent), those_of(Path("configs"))
+    stem = path.stem if path.suffix in suffixes else path.name
+    for there in [here, shipped] if path.parent == Path() else [here]:
+        meant = nearest(stem, [one.stem for one in there]) or nearest(path.name, [one.name for one in there])
+        if meant is not None:
+            return f"; did you mean {next(one for one in there if meant in (one.stem, one.name))}?"
+    names = [str(one) for one in here or shipped]
     return f"; there are: {', '.join(names[:20])}" if names else ""
 
 

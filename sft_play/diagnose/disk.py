@@ -24,6 +24,7 @@ OTHER_BYTES = 64 * 2**20
 """Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics."""
 STORED_WIDTH = 2
 """Bytes per parameter of models on the hub."""
+LARGER = "free space, set output.dir to a larger disk, or train.save_total_limit=1"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class DiskUse:
         """The most that is on the disk at once."""
         return (self.count or 1) * self.checkpoint + self.weights
 
+    def least(self, existing: int = 0) -> int:
+        """Of `total` what weights and states take for certain beside `existing` checkpoints; before the final weights
+        are written the oldest one goes."""
+        more, checkpoint = max(0, (self.count or 1) - existing), self.checkpoint - OTHER_BYTES
+        return max(more * checkpoint, (more - 1) * checkpoint + self.weights - OTHER_BYTES)
+
 
 def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
     """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5% below the files of a
@@ -54,7 +61,9 @@ def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
     train = config.train
     at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
     every = config.eval.steps if train.load_best_model_at_end else train.save_steps
-    in_all: int | None = math.ceil(train.epochs)
+    if not every and plan.row_tokens is not None:  # after each epoch, of which train.max_steps may be several
+        every = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
+    in_all: int | None = None if train.max_steps else math.ceil(train.epochs)
     if every:
         in_all = None if plan.work is None else math.ceil(plan.work.steps / every)
     counts = [count for count in (in_all, at_once) if count is not None]
@@ -106,7 +115,7 @@ def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, 
     written = f"a {one}" if use.count == 1 else several
     needed = f"{written} and {size_of(use.weights)} at the end: {size_of(use.total)}; {free}"
     if space.free < use.total:
-        return failed("disk", needed, "free space, set output.dir to a larger disk, or train.save_total_limit=1")
+        return failed("disk", needed, LARGER)
     return passed("disk", needed)
 
 

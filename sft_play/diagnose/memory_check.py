@@ -15,6 +15,7 @@ from sft_play.diagnose.pages import gib, value_text
 from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
 from sft_play.facts.gpus.gpu import GpuProcess, SeenGpu
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
 
 BIG_OTHERS = 3
@@ -90,6 +91,8 @@ class MemorySeen:
     prediction: Prediction | None
     ram: Ram
     warnings: tuple[str, ...] = ()
+    measured: Mapping[str, int] = field(default_factory=dict)
+    """Of a run that has ended the peak of each moment, in bytes of one rank, as it measured them itself."""
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object, bytes as integers."""
@@ -127,6 +130,17 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         return None
 
 
+def measured_in(folder: RunFolder) -> dict[str, int]:
+    """What a run has measured of each of its moments, as its summary says; on a CPU above what its imports took."""
+    moments = read_summary(folder.path).get("peak_bytes_by_moment") or {}
+    names = ("measured_reserved", "measured_allocated", "measured_rss")
+    return {
+        moment: size
+        for moment, peak in moments.items()
+        if (size := next((peak[name] for name in names if peak.get(name)), None))
+    }
+
+
 def see_memory(
     output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
 ) -> MemorySeen:
@@ -152,6 +166,7 @@ def see_memory(
         prediction=prediction,
         ram=ram,
         warnings=tuple(warnings(uses, ram, prediction, group)) if group else (),
+        measured=measured_in(folder) if folder and not run.running else {},
     )
 
 

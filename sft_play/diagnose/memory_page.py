@@ -22,9 +22,11 @@ def memory_lines(check: MemorySeen) -> list[str]:
     page = [*check.said]
     right = _prediction_table(check.prediction) if check.prediction else None
     left = _rank_table(check) if _shows_ranks(check) else _gpu_table(check)
-    if left is not None or right is not None:
+    sizes = [[moment, size_of(size)] for moment, size in check.measured.items()]
+    measured = table_of(("measured\nper rank", ""), sizes, left=(0,)) if sizes else None
+    if any((left, right, measured)):
         grid = Table.grid(padding=(0, 4))
-        grid.add_row(*(part for part in (left, right) if part is not None))
+        grid.add_row(*(part for part in (left, right, measured) if part is not None))
         page += ["", *lines_of(grid), ""]
     if (prediction := check.prediction) is not None:
         batch = f"micro-batch {prediction.micro_batch} x accum {prediction.grad_accum}"

@@ -288,10 +288,6 @@ class _Checks:
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
-            if set(self._config.train.report_to) - {"tensorboard"}:
-                from sft_play.training.loop.trainer import check_trackers  # imports TRL, which takes seconds
-
-                check_trackers(self._config)
             size, new_rows = len(self._tokenizer), added_rows(self._tokenizer, self._config)
             precision = self._planned.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)

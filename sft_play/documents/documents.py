@@ -106,8 +106,6 @@ class DocumentsReport:
             for name, split in self.splits.items()
             if split["rows"]
         ]
-        val = folder / VAL if self.splits[VAL]["rows"] else "null"
-        asked = f"task_mode=cpt data.train_path={folder / TRAIN} data.val_path={val} data.test_path=null"
         return [
             f"{_many(found, 'document')} found, {found - len(self.unreadable)} read, {len(self.unreadable)} not",
             *_listed("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
@@ -117,7 +115,6 @@ class DocumentsReport:
             f"{_many(self.paragraphs, 'paragraph')} in {_many(rows, 'row')} of at most {self.config.chunk_chars:,} "
             "characters",
             *(f"  {line}" for line in [*written, note] if line),
-            f'to train on it: make train CONFIG=run.yaml SET="{asked}"',
         ]
 
     def _val_note(self) -> str:

@@ -26,6 +26,14 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     return Path(given).expanduser() if given else Path("~/.cache/sft-play").expanduser()
 
 
+def from_here(path: Path) -> Path:
+    """A path as messages and commands show it: from the current folder on where it lies in it, else as it is."""
+    with contextlib.suppress(OSError):  # the current folder is gone
+        if Path.cwd() in path.parents:
+            return path.relative_to(Path.cwd())
+    return path
+
+
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that has no locks, as network file systems may be mounted."""
 

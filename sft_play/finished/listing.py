@@ -20,7 +20,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
-from sft_play.runs.files import evaluations, metric_lines, read_json
+from sft_play.runs.files import evaluations, metric_lines, read_json, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import runs_in
@@ -97,7 +97,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
     metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
-    metric, value, rows = best_of(metrics, read_json(folder.path / "summary.json")) or (None, None, None)
+    metric, value, rows = best_of(metrics, read_summary(folder.path)) or (None, None, None)
     return ListedRun(
         folder.path.name,
         folder.path,

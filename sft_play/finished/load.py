@@ -120,17 +120,19 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     sdpa.switch(cudnn=False)
     try:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
-        whole, options = AutoConfig.from_pretrained(str(folder)), {}
-        if whole.get_text_config() is not whole:  # of an image-text model its language model
-            config = language_config(whole)
+        whole = AutoConfig.from_pretrained(str(folder))
+        if getattr(whole, "quantization_config", None):  # transformers would fetch kernels for some of them
+            raise ModelError(f"{folder} holds quantised weights, and no run of this toolkit saves such")
+        config, key_mapping = language_config(whole), None
+        if config is not whole:  # of an image-text model its language model
             fit_ties(whole, config, lambda: set(tensors_in(folder)))
             with torch.device("meta"):
                 tower = tower_of(whole, AutoModelForCausalLM.from_config(config))
-            options = {"config": config, "key_mapping": tower.key_mapping if tower is not None else None}
+            key_mapping = tower.key_mapping if tower is not None else None
         with no_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
-                output_loading_info=True, **options,
+                str(folder), config=config, dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
+                output_loading_info=True, key_mapping=key_mapping,
             )  # fmt: skip
     except ModelError:
         raise

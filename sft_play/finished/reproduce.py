@@ -31,7 +31,7 @@ from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_dat
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
-from sft_play.runs.files import read_json
+from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
 from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
@@ -87,9 +87,9 @@ def reproduce(run: FinishedRun) -> Reproduced:
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     old, name = run.folder.path, _free_name(run.folder)
     place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
-    place = place if place.is_dir() else Path.cwd()
+    place, settings = place if place.is_dir() else Path.cwd(), old.absolute() / "resolved.json"
     with contextlib.chdir(place):
-        loaded = load_config(old.absolute() / "resolved.json")
+        loaded = load_config(settings)
         _require_inputs(run, loaded)
     code = code_words(run.manifest)
     logger.info("Code: %s", code)
@@ -104,7 +104,7 @@ def reproduce(run: FinishedRun) -> Reproduced:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
-    steps = int(read_json(new.path / "summary.json")["steps"])
+    steps = int(read_summary(new.path)["steps"])
     return Reproduced(old, new.path, code, tensors, differing, steps)
 
 

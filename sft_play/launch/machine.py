@@ -267,6 +267,8 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
 def prepare_libraries(model: str, hardware: Hardware) -> None:
     """Settings that the libraries read when they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # the profiler's library writes `USDT:` lines to standard error whatever it is told, but from above its last level
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if not hardware.gpus:
         deepspeed_on_cpu()
     allow_fp16(hardware, os.environ)

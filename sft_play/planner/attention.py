@@ -14,10 +14,12 @@ PyTorch's flash kernel takes those of many chats; where it does not run, each ch
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
 from sft_play.facts.installed import CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.precision import Precision
@@ -39,6 +41,16 @@ def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
 def is_hub_kernel(wanted: str) -> bool:
     """Whether it is a kernel of the hub, `owner/name@commit`."""
     return "/" in wanted
+
+
+def require_package(wanted: str) -> None:
+    """Raise ModelError where an attention that was asked for needs a package that is not installed."""
+    package = "kernels" if is_hub_kernel(wanted) else "flash-attn" if wanted == "flash_attention_2" else None
+    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise ModelError(
+            f"model.attn_implementation={wanted} needs the package {package}, which is not installed; pip install "
+            f"{package}, or use auto"
+        )
 
 
 # --- the kernels behind sdpa ------------------------------------------------------------------------------------------

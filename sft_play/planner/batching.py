@@ -93,15 +93,21 @@ def arithmetic(train: TrainConfig, batch: BatchPlan, *, is_fixed: bool = False) 
     if train.effective_follows:
         return f"effective batch {batch.effective_batch} = {words}: train.effective_batch_size was not given"
     product = f"{words} = {batch.effective_batch}"
-    numbers = {"train.batch_size": batch.micro_batch, "train.grad_accum": batch.grad_accum}
-    wished = dict(zip(numbers, (train.batch_size, train.grad_accum), strict=True))
-    if is_of_one_rank(train) and wished != numbers:
-        changed = " and ".join(
-            f"{name}={wished[name]} becomes {now}" for name, now in numbers.items() if wished[name] != now
-        )
+    if changed := changed_words(train, batch):
         return f"{product}: the effective batch that was given for one rank is kept, {changed}"
+    wished = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
     given = [name for name, value in wished.items() if value != "auto"]
     return f"{product} ({' and '.join(given)} {'are' if len(given) > 1 else 'is'} given)" if given else product
+
+
+def changed_words(train: TrainConfig, batch: BatchPlan) -> str:
+    """Which of the numbers that were given for one rank are others over several; empty where none is."""
+    pairs = {
+        "batch_size": (train.batch_size, batch.micro_batch),
+        "grad_accum": (train.grad_accum, batch.grad_accum),
+    }
+    changed = [f"train.{name}={was} becomes {now}" for name, (was, now) in pairs.items() if was != now]
+    return " and ".join(changed) if is_of_one_rank(train) else ""
 
 
 def _product(batch: BatchPlan) -> str:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
+from sft_play.planner.batching import changed_words
 from sft_play.planner.plan import Plan, Work
 from sft_play.units import duration_of
 
@@ -25,7 +26,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start:
-        verdict = f"NOT STARTED on this machine ({plan.choice.verdict})"
+        verdict = f"NOT STARTED{'' if plan.hardware.named else ' on this machine'} ({plan.choice.verdict})"
     return [
         f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}; predicted peak {plan.memory.peak_words}",
         f"{_batch(plan)}; {run_words(plan)}",
@@ -70,6 +71,8 @@ def warnings(plan: Plan, config: RunConfig) -> list[str]:
     if plan.work is not None and plan.work.steps < FEW_STEPS and not config.train.max_steps:
         few = f"{plan.work.steps} optimizer step{' is' if plan.work.steps == 1 else 's are'} few"
         found.append(f"{few}: more train.epochs, or a smaller {config.train.effective_words}, makes more")
+    if changed := changed_words(config.train, plan.batch):
+        found.append(f"{changed}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
     return [*found, *long_on_cpu(plan)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from sft_play.facts.host import free_at
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
 from sft_play.units import size_of
+
+logger = logging.getLogger(__name__)
 
 _REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing meets, and that may come without the name of a file."""
@@ -37,6 +40,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run or a stage. Empty, with a warning, where a value is of another kind than a run writes there:
+    whoever reads it counts with its numbers."""
+    path = folder / "summary.json"
+    summary = read_json(path)
+    figures = [summary.get(name) or {} for name in ("before", "after", "peak_bytes")]
+    try:
+        figures += [*(summary.get("peak_bytes_by_moment") or {}).values(), *(summary.get("evaluations") or ())]
+        numbers = [summary.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s", "steps", "wall_s", "exit")]
+        numbers += [value for part in figures for name, value in part.items() if name != "moment"]
+        numbers += [bool(sample.get("right")) for sample in summary.get("samples") or ()]
+        sum(number for number in numbers if number is not None)
+    except (TypeError, AttributeError):
+        logger.warning("%s is damaged, and is left out", path)
+        return {}
+    return summary
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -147,7 +168,7 @@ def refusals() -> Iterator[None]:
             raise
         named = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
         what = "a file" if named is None else one_line(os.fsdecode(named))
-        free = "" if named is None else f"; {_free_words(Path(os.fsdecode(named)))}"
+        free = "" if named is None else f"; {free_words(Path(os.fsdecode(named)))}"
         raise RunFolderError(f"{what} cannot be written: {reason}{free}") from error
 
 
@@ -161,14 +182,14 @@ def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[
     words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({size_of(needed)}) "
     words += "are needed, and {}. Free space there, then resume the run"
     if free is not None and free < needed:
-        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), _free_words(folder)))
+        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), free_words(folder)))
     try:
         yield
     except Exception as error:
         reason = refusal(error)
         if reason is None:
             raise
-        raise RunFolderError(words.format(reason, _free_words(folder))) from error
+        raise RunFolderError(words.format(reason, free_words(folder))) from error
 
 
 def free_bytes(path: Path) -> int | None:
@@ -177,6 +198,7 @@ def free_bytes(path: Path) -> int | None:
     return space.free if space is not None and space.total else None
 
 
-def _free_words(path: Path) -> str:
+def free_words(path: Path) -> str:
+    """What a disk has free, for a message."""
     free = free_bytes(path)
     return "what is free there is not known" if free is None else f"{free:,} bytes ({size_of(free)}) are free there"

@@ -17,7 +17,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig, resolved
 from sft_play.config.schema import OutputConfig
-from sft_play.errors import RunFolderError
+from sft_play.errors import RunFolderError, about
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import MANIFEST, RunFolder
@@ -31,7 +31,8 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     has; raises RunFolderError where there is none, or the named one is finished or not ours."""
     base = output_dir(output)
     if name is not None or output.name is not None:
-        folder = run_at(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
+        with about(name and f"RUN={one_line(name)}"):
+            folder = run_named(base, name) if name else run_at(base, checked_name(output.name or "", key="output.name"))
         if folder.manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
@@ -85,11 +86,13 @@ def output_dir(output: OutputConfig) -> Path:
     """The folder of the run folders; raises RunFolderError where it cannot be a folder."""
     try:
         base = Path(output.dir).expanduser()
+        is_dangling = base.is_symlink() and not base.exists()
         is_file = base.exists() and not base.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
-    if is_file:
-        raise RunFolderError(f"output.dir={one_line(str(base))} is a file; name a folder")
+    if is_file or is_dangling:
+        kind = "a link to a folder that is not there" if is_dangling else "a file"
+        raise RunFolderError(f"output.dir={one_line(str(base))} is {kind}; name a folder")
     return base
 
 
@@ -135,8 +138,9 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
             f"the run folder {path} exists; choose output.if_exists=resume (continue it), "
             "output.if_exists=replace (move it aside and start over), or another output.name"
         )
+    if path.exists():  # refuses early what create_run(), or a resume, would refuse
+        RunFolder(path).manifest()
     if path.exists() and output.if_exists == "replace":
-        RunFolder(path).manifest()  # refuses early what create_run() would refuse
         lock(RunFolder(path)).close()
     return RunFolder(path)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sft_play._version import __version__
 from sft_play.config.leaves import leaves
-from sft_play.config.load import LoadedConfig, differing_keys, follows, resolved
+from sft_play.config.load import LoadedConfig, differing_keys, follows, load_config, resolved
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import version_of
@@ -135,17 +135,35 @@ def check_same_run(
     refuse_mixing(folder, lines)
 
 
-def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int) -> dict[str, str]:
+def settings_to_keep(overrides: Sequence[str]) -> list[str]:
+    """The settings of a start that hold for a resume of its run too."""
+    of_one_start = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
+    return [word for word in overrides if not word.startswith(of_one_start)]
+
+
+def as_started(loaded: LoadedConfig, folder: RunFolder) -> LoadedConfig:
+    """A run that is resumed: with the settings that its first start was given beside its config, and over them those
+    that are given now; raises ConfigError where they cannot be read."""
+    recorded, model = folder.manifest().get("overrides"), read_json(folder.path / "resolved.json").get("model")
+    words = settings_to_keep(list(map(str, recorded))) if isinstance(recorded, list) else []
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    if adapter:  # by its path: `last` may be another one by now
+        words.append(f"model.adapter={json.dumps(adapter)}")
+    return load_config(loaded.path, overrides=(*words, *loaded.overrides))
+
+
+def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None) -> dict[str, str]:
     """The settings that change a run's numbers and are not those it was started with, each in words; raises
-    RunFolderError where the run's own cannot be read."""
+    RunFolderError where the run's own cannot be read. `effective_batch` None: before there is a plan."""
     try:
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
+    if not isinstance(old, dict) or not isinstance(old.get("train"), dict):
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
+    effective_batch = effective_batch or old["train"].get("effective_batch_size")
     # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
     new = json.loads(json.dumps(scrub(resolved(config, effective_batch=effective_batch))))
-    if not isinstance(old, dict):
-        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
     return {
         key: f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}"
         for key, (was, now) in differing_keys(old, new).items()

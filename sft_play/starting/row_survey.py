@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,13 @@ def count_rows(loaded: LoadedConfig) -> None:
                 _count(part.config)
 
 
-def count_if_quick(loaded: LoadedConfig) -> list[str]:
-    """Count the rows for a plan, where tokenizer and files are here and small; rows that cannot be used are a warning.
-    Returns a line for each part whose data are not here: they may be on the machine that trains."""
+def count_if_quick(
+    loaded: LoadedConfig,
+    *,
+    on_error: Callable[[SftPlayError], object] = lambda error: logger.warning("Rows: not counted: %s", error),
+) -> list[str]:
+    """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
+    are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
     absent: list[str] = []
     for part in loaded.parts:
         config = part.config
@@ -90,7 +94,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
             try:
                 _count(config)
             except SftPlayError as error:
-                logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
+                on_error(error)
     return absent
 
 

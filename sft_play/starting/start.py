@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from sft_play.config.load import LoadedConfig
-from sft_play.data.sources.examples import look_at
-from sft_play.data.sources.files import data_paths
-from sft_play.errors import ConfigError, RunFolderError, about, in_stage
+from sft_play.errors import ConfigError, RunFolderError, about
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
@@ -28,7 +26,7 @@ from sft_play.launch.launch_options import (
     take_choices,
     with_accelerate,
 )
-from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
+from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner import show
 from sft_play.planner.layout import DEEPSPEED
@@ -38,8 +36,8 @@ from sft_play.process import endings
 from sft_play.runs import ran_out
 from sft_play.runs.folder import DIED, RESTARTS, RunFolder
 from sft_play.runs.locking import LAUNCHER, lock
-from sft_play.runs.lookup import find_resumable, is_finished, new_folder, require_writable, resumes
-from sft_play.runs.manifest import first_day
+from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
+from sft_play.runs.manifest import as_started, first_day, other_settings, refuse_mixing
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import (
     Decided,
@@ -49,8 +47,9 @@ from sft_play.starting.launch_ranks import (
     placed,
     received,
 )
-from sft_play.starting.plan_run import layout_in_unsloth, shape_for, stopped_run
+from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
+from sft_play.starting.refusals import refusals, require_planned
 from sft_play.starting.train_here import train_here
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ def _start(asked: Asked) -> Started:
             ):  # fmt: skip
                 logger.info("%s", line)
         if folder is None or not decided.trains_here:
-            run = folder.path.name if asked.resume and folder is not None else None
+            run = str(folder.path) if asked.resume and folder is not None else None
             code, launch = launch_ranks(
                 asked.loaded, asked.options, planned, folder,
                 is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder), log_buffer=buffer,
@@ -153,7 +152,7 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
-    stopped = stopped_run(folder)
+    loaded, stopped = as_started(loaded, folder), stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
@@ -212,8 +211,6 @@ def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContext
 def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
     hardware = _machine(asked)
-    if starts:
-        require_machine(loaded.config, hardware, os.environ, params=lambda: shape_for(loaded.config).params)
     if asked.over_ranks:
         log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
     folder, is_resumed = _folder(asked)
@@ -222,22 +219,24 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
         take_death(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
-    for part in loaded.parts:
-        with in_stage(part.stage):
-            look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
+    if folder is not None and is_resumed and folder.has_trained:
+        refuse_mixing(folder, list(other_settings(folder, loaded.config).values()))
+    # a command that is only shown may be typed on another machine
+    machine = hardware if starts else dataclasses.replace(hardware, named=True)
+    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.rank == 0):
+        raise error
     unsloths = layout_in_unsloth(loaded, options, hardware)
     trains_here, mark = unsloths is not None or not asked.over_ranks, None
-    if starts and folder is not None:
-        if not is_resumed:
-            require_writable(folder)
-        if asked.ranks is None:
-            held.enter_context(reported(folder))
-        if is_resumed and asked.ranks is None and options.nodes.count == 1:  # before minutes go into rows and plan
+    if starts and folder is not None and asked.ranks is None:
+        held.enter_context(reported(folder))
+        if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
             mark = held.enter_context(lock(folder, by=None if trains_here else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
     if starts:
         count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
     planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
+    if starts:  # the folder is rank 0's where there are several nodes
+        require_planned(loaded, hardware, [plan for plan, _ in planned] if folder is not None else [], folder)
     today = first_day(folder) if folder is not None else date.today()
     return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
 

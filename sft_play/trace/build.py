@@ -24,7 +24,7 @@ from sft_play.trace import fakes, kernels
 from sft_play.trace.delta_rule import chunk_gated_delta_rule
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.language_model import language_config
+from sft_play.training.model.language_model import language_config, without_kernels
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trained_rows
 
@@ -159,7 +159,7 @@ def config_of(settings: StepSettings) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
-        config = AutoConfig.from_pretrained(settings.code, trust_remote_code=True).get_text_config()
+        config = without_kernels(AutoConfig.from_pretrained(settings.code, trust_remote_code=True)).get_text_config()
         config.update({"use_cache": False, "output_router_logits": False})
         return config
     plain = json.loads(json.dumps(dict(settings.model)))

@@ -27,7 +27,7 @@ from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
-from sft_play.training.model.language_model import language_config
+from sft_play.training.model.language_model import language_config, without_kernels
 from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import is_routed
 from sft_play.training.proofs.adapter_trial import (
@@ -106,7 +106,7 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
     if trust_remote_code and config.get("auto_map"):
-        return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
+        return without_kernels(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
     fields = {key: value for key, value in config.items() if key != "model_type"}
     return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from logging.handlers import MemoryHandler
+from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import OutputConfig
 from sft_play.data.sources.files import DataPaths, data_paths
 from sft_play.planner.plan import Plan, Planned
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import Lock
-
-_NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
-"""Overrides of the first start that must not be repeated when the run is resumed."""
+from sft_play.runs.manifest import settings_to_keep
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,8 @@ def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFold
 
 
 def resume_command(job: RunJob) -> str:
-    """The command that resumes this run, with the settings that it was started with."""
-    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.whole.path.name}"]
-    kept = [word for word in job.loaded.overrides if not word.startswith(_NOT_FOR_RESUMING)]
-    if kept:
-        words.append(f"SET={shlex.join(kept)}")
-    return shlex.join(words)
+    """The command that resumes this run; its name alone is enough in the folder where every run is looked for."""
+    folder, kept = job.folder.whole.path, settings_to_keep(job.loaded.overrides)
+    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
+    words += [f"SET={shlex.join(kept)}"] if kept else []
+    return shlex.join(["make", "resume", f"RUN={folder.name}"] if folder.parent == Path(OutputConfig().dir) else words)

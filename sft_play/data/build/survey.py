@@ -16,6 +16,7 @@ from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
+from sft_play.errors import rephrased
 from sft_play.process.heap import give_back
 
 # Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
@@ -151,7 +152,8 @@ class RowMaker:
                 else:
                     parts += [(number, part) for part in self.renderer.expand(self.renderer.as_chat(one))]
             taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
-            rendered = iter(self.renderer.render_all(taken))
+            with rephrased():
+                rendered = iter(self.renderer.render_all(taken))
             for number, one in parts:
                 if isinstance(one, BadRow):
                     yield one

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from sft_play.data.sources.files import Part, split_part
-from sft_play.errors import DataError
+from sft_play.errors import DataError, rephrased
 from sft_play.process.endings import leave_with
 
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
@@ -110,4 +110,5 @@ def _start_worker(sent: bytes, parent: int) -> None:
 
 def _work(job: Any) -> Any:
     assert _do_job is not None
-    return _do_job(job)
+    with rephrased():  # a panic could not be sent to the parent
+        return _do_job(job)

@@ -134,11 +134,27 @@ def _is_native(model_type: str) -> bool:
     return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
 
 
+_GGUF = (
+    "a GGUF, weights for llama.cpp that nothing here trains: give the model that it was converted from, as a hub id or "
+    "a folder with config.json and safetensors (make export FORMAT=gguf makes a GGUF of what was trained)"
+)
+
+
 def config_json(name: str, *, revision: str | None = None) -> Config:
     """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
     folder = local_folder(name)
     if folder is not None:
-        return _read_config(folder, str(folder))
+        kinds = {file.suffix.lower() for file in folder.glob("*")}
+        if ".gguf" in kinds and ".safetensors" not in kinds:
+            raise ModelError(f"model path {one_line(name)} holds {_GGUF}")
+        config = _read_config(folder, str(folder))
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model path {one_line(name)} holds an adapter beside its config.json, which transformers would put on "
+                "the weights unasked: give the base model's folder (model.adapter continues an adapter), or remove "
+                "adapter_config.json"
+            )
+        return config
     if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
     owned = next((one for one in KNOWN_MODELS if one.rpartition("/")[2].lower() == name.lower()), None)
@@ -164,7 +180,8 @@ def local_folder(name: str) -> Path | None:
     with contextlib.suppress(OSError):
         is_path |= path.is_file()
     if is_path:
-        raise ModelError(f"model path {one_line(name)} does not exist or is no folder (looked from {Path.cwd()})")
+        problem = f"does not exist or is no folder (looked from {Path.cwd()})"
+        raise ModelError(f"model path {one_line(name)} {f'is {_GGUF}' if path.suffix.lower() == '.gguf' else problem}")
     return None
 
 
@@ -201,7 +218,9 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
         errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
         "give a folder",
-        errors.EntryNotFoundError: "has no config.json on the hub: it is not a transformers model",
+        errors.EntryNotFoundError: f"is {_GGUF}"
+        if "gguf" in name.lower()
+        else "has no config.json on the hub: it is not a transformers model",
     }
     offline = not hub_answers()  # then only the cache is read, at once
     try:

@@ -38,7 +38,7 @@ from sft_play.finished.run import (
     text_only_of,
 )
 from sft_play.planner.memory.loading_and_saving import FILE_BYTES
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.files import read_json, read_summary, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
 from sft_play.training.checkpoints.checkpoints import require_sealed, seal
@@ -133,7 +133,7 @@ def card_facts(
     run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: Kind = "merged", dtype: str = ""
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
-    summary = read_json(run.folder.path / "summary.json")  # the card has fewer lines without one
+    summary = read_summary(run.folder.path)  # the card has fewer lines without one
     return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
         manifest=run.manifest, summary=summary, stop=stop, dtype=dtype,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sft_play.config.leaves import leaves
 from sft_play.finished.listing import Status, best_of, status_of
-from sft_play.runs.files import metric_lines, read_json
+from sft_play.runs.files import metric_lines, read_json, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB, duration_of, size_of
 
@@ -137,7 +137,7 @@ def read_record(folder: RunFolder) -> Record:
     stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
     logged = _logged(folder.metrics_path)
     parts = [_part(folder.of_stage(name), logged) for name in stages if folder.of_stage(name).path.is_dir()]
-    summary, warnings = read_json(folder.path / "summary.json"), tuple(_warnings(folder.log_path))
+    summary, warnings = read_summary(folder.path), tuple(_warnings(folder.log_path))
     parts = parts or [_part(folder, logged)]
     return Record(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
 
@@ -163,8 +163,8 @@ def _logged(path: Path) -> dict[str | None, _Logged]:
 
 
 def _part(folder: RunFolder, logged: Mapping[str | None, _Logged]) -> RunPart:
-    plan, settings, summary = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved", "summary"))
-    return RunPart(folder.stage, plan, settings, summary, *logged.get(folder.stage, ({}, {})))
+    plan, settings = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved"))
+    return RunPart(folder.stage, plan, settings, read_summary(folder.path), *logged.get(folder.stage, ({}, {})))
 
 
 def _warnings(log: Path) -> list[str]:

@@ -79,12 +79,29 @@ def read_deepspeed_file(path: Path) -> Config:
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
     text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=WANTED)
     bare = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
-    is_json = bare.lstrip().startswith(("{", "["))
-    data = yaml_io.parse_value(bare if is_json and path.suffix.lower() not in (".yaml", ".yml") else text,
-                               name=one_line(str(path)))  # fmt: skip
+    is_json = bare.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
+    try:
+        data = yaml_io.parse_value(bare if is_json else text, name=one_line(str(path)))
+    except ConfigError:
+        if is_json:
+            _refuse_json(bare, name=one_line(str(path)))
+        raise
     if not isinstance(data, dict):
         raise ConfigError(f"{one_line(str(path))} holds {yaml_io.show(data)}; expected {WANTED}")
     return data
+
+
+def _refuse_json(text: str, *, name: str) -> None:
+    """Raise ConfigError in the words of JSON where a text is none; a comma behind the last item is allowed."""
+    try:
+        json.loads(re.sub(r"(?<!,),(?=\s*[}\]])", " ", text))
+    except json.JSONDecodeError as error:
+        # what lacks a comma may end lines above
+        before = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
+        where = f" behind line {before}" if "delimiter" in error.msg else ""
+        raise ConfigError(
+            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{where}; not valid YAML either"
+        ) from None
 
 
 _NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)

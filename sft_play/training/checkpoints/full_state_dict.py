@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from sft_play.errors import TrainingError
+from sft_play.errors import ModelError, TrainingError
 from sft_play.training.model.language_model import PEFT_PREFIX, lost_by_peft, tower_in
 from sft_play.training.ranks.distributed import is_first
 
@@ -140,9 +140,11 @@ def load_adapter(model: Any, folder: Path) -> Any:
     from peft import PeftConfig, PeftModel, get_peft_model
 
     tower, names = tower_in(model), list(load_file(folder / ADAPTER_FILE))
+    config = PeftConfig.from_pretrained(str(folder))
+    if config.peft_type != "LORA":  # of other kinds PEFT would fetch parts that the file names
+        raise ModelError(f"{folder} holds an adapter of another kind than LORA (peft_type in its adapter_config.json)")
     if tower is None and not lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()
-    config = PeftConfig.from_pretrained(str(folder))
     if tower is not None:
         config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
         rows: Any = config.trainable_token_indices or {}

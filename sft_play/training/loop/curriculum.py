@@ -7,7 +7,6 @@ weights on by disk, so every layout and `resume` go the same way.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
+from sft_play.runs.files import read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
@@ -61,9 +61,8 @@ class Stages:
             # rank 0 decides for all: another node may not see the files yet
             if distributed.of_first(stage.folder.has_finished(adapter=is_adapter) if distributed.is_first() else None):
                 logger.info("Stage %d of %d, %s, is finished", number, len(self._job.stages), stage.folder.stage)
-                path = stage.folder.path / "summary.json"
-                text = path.read_text(encoding="utf-8") if distributed.is_first() else "{}"
-                self._summaries.append({"name": stage.folder.stage, **distributed.of_first(json.loads(text))})
+                summary = read_summary(stage.folder.path) if distributed.is_first() else {}
+                self._summaries.append({"name": stage.folder.stage, **_UNKNOWN, **distributed.of_first(summary)})
             elif self._left() == 0:
                 status = STOPPED
                 break
@@ -132,6 +131,10 @@ class Stages:
             job.folder.write_json("summary.json", summary)
             job.folder.update_manifest(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
         return summary
+
+
+_UNKNOWN: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
+"""Figures of a stage whose summary is damaged."""
 
 
 def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ loss holds. `loop` has what the trainer does differently from TRL's, `loop_check
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
 from sft_play.data.build.splits import Split
-from sft_play.errors import ConfigError
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -40,13 +38,6 @@ from sft_play.training.prepare.model_spec import blocks_of
 from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
-
-
-def check_trackers(config: RunConfig) -> None:
-    """Raises ConfigError for a tracker whose package is not installed."""
-    for name in config.train.report_to:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
 
 
 def training_arguments(

@@ -123,11 +123,18 @@ def lost_by_peft(published: Any, names: Iterable[str]) -> list[str]:
     return [name for name, inside in own.items() if apply_renamings(inside, renamings) != inside]
 
 
+def without_kernels(whole: Any) -> Any:
+    """Take from a config the attention and the experts' code that its file names: of a repository of the hub
+    transformers would fetch it and run it, and only the user's own word allows that (docs/trust.md)."""
+    whole._attn_implementation = whole._experts_implementation = None
+    return whole
+
+
 def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
     """The config of the language model in a config as published, which `AutoModelForCausalLM` builds from then on, if
     transformers has a decoder for it. `published`: the fields of config.json, which may say of the whole alone that the
     head is the embedding."""
-    text = whole.get_text_config()
+    text = without_kernels(whole).get_text_config()
     if not hasattr(text, "tie_word_embeddings"):  # some say it of the whole class only
         text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     said, inner = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")

@@ -5,21 +5,23 @@ The one seam for tuning backends: only `choose_backend` decides.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.leaves import leaves, plain
 from sft_play.config.schema import RunConfig
-from sft_play.errors import BackendError
+from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.process.heap import importing
 from sft_play.training.unsloth.unsloth_environment import UnslothAnswer, ask, find_python
+
+if TYPE_CHECKING:  # it imports torch, without which most of this is refused
+    from sft_play.training.prepare.model_spec import ModelSpec
 
 SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
 LAYOUTS = ("single", "ddp")
@@ -103,11 +105,21 @@ def require_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: boo
     if launched:
         raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
     answer = ask(python)
+    with importing():
+        import torch
+
     has_gpu = torch.cuda.is_available()
     if has_gpu != (answer.device != "cpu"):
         here, there = ("a GPU", "none") if has_gpu else ("none", "one")
         raise BackendError(f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device})")
     return python, answer
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker whose package is not installed."""
+    for name in config.train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
 
 
 def unsupported(config: RunConfig) -> list[str]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder, refuse_quantised, stored_words
 from sft_play.facts.models.config_fields import quantisation_of
 from sft_play.log import one_line
-from sft_play.planner.attention import attention_of, is_hub_kernel
+from sft_play.planner.attention import attention_of, is_hub_kernel, require_package
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
@@ -310,11 +309,8 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
         return Attention("eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared")
     if wanted == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
+    require_package(wanted)
     if is_hub_kernel(wanted) or wanted == "flash_attention_2":
-        package = "kernels" if is_hub_kernel(wanted) else "flash-attn"
-        if importlib.util.find_spec(package.replace("-", "_")) is None:
-            raise ModelError(f"model.attn_implementation={wanted} needs the package {package}, which is not installed; "
-                             f"pip install {package}, or use auto")  # fmt: skip
         _require_flash(model_class, wanted.partition("@")[0])
     return Attention(wanted, f"{wanted}, as model.attn_implementation says")
 

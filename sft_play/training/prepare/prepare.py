@@ -23,9 +23,8 @@ from sft_play.facts.models.architecture import check_available
 from sft_play.log import one_line
 from sft_play.runs.manifest import versions
 from sft_play.training.job import RunJob
-from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
-from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
+from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, model_problem
 from sft_play.training.prepare.device_checks import warn_of_need
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, lost_in_peft
 from sft_play.training.prepare.origin import Origin, origin_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sft_play.errors import Interrupted, OutOfMemory, SftPlayError
+from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import refusals
@@ -41,11 +41,16 @@ def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, An
             with refusals():
                 yield
         except BaseException as error:
+            if isinstance(error, Exception) and not job.folder.manifest_path.is_file():
+                raise RunFolderError(
+                    f"{job.folder.path} was removed or renamed while the run trained in it, so it ends here; under "
+                    "another name it can be resumed (make resume RUN=PATH)"
+                ) from error
             cause = error.__cause__
             try:
                 _record_failure(job, cause if isinstance(error, OutOfMemory) and cause else error)
             except OSError as failed:  # it must not hide what went wrong
-                logger.warning("The manifest could not be written: %s", failed.strerror)
+                logger.warning("The manifest could not be written: %s", failed.strerror or failed)
             raise
         finally:
             logging.getLogger().removeHandler(log_file)

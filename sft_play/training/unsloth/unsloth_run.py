@@ -25,12 +25,12 @@ from sft_play.training.checkpoints.model_saving import whole_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.loop.load_trainer import trainer_of
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.trainer import check_trackers, training_arguments
+from sft_play.training.loop.trainer import training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, configured_stops
 from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.model.model_loading import keep_4bit_trainable
-from sft_play.training.prepare.backend import Backend
+from sft_play.training.prepare.backend import Backend, check_trackers
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.model_spec import ModelSpec
 from sft_play.training.prepare.prepare import Prepared

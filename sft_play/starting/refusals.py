@@ -1,0 +1,106 @@
+"""What a run is refused for before a library is loaded, in one list: commands that start runs raise the first of it,
+`plan` and `check` say all of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.sources.examples import look_at
+from sft_play.data.sources.files import data_paths
+from sft_play.diagnose.disk import LARGER, disk_use
+from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, in_stage
+from sft_play.facts.gpus.unseen import torch_is_blind
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import torch_cuda
+from sft_play.launch.machine import require_machine
+from sft_play.planner.attention import require_package
+from sft_play.planner.plan import Plan
+from sft_play.runs.files import free_bytes, free_words
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable
+from sft_play.starting.plan_run import shape_for
+from sft_play.training.prepare.backend import check_trackers
+from sft_play.units import size_of
+
+
+def refusals(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    *,
+    makes_folder: bool = True,
+    needs_rows: bool = True,
+    plans: Sequence[Plan] | None = None,
+) -> Iterator[SftPlayError]:
+    """Every error for which a run would be refused on a machine, the first one first; of a machine that is only named,
+    neither the disk nor the packages are known.
+
+    Args:
+        makes_folder: False where the run's folder exists, or another node makes it.
+        needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
+        plans: the plan of the run, or of each stage, as far as there are any; None before there are.
+    """
+    checks: list[Callable[[], object]] = [partial(require_here, part.config, hardware) for part in loaded.parts]
+    checks += [partial(_require_folder, loaded, hardware)] if makes_folder else []
+    checks += [partial(_require_rows, part, needs_rows=needs_rows) for part in loaded.parts]
+    checks += [] if plans is None else [partial(require_planned, loaded, hardware, plans)]
+    for check in checks:
+        try:
+            check()
+        except SftPlayError as error:
+            yield error
+
+
+def require_here(config: RunConfig, hardware: Hardware) -> None:
+    """Raise an error where this machine cannot train a run: HardwareError, or for a package that is not installed."""
+    if hardware.named:
+        return
+    require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
+    if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
+        check_trackers(config)
+        require_package(config.model.attn_implementation)
+
+
+def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
+    output = loaded.config.output
+    if output.name is not None:
+        checked_name(output.name, key="output.name")
+    if not hardware.named:
+        require_writable(new_folder(output, config_path=loaded.path))
+
+
+def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
+    with in_stage(part.stage):
+        try:
+            paths = data_paths(part.config.data)
+        except DataError:
+            if needs_rows:
+                raise
+            return
+        look_at(part.config.data, paths, task_mode=part.config.task_mode)
+
+
+def require_planned(
+    loaded: LoadedConfig, hardware: Hardware, plans: Sequence[Plan], folder: RunFolder | None = None
+) -> None:
+    """Raise an error where a run cannot begin as it is planned: HardwareError, where torch cannot use the GPUs;
+    RunFolderError, where the disk certainly cannot hold the checkpoints that exist at once, beside those that the
+    `folder` of a resumed run has."""
+    if hardware.named:
+        return
+    if hardware.gpus and torch_cuda() is None:  # each rank would find it, after its imports
+        raise HardwareError(torch_is_blind(hardware.gpus[0].name, "it is built without CUDA"))
+    folder = folder or RunFolder(output_dir(loaded.config.output))
+    for part, plan in zip(loaded.parts, plans, strict=False):
+        place = folder if part.stage is None else folder.of_stage(part.stage)
+        use, free = disk_use(part.config, shape_for(part.config), plan), free_bytes(folder.path)
+        needed = use.least(existing=len(list(place.checkpoints.glob("checkpoint-*"))))
+        if free is not None and free < needed:
+            raise RunFolderError(
+                f"{folder.path}: there is no room for what the run writes ({use.count or 'all its'} checkpoints at "
+                f"once, and the final weights): at least {needed:,} bytes ({size_of(needed)}) are needed, and "
+                f"{free_words(folder.path)}; {LARGER}"
+            )
