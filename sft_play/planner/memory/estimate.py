@@ -100,7 +100,8 @@ CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
 """What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
 to 32 MiB, as activations are, and gives larger ones back at once, as the head's mostly are. With them and
 CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 moments
-(training, evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13; benchmarks/LOG.md)."""
+(training, evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13;
+benchmarks/LOG.md)."""
 CPU_LATE_BYTES = 192 * MIB
 """Libraries and threads that a CPU run loads after the imports, from the same runs."""
 CPU_LIBRARIES_BYTES = GIB // 2
