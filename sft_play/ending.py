@@ -16,10 +16,10 @@ EXIT_FAULT = 1
 EXIT_USER = 2
 EXIT_TOO_LARGE = 3
 EXIT_STOPPED = 130
+# `kind` of an answer by its exit code; any other code is "failed".
 KINDS = {0: "done", EXIT_FAULT: "failed", EXIT_USER: "fix", EXIT_TOO_LARGE: "does_not_fit", EXIT_STOPPED: "stopped"}
-"""`kind` of an answer by its exit code; any other code is "failed"."""
+# `kind` of a verdict of `ship` that is a no, with exit code 2.
 DO_NOT_SHIP = "do_not_ship"
-"""`kind` of a verdict of `ship` that is a no, with exit code 2."""
 
 _has_answered = False
 

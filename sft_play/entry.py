@@ -15,8 +15,9 @@ TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C w
 if TYPE_CHECKING:
     from typing import Any, Optional, Sequence
 
+# As `requires-python` in pyproject.toml says.
 OLDEST = (3, 11)
-"""As `requires-python` in pyproject.toml says."""
+# Packages, as they are imported, that only an extra of pyproject.toml installs.
 EXTRAS = {
     "documents": ("bs4", "lxml_html_clean", "markitdown", "trafilatura"),
     "eval": ("rapidfuzz", "sacrebleu"),
@@ -24,7 +25,6 @@ EXTRAS = {
     "serve": ("fastapi", "openai", "uvicorn"),
     "export": ("gguf",),
 }
-"""Packages, as they are imported, that only an extra of pyproject.toml installs."""
 
 
 def main(command: "Optional[str]" = None) -> int:

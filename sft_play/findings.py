@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# WARN: it will run, but slower, less safely or differently than intended. SKIP: not checked, with the reason.
 Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
-"""WARN: it will run, but slower, less safely or differently than intended. SKIP: not checked, with the reason."""
 
 
 @dataclass(frozen=True)

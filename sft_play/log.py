@@ -36,8 +36,8 @@ _TOKEN_SHAPES = re.compile(
 _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER", re.IGNORECASE
 )
+# Shorter values of secret-looking variables are words like `true`: hiding them would garble every line.
 _SHORTEST_SECRET = 8
-"""Shorter values of secret-looking variables are words like `true`: hiding them would garble every line."""
 
 
 def escape_control(text: str) -> str:
@@ -71,13 +71,13 @@ def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
     return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
 
 
+# Loggers of libraries whose warnings a user cannot act on, and what they warn about; their errors are shown.
 QUIET_LOGGERS = {
     "bitsandbytes": "asks at import for a package that would fetch kernels from the hub",
     "transformers.distributed.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
     "torch.distributed.tensor._redistribute": "tells how two collectives of a mesh could be one, norm and checkpoint",
     "torch.distributed.tensor._collective_utils": "tells that gloo gathers where NCCL exchanges",
 }
-"""Loggers of libraries whose warnings a user cannot act on, and what they warn about; their errors are shown."""
 
 
 class _PlainFormatter(logging.Formatter):
@@ -174,8 +174,8 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
 
 # --- output without a reader ------------------------------------------------------------------------------------------
 
+# Errors of a write after the reader of a pipe has left, or a terminal was closed.
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
-"""Errors of a write after the reader of a pipe has left, or a terminal was closed."""
 _lost: dict[int, OSError] = {}
 
 

@@ -7,12 +7,12 @@ environment.
 import difflib
 from typing import Iterable, Optional
 
+# How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight.
 LIKE_A_TYPO = 0.75
-"""How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight."""
+# The same for names of three letters.
 LIKE_A_SHORT_ONE = 0.66
-"""The same for names of three letters."""
+# Letters of a name that was not written to its end, at least: such a name is nearer than any slip.
 A_BEGINNING = 4
-"""Letters of a name that was not written to its end, at least: such a name is nearer than any slip."""
 
 
 def nearest(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> Optional[str]:

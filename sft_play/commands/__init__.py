@@ -14,8 +14,8 @@ from types import ModuleType
 
 _TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
 FILES = {command: row["file"] for command, row in _TABLE.items()}
+# Commands that the program starts itself, and help does not name.
 INTERNAL = {"rank": "launching"}
-"""Commands that the program starts itself, and help does not name."""
 
 
 def load(command: str) -> ModuleType:

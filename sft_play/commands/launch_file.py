@@ -34,8 +34,8 @@ SCHEDULERS = {
     "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),
     "kubeflow": ("kubeflow.yaml.jinja", ".kubeflow.yaml", "kubectl apply -f"),
 }
+# Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`.
 GRACE_S = 300
-"""Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`."""
 _SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 

@@ -104,12 +104,12 @@ class Request:
     from_: Path | None = None
 
 
+# The fields that hold just a variable of make; `from` and `for` are words of Python.
 OF_VARIABLES = {
     field.name: name
     for field in dataclasses.fields(Request)
     if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"
 }
-"""The fields that hold just a variable of make; `from` and `for` are words of Python."""
 
 
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -182,8 +182,8 @@ def _config_path(text: str) -> Path:
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
+# Variables whose text may begin with any quote.
 _FREE = frozenset({"STYLE", "SYSTEM"})
-"""Variables whose text may begin with any quote."""
 
 
 def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:

@@ -49,10 +49,10 @@ from sft_play.starting.refusals import refusals, require_planned
 logger = logging.getLogger(__name__)
 
 
+# Bytes of a cell's name before its digest: 200 are allowed.
 LONGEST_NAME = 150
-"""Bytes of a cell's name before its digest: 200 are allowed."""
+# Of a cell: the first four before it is trained, the last four after.
 State = Literal["new", "begun", "finished", "does_not_fit", "failed", "stopped"]
-"""Of a cell: the first four before it is trained, the last four after."""
 _ENDED = {"does_not_fit": "does not fit", "failed": "failed", "stopped": "was stopped"}
 
 

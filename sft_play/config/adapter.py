@@ -22,18 +22,18 @@ from sft_play.log import one_line
 KEY = "model.adapter"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# The name that means the run that finished last.
 LAST = "last"
-"""The name that means the run that finished last."""
 # As in runs/folder.py, which is in a layer above.
 _RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
+# Ways to start an adapter that change the base's weights too, which its files do not hold.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to start an adapter that change the base's weights too, which its files do not hold."""
+# Settings of PEFT that change what an adapter computes or which tensors it has, and that are not trained here.
 _NOT_TRAINED = (
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
     *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("velora_config", "monteclora_config"),
 )
-"""Settings of PEFT that change what an adapter computes or which tensors it has, and that are not trained here."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 
+# At 128 rows a step; of adapters at alpha 32 (by alpha / r).
 ADAPTERS, FULL = 4e-4, 2e-5
-"""At 128 rows a step; of adapters at alpha 32 (by alpha / r)."""
 ALPHA = 32
+# Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675).
 LION = 5
-"""Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675)."""
+# Fewer, or more, rows than these change nothing any more.
 ROWS = (16, 128)
-"""Fewer, or more, rows than these change nothing any more."""
 
 
 def auto_learning_rate(*, alpha: float | None, rows: int, lion: bool = False) -> tuple[float, str]:

@@ -271,6 +271,7 @@ def differing_keys(one: dict[str, Any], other: dict[str, Any], *, prefix: str = 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+# Keys that a stage may give without naming their section.
 SHORT = {
     "epochs": ("train", "epochs"),
     "max_steps": ("train", "max_steps"),
@@ -278,21 +279,20 @@ SHORT = {
     "max_seq_len": ("model", "max_seq_len"),
     "trainable": ("tuning", "trainable"),
 }
-"""Keys that a stage may give without naming their section."""
+# Sections that a stage may override in part.
 SECTIONS = ("model", "tuning", "data", "train", "eval")
-"""Sections that a stage may override in part."""
+# Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but for `SHORT`.
 _FOR_ALL_STAGES = frozenset({
     "data.chat_template", "data.workers", "data.process", "data.style", "data.documents", "train.bf16",
     "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
     "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
-"""Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but for `SHORT`."""
+# Keys that change how a stage is monitored, but not what it learns.
 _LEARNS_NOTHING = (
     "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
     "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",
     "data.test_path", "data.max_lost_fraction",
 )  # fmt: skip
-"""Keys that change how a stage is monitored, but not what it learns."""
 
 
 @dataclass(frozen=True)
@@ -349,12 +349,12 @@ def _overlay(document: YamlDocument, at: int, stage: dict[str, Plain]) -> Overla
     return Overlay(at + 1, str(stage["name"]), staged, own, tuple(problems))
 
 
+# Settings that a stage gives in another form than the run: files for sources, epochs for steps.
 _INSTEAD = {
     ("data", "sources"): ("data", "train_path"),
     ("data", "train_path"): ("data", "sources"),
     ("train", "epochs"): ("train", "max_steps"),
 }
-"""Settings that a stage gives in another form than the run: files for sources, epochs for steps."""
 
 
 def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, Plain]]:

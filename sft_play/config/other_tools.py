@@ -27,8 +27,8 @@ class Meaning:
     words: str = ""
 
 
+# Reads another tool's value for our key; None where it cannot, so that the row's other fields answer.
 Reader = Callable[[Any, str], Meaning | None]
-"""Reads another tool's value for our key; None where it cannot, so that the row's other fields answer."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,7 @@ def _split(value: Any, path: str) -> Meaning | None:
     )
 
 
+# By the name that the table gives them.
 _READERS: Mapping[str, Reader] = {
     # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
     "builder": lambda value, path: to(path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"),
@@ -278,7 +279,6 @@ _READERS: Mapping[str, Reader] = {
     ),
     "template": _template,
 }
-"""By the name that the table gives them."""
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

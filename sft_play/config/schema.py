@@ -16,8 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from sft_play.config.learning_rate import auto_learning_rate
 
+# The name of the owner's entry in a key's JSON schema.
 OWNER = "owner"
-"""The name of the owner's entry in a key's JSON schema."""
 
 
 def leaf(default: Any, *, owner: str, **limits: Any) -> Any:
@@ -30,8 +30,8 @@ def derived(default: Callable[[dict[str, Any]], Any], *, owner: str) -> Any:
     return Field(default_factory=default, json_schema_extra={OWNER: owner})
 
 
+# The name of a training option's other names among a key's metadata.
 ELSEWHERE = "elsewhere"
-"""The name of a training option's other names among a key's metadata."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def training(default: Any, elsewhere: Elsewhere, **limits: Any) -> Any:
     return Field(default, json_schema_extra={OWNER: "training.loop.trainer", ELSEWHERE: elsewhere}, **limits)  # type: ignore[dict-item]
 
 
+# The optimizers that are AdamW, or have it beside them.
 ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_8bit", "muon")
-"""The optimizers that are AdamW, or have it beside them."""
+# The optimizers of bitsandbytes.
 BITSANDBYTES = ("paged_adamw_8bit", "adamw_8bit", "lion_32bit", "lion_8bit")
-"""The optimizers of bitsandbytes."""
 
 
 class Section(BaseModel):
@@ -74,8 +74,8 @@ class Section(BaseModel):
 
 Name = Annotated[str, Field(min_length=1)]
 
+# Short names of dtypes, which keys take for torch's.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Short names of dtypes, which keys take for torch's."""
 
 
 def _torch_name(given: Any) -> Any:
@@ -85,8 +85,8 @@ def _torch_name(given: Any) -> Any:
 TorchName = BeforeValidator(_torch_name)
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], TorchName]
 
+# A flash attention kernel of the Hugging Face hub, pinned: what is fetched is code that the run executes.
 HUB_KERNEL = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
-"""A flash attention kernel of the Hugging Face hub, pinned: what is fetched is code that the run executes."""
 
 
 class ModelConfig(Section):
@@ -304,14 +304,14 @@ class DocumentsConfig(Section):
     """Leave out boilerplate and paragraphs that an earlier document already has; they are counted either way."""
 
 
+# Where `make process` writes the training rows.
 PROCESSED_TRAIN = "data/processed/train.jsonl"
-"""Where `make process` writes the training rows."""
 
+# Where `make dapt-docx` writes the training text.
 TEXT_TRAIN = "data/processed_text/train.jsonl"
-"""Where `make dapt-docx` writes the training text."""
 
+# The held-out files that a command may write beside the training rows, by the default path of those.
 WRITTEN = {PROCESSED_TRAIN: ("val.jsonl", "test.jsonl"), TEXT_TRAIN: ("val.jsonl",)}
-"""The held-out files that a command may write beside the training rows, by the default path of those."""
 
 
 def _beside_processed(name: str) -> Callable[[dict[str, Any]], str | None]:
@@ -346,11 +346,11 @@ class SourceConfig(Section):
     any."""
 
 
+# By Python's name.
 Encoding = Literal[
     "utf-8", "utf-16", "cp1252", "latin1", "cp1250", "cp1254", "cp1251", "koi8-r", "cp932", "euc-jp", "gb18030",
     "euc-kr", "big5",
 ]  # fmt: skip
-"""By Python's name."""
 
 
 class DataConfig(Section):

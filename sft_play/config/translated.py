@@ -32,8 +32,8 @@ from sft_play.config.yaml_io import (
 from sft_play.errors import ConfigError
 
 _REMOVE = re.compile(r"[:,;]? ?remove it$")
+# Words beside a setting that say that it is not all that was asked for.
 _LESS = re.compile(r"\bnot\b|longest|together|with tuning")
-"""Words beside a setting that say that it is not all that was asked for."""
 
 
 @dataclass

@@ -19,10 +19,10 @@ from sft_play.spelling import nearest
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
 _SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
+# Names that mean something else in every section: those of another tool's section are not looked up in ours.
 _VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
-"""Names that mean something else in every section: those of another tool's section are not looked up in ours."""
+# How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`.
 _ALIKE = 0.87
-"""How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +173,16 @@ def written(value: Plain, raw: str | None) -> str:
 
 # --- together ---------------------------------------------------------------------------------------------------------
 
+# Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are trained have 16 bits.
 _MODES = ("full", "qlora", "lora")
-"""Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are trained have 16 bits."""
+# Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read save_steps.
 _STRONGER = {
     "eval.steps": ("eval_strategy", "evaluation_strategy"),
     "train.save_steps": ("save_strategy",),
     "tuning.lora.target_modules": ("lora_target_linear", "match_all_linear"),
 }
-"""Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read save_steps."""
+# Numbers of steps, which count before shares of them, and before a switch that asks for any.
 _FIRST = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_every")
-"""Numbers of steps, which count before shares of them, and before a switch that asks for any."""
 
 
 def together(keys: Sequence[Foreign]) -> list[Foreign]:

@@ -29,8 +29,8 @@ from sft_play.config.yaml_io import (
 )
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
+# Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
 MOST_LEARNING_RATE = 1.0
-"""Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

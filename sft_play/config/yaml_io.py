@@ -22,23 +22,23 @@ from sft_play.log import one_line
 from sft_play.process.variables import DATA_SUFFIXES
 from sft_play.spelling import nearest
 
+# What a YAML value becomes: JSON's types only.
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
-"""What a YAML value becomes: JSON's types only."""
 
+# The path of a value: keys and list positions from the root.
 Path_ = tuple[str | int, ...]
-"""The path of a value: keys and list positions from the root."""
 
+# The place of an override in messages, where a value of the file has its line.
 OVERRIDE = "SET"
-"""The place of an override in messages, where a value of the file has its line."""
 
+# More values than any run YAML has; stops aliases that expand endlessly ("billion laughs").
 MAX_VALUES = 100_000
-"""More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
 
+# More than any such file has; weights or a log named by mistake stop here.
 MAX_BYTES = 64 * 2**20
-"""More than any such file has; weights or a log named by mistake stop here."""
 
+# Quotes that word processors write; to YAML, and to a shell, they are letters.
 TYPOGRAPHIC = "“”„‟‘’‚‛«»"
-"""Quotes that word processors write; to YAML, and to a shell, they are letters."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")

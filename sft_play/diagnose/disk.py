@@ -20,10 +20,10 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
 from sft_play.units import size_of
 
+# Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics.
 OTHER_BYTES = 64 * 2**20
-"""Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics."""
+# Bytes per parameter of models on the hub.
 STORED_WIDTH = 2
-"""Bytes per parameter of models on the hub."""
 LARGER = "free space, set output.dir to a larger disk, or train.save_total_limit=1"
 
 

@@ -23,13 +23,13 @@ from sft_play.launch.machine import machine_of, require_machine, without_bad_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 
+# How long nodes wait for each other: time to start the command by hand on the next one.
 MEETING_S = 30.0
-"""How long nodes wait for each other: time to start the command by hand on the next one."""
+# Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
+# nodes.
 ALL_REDUCE_S = 40.0
-"""Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
-nodes."""
+# Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `LEAST_S`.
 WHOLE_S = 58.0
-"""Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `LEAST_S`."""
 LEAST_S = 25.0
 
 

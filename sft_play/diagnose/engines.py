@@ -22,13 +22,13 @@ from sft_play.log import one_line
 
 _TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LOOKED_UP: str = _TABLE["looked_up"]
+# `title` and `limits` by the name that SERVE= takes.
 ENGINES: Mapping[str, Mapping[str, Any]] = _TABLE["engines"]
-"""`title` and `limits` by the name that SERVE= takes."""
+# Classes by the names of config.json, as the engines know them.
 MODELS: Mapping[str, frozenset[str]] = {name: frozenset(one["names"]) for name, one in _TABLE["models"].items()}
-"""Classes by the names of config.json, as the engines know them."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Whole modules that vLLM takes beside an adapter: heads of classifiers.
 _CLASSIFIERS = {"classifier", "score"}
-"""Whole modules that vLLM takes beside an adapter: heads of classifiers."""
 
 
 @dataclass(frozen=True)

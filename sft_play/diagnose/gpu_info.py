@@ -19,8 +19,8 @@ from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
 
+# An import of torch from a cold network disk takes a minute and more.
 TORCH_TIMEOUT_S = 120.0
-"""An import of torch from a cold network disk takes a minute and more."""
 
 
 @dataclass(frozen=True)

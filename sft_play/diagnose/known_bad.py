@@ -21,8 +21,8 @@ from sft_play.findings import Finding, passed
 from sft_play.launch.machine import P2P_OFF, refuses_p2p
 
 Condition = Mapping[str, Any]
+# None: not known, which meets no condition.
 Facts = Mapping[str, Any]
-"""None: not known, which meets no condition."""
 
 
 def holds(when: Condition | Sequence[Condition], facts: Facts) -> bool:

@@ -18,8 +18,8 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
 
+# Processes of others that a warning names.
 BIG_OTHERS = 3
-"""Processes of others that a warning names."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.log import escape_control, one_line
 from sft_play.units import size_of
 
+# Seconds between two looks.
 REFRESH_S = 3.0
-"""Seconds between two looks."""
 
 
 def memory_lines(check: MemorySeen) -> list[str]:

@@ -17,8 +17,8 @@ from sft_play import units
 from sft_play.findings import Finding
 from sft_play.log import escape_control, one_line
 
+# Columns that every table of figures fits.
 WIDTH = 100
-"""Columns that every table of figures fits."""
 _UNLIMITED = 100_000
 NOT_KNOWN = "n/a"
 

@@ -127,8 +127,8 @@ def _resident(process: psutil.Process) -> int:
     return 0
 
 
+# `struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence).
 _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
-"""`struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence)."""
 
 
 def lock_holder(folder: RunFolder) -> int | None:

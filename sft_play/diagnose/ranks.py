@@ -26,12 +26,12 @@ from sft_play.process.failures import end_at_once, numbered
 
 NAME, SPEED = "all-reduce", "bandwidth"
 MODULE = "sft_play.training.ranks.collective_check"
+# The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 GIVE_UP_S = 5.0
-"""The ranks' own limit is this much shorter, so that they can report what they were waiting for."""
+# Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
 NVLINK_SHARE = 0.30
-"""Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it."""
+# The same for PCIe, where data may pass through the host's memory or between sockets.
 PCIE_SHARE = 0.15
-"""The same for PCIe, where data may pass through the host's memory or between sockets."""
 _SLOW = (
     "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
     "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"

@@ -33,10 +33,10 @@ from sft_play.planner.plan import require_fit
 from sft_play.process.heap import importing
 from sft_play.process.waiting import waiting
 
+# The lengths of the rows as training would have them; None where they could not be counted.
 Lengths = Callable[[], RowTokens | None]
-"""The lengths of the rows as training would have them; None where they could not be counted."""
+# Plans a run on a machine, by the lengths of its rows where these decide something.
 Planner = Callable[[RunConfig, Hardware, Lengths], Planned]
-"""Plans a run on a machine, by the lengths of its rows where these decide something."""
 
 
 def check(

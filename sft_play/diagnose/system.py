@@ -14,10 +14,10 @@ from sft_play.facts.installed import COMPUTING
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.units import GIB, MIB, size_of
 
+# Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
 DOCKER_SHM_BYTES = 64 * MIB
-"""Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342)."""
+# NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory).
 NCCL_WANTS_BYTES = GIB
-"""NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory)."""
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 

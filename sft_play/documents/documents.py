@@ -33,19 +33,19 @@ from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
 TRAIN, VAL, REPORT = "train.jsonl", "val.jsonl", "report.json"
+# The packages of the documents extra, and the module of each.
 PACKAGES = {
     "beautifulsoup4": "bs4",
     "lxml_html_clean": "lxml_html_clean",
     "markitdown": "markitdown",
     "trafilatura": "trafilatura",
 }
-"""The packages of the documents extra, and the module of each."""
+# Shorter paragraphs (in UTF-8) are never counted as repeats: "Yes.", a speaker's name, the points of a list.
 REPEATED_BYTES = 40
-"""Shorter paragraphs (in UTF-8) are never counted as repeats: "Yes.", a speaker's name, the points of a list."""
 _SHOWN = 20
 _MAX_PROCESSES = 8
+# A process takes two seconds to start: it is worth it for this many documents.
 _DOCUMENTS_PER_PROCESS = 4
-"""A process takes two seconds to start: it is worth it for this many documents."""
 
 
 @dataclass

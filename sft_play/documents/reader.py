@@ -32,18 +32,18 @@ from sft_play.units import MIB
 
 MAX_FILE_BYTES = 256 * MIB
 MAX_UNPACKED_BYTES = 1024 * MIB
+# Longest time for one document, plus 2 s for each MiB of it.
 MAX_SECONDS = 120.0
-"""Longest time for one document, plus 2 s for each MiB of it."""
+# Most address space of the process that reads.
 MAX_MEMORY_BYTES = 4096 * MIB
-"""Most address space of the process that reads."""
 
+# Kinds by the endings of names; `.doc` is opened to say what it is.
 KINDS = {
     **dict.fromkeys((".docx", ".docm", ".dotx", ".doc"), "docx"),
     **{f".{kind}": kind for kind in ("pdf", "pptx", "xlsx", "epub")},
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
     **dict.fromkeys((".md", ".markdown", ".rst", ".rest", ".txt", ".text"), "text"),
 }
-"""Kinds by the endings of names; `.doc` is opened to say what it is."""
 
 _OLE, _ZIP = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", b"PK\x03\x04"
 _PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]*\)")

@@ -25,12 +25,12 @@ from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
 
+# A compiler on a cold network disk takes seconds.
 TRIAL_S = 60.0
-"""A compiler on a cold network disk takes seconds."""
+# TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16).
 WITHOUT_TRITON = "the loss runs without its kernel, slower and with up to 3.6 GiB beyond the plan; pip install triton"
-"""TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16)."""
+# The headers that Triton's own module includes, without those that Triton ships.
 _MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
-"""The headers that Triton's own module includes, without those that Triton ships."""
 _BUILT = "cuda_utils"
 
 

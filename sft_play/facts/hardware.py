@@ -161,6 +161,7 @@ def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str
     )
 
 
+# A GPU's rates, and what the catalogue and a description call them.
 _RATES = {
     "bandwidth": "bandwidth",
     "bf16_flops": "bf16",
@@ -168,7 +169,6 @@ _RATES = {
     "fp8_flops": "fp8",
     "fp32_flops": "fp32",
 }
-"""A GPU's rates, and what the catalogue and a description call them."""
 
 
 def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:

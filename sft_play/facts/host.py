@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+# After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does.
 TIMEOUT_S = 10.0
-"""After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does."""
+# The kernel's release; WSL's own kernel has Microsoft's name in it.
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
-"""The kernel's release; WSL's own kernel has Microsoft's name in it."""
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 

@@ -20,14 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play.files import atomic, cache_dir
 
+# Packages that compute on every rank: with two versions of one, two models would be trained.
 COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
-"""Packages that compute on every rank: with two versions of one, two models would be trained."""
+# The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`.
 LINEAR_ATTENTION = "flash-linear-attention"
-"""The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`."""
 LIGER = "liger-kernel"
+# Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
+# where `train.kernels` asks for them.
 KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", LIGER)
-"""Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
-where `train.kernels` asks for them."""
 _CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 

@@ -14,13 +14,13 @@ import psutil
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.log import one_line
 
+# torch.distributed's and accelerate's default port of the main process.
 DEFAULT_PORT = 29500
-"""torch.distributed's and accelerate's default port of the main process."""
+# How long ranks that a launcher started wait for each other.
 MEETING_S = 600.0
-"""How long ranks that a launcher started wait for each other."""
 QUIET_SHARE = 1 / 60  # of the time for which nodes wait: how long none may come that contradicts those that are here
+# The network interface that gloo listens on. Without it gloo resolves this host's own name.
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The network interface that gloo listens on. Without it gloo resolves this host's own name."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 

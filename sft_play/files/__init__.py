@@ -15,8 +15,8 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
+# The checkout's folder, or site-packages: the one that holds the package.
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout's folder, or site-packages: the one that holds the package."""
 
 
 def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
@@ -34,8 +34,8 @@ def from_here(path: Path) -> Path:
     return path
 
 
+# Errors of a file system that has no locks, as network file systems may be mounted.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errors of a file system that has no locks, as network file systems may be mounted."""
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ from sft_play.units import duration_of, size_of
 logger = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "stopped", "failed"]
+# What of a run is removed: all of it, its checkpoints, or TensorBoard's event files.
 What = Literal["run", "checkpoints", "curves"]
-"""What of a run is removed: all of it, its checkpoints, or TensorBoard's event files."""
 CURVES = "events.out.tfevents.*"
 
 
@@ -192,8 +192,8 @@ class Pruned(Outcome):
         ]
 
 
+# What is to be removed of each run, with its bytes.
 Chosen = Mapping[RunFolder, Mapping[Path, int]]
-"""What is to be removed of each run, with its bytes."""
 
 
 def to_prune(folders: Iterable[RunFolder], what: What) -> dict[RunFolder, dict[Path, int]]:

@@ -30,11 +30,11 @@ from sft_play.planner.layout import LayoutName
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
+# Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
+# own place is shared by all of a user's projects: it is read where this file is missing, and never written.
 PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
-"""Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
-own place is shared by all of a user's projects: it is read where this file is missing, and never written."""
+# `ACCELERATE_CONFIG=none`: no configuration is read.
 NO_FILE = "none"
-"""`ACCELERATE_CONFIG=none`: no configuration is read."""
 
 
 def accelerate_path(environment: Mapping[str, str]) -> Path:
@@ -216,14 +216,14 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
 
 # --- accelerate launch ------------------------------------------------------------------------------------------------
 
+# Set by every start of `accelerate launch`, whichever launcher it uses.
 _SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""Set by every start of `accelerate launch`, whichever launcher it uses."""
 _RUNS_INSTEAD = (
     "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
     "--nproc-per-node 2 scripts/train.py with the same arguments"
 )
+# Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are.
 _ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-"""Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
 _DEEPSPEED_KEYS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -283,8 +283,8 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 # --- written ----------------------------------------------------------------------------------------------------------
 
 
+# accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-"""accelerate's word for what a run computes in; `no` for fp32."""
 _TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
 ALONE = Nodes()
 

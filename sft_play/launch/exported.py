@@ -21,14 +21,14 @@ from sft_play.process.failures import RUN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+# The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
+# the ranks, and takes it for its own `--run-path`.
 RESUMED_VARIABLE = "SFT_PLAY_RESUMED"
-"""The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
-the ranks, and takes it for its own `--run-path`."""
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# What torch and accelerate read to find the other ranks.
 OF_RENDEZVOUS = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")
-"""What torch and accelerate read to find the other ranks."""
+# How often srun, or an mpirun, has started this command.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
-"""How often srun, or an mpirun, has started this command."""
 _NODE_SYNONYMS = {
     "NNODES": "PET_NNODES",
     "NODE_RANK": "PET_NODE_RANK",
@@ -36,8 +36,8 @@ _NODE_SYNONYMS = {
     "MASTER_PORT": "PET_MASTER_PORT",
 }
 _COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+# Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
 _ALL_GPUS = ("gpu", "auto", "cuda")
-"""Values of torchrun's `--nproc-per-node` that mean one rank per GPU."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -30,11 +30,11 @@ from sft_play.process.environment import deepspeed_on_cpu
 
 logger = logging.getLogger(__name__)
 
+# What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`.
 P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`."""
 _P2P_DRIVER = [550, 40, 7]
+# Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
 CPU_PARAMS = 1_000_000_000
-"""Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes."""
 
 
 def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:

@@ -39,12 +39,12 @@ from sft_play.process.environment import for_another_run
 
 logger = logging.getLogger(__name__)
 
+# In the environment of a TensorBoard of this project: the cache folder of whoever started it.
 MARK = "SFT_PLAY_TENSORBOARD"
-"""In the environment of a TensorBoard of this project: the cache folder of whoever started it."""
 DEFAULT_PORT = 6006
 PORTS_TRIED = 100
+# TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that.
 START_TIMEOUT_S = 60.0
-"""TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 _MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.endings"

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _UNTOUCHED = "nothing was written, and an existing folder is unchanged"
 _WHOLE = "no rank had failed when the folder was replaced: it is complete, either the new one or the old"
+# A folder with one of these files is a saved model, which a new save may replace.
 _MARKS = ("adapter_config.json", "config.json", "model.safetensors")
-"""A folder with one of these files is a saved model, which a new save may replace."""
 
 
 def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> Path:

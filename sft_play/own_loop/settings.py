@@ -23,8 +23,8 @@ from sft_play.spelling import did_you_mean
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
+# The checkout, where `configs/` is; for an installed package, a folder that has none.
 PROJECT = Path(__file__).resolve().parents[2]
-"""The checkout, where `configs/` is; for an installed package, a folder that has none."""
 
 Precision = Literal["no", "fp16", "bf16"]
 

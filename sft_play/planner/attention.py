@@ -24,8 +24,8 @@ from sft_play.facts.installed import CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.precision import Precision
 
+# Names of transformers' implementations.
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
-"""Names of transformers' implementations."""
 SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
@@ -54,15 +54,15 @@ def require_package(wanted: str) -> None:
 
 
 # --- the kernels behind sdpa ------------------------------------------------------------------------------------------
+# Compute capability from which PyTorch's flash kernel runs.
 FLASH_SINCE = (8, 0)
-"""Compute capability from which PyTorch's flash kernel runs."""
+# Widest head that it takes.
 FLASH_HEAD = 256
-"""Widest head that it takes."""
+# An unknown GPU counts as this one, and has no kernel of cuDNN.
 _CURRENT = (9, 0)
-"""An unknown GPU counts as this one, and has no kernel of cuDNN."""
 _NEWEST = (12, 1)
+# cuDNN's version above which PyTorch prefers it (`check_prefer_cudnn_attention`).
 _PREFERRED_ABOVE = 91500
-"""cuDNN's version above which PyTorch prefers it (`check_prefer_cudnn_attention`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class _Kernel:
     """Widths without a backward pass on GPUs with little shared memory."""
 
 
+# In PyTorch's order of preference.
 _KERNELS = (
     _Kernel("cudnn", (9, 0), (10, 9), fp32=False, widest=128, unit=8, one_width=True),
     _Kernel("flash", FLASH_SINCE, _NEWEST, fp32=False, masked=False, widest=FLASH_HEAD, one_width=True,
@@ -103,7 +104,6 @@ _KERNELS = (
     _Kernel("efficient", (5, 0), _NEWEST, grouped=False),
     _Kernel("math"),
 )  # fmt: skip
-"""In PyTorch's order of preference."""
 
 
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, cudnn: bool) -> SdpaKernel:

@@ -22,23 +22,23 @@ from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.units import GIB
 
 FILE = "measured.jsonl"
+# Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored.
 VERSION = 2
-"""Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored."""
+# Lines that the record keeps, the newest.
 KEPT = 200
-"""Lines that the record keeps, the newest."""
+# Runs that a plan learns its speed from, the newest.
 LOOKED_AT = 10
-"""Runs that a plan learns its speed from, the newest."""
+# The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
+# not, because for a model of 0.5B the allocator's rounding is a larger share than for others.
 SELFTEST = "make gpu-selftest"
-"""The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
-not, because for a model of 0.5B the allocator's rounding is a larger share than for others."""
+# A step that ran out of memory is planned again where this many times as much is free: other processes have ended.
 MUCH_MORE_ROOM = 1.25
-"""A step that ran out of memory is planned again where this many times as much is free: other processes have ended."""
+# A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory.
 MOST_MEMORY = 4.0
-"""A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
+# Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own.
 LIKE = 2.0
-"""Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own."""
+# Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude.
 SPEEDS = (1e-4, 1e4)
-"""Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
 
 @dataclass(frozen=True)

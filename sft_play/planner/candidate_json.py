@@ -12,14 +12,14 @@ from typing import Any
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.memory.estimate import MemoryEstimate
 
+# Fields of the memory estimate with other names in the JSON.
 _NAMES = {"host_bytes": "host", "load_bytes": "load"}
-"""Fields of the memory estimate with other names in the JSON."""
+# The JSON's name of each field of the layout.
 _LAYOUT = {
     "name": "layout", "data_parallel": "data_parallel_ranks", "shard": "shard_ranks",
     "tensor_parallel": "tensor_parallel_ranks", "context_parallel": "context_parallel_ranks",
     "keeps_params": "keeps_params",
 }  # fmt: skip
-"""The JSON's name of each field of the layout."""
 
 
 def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]:

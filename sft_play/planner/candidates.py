@@ -32,12 +32,12 @@ from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.speed.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
+# Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline is no more
+# precise.
 AS_FAST = 0.97
-"""Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline is no more
-precise."""
+# Larger micro-batches are not tried after this many that do not fit. A single one can be followed by one that fits,
+# because a single pass keeps no gradients between passes.
 _FAILURES_IN_A_ROW = 2
-"""Larger micro-batches are not tried after this many that do not fit. A single one can be followed by one that fits,
-because a single pass keeps no gradients between passes."""
 
 
 @dataclass(frozen=True)

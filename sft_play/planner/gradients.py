@@ -11,8 +11,8 @@ from sft_play.planner.precision import BYTES, DtypeName, Precision
 
 Every = Literal["step", "micro_batch"] | int
 
+# Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing cannot wait.
 DIVIDES_GRADIENTS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
-"""Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing cannot wait."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.precision import BYTES, SHORT, Precision
 
 LIGER_VERSION = "0.8.5"
+# Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of the GPU: the most
+# that a card of the catalogue has (RTX PRO 6000; an H100 has 132).
 MULTIPROCESSORS = 188
-"""Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of the GPU: the most
-that a card of the catalogue has (RTX PRO 6000; an H100 has 132)."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ _TYPES = {
     "gemma3_text": Replaced(head_norms=True, in_place=False),
     "glm4": Replaced(rotation=False, in_place=False),
 }
+# By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
+# MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
+# built, without losses, and without experts, which keep their own code (sft_play/training/proofs/kernels.py). Types
+# that the package knows and this table does not are planned with the plain code: those that no trace confirms
+# (Qwen3-Next, Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP
+# (EXAONE 4, OLMo 2 and 3), which the estimate of a block only approximates.
 REPLACED: Mapping[str, Replaced] = {kind: replaced for kinds, replaced in _TYPES.items() for kind in kinds.split()}
-"""By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
-MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
-built, without losses, and without experts, which keep their own code (sft_play/training/proofs/kernels.py). Types that
-the package knows and this table does not are planned with the plain code: those that no trace confirms (Qwen3-Next,
-Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP (EXAONE 4, OLMo
-2 and 3), which the estimate of a block only approximates."""
 
 
 KernelsName = Literal["plain", "liger"]
@@ -130,12 +130,12 @@ def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bo
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
+# Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every token, which only pays
+# for single tokens of generation; `deepgemm` and `sonicmoe` load kernels from the hub.
 ExpertsName = Literal["grouped_mm", "eager"]
-"""Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every token, which only pays
-for single tokens of generation; `deepgemm` and `sonicmoe` load kernels from the hub."""
 
+# Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`).
 ROW_BYTES = 16
-"""Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`)."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ def _grouped(precision: Precision) -> Experts:
     return Experts("grouped_mm", reason + why, casts=True)
 
 
+# Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py).
 GROUPED_SINCE = (8, 0)
-"""Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py)."""
 
 
 def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:

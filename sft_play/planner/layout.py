@@ -22,15 +22,15 @@ LayoutName = Literal[
 
 
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
+# The order of preference among layouts that are equally fast: fewer moving parts first.
 SIMPLICITY: tuple[LayoutName, ...] = (
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "tp", "fsdp_tp", "fsdp_cp",
     "zero2_offload", "zero3_offload",
 )  # fmt: skip
-"""The order of preference among layouts that are equally fast: fewer moving parts first."""
+# Layouts whose engine can also run with one rank.
 ONE_RANK: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-"""Layouts whose engine can also run with one rank."""
+# Sizes of tensor- or context-parallel groups that the plan tries by itself.
 PARTS = (2, 4, 8)
-"""Sizes of tensor- or context-parallel groups that the plan tries by itself."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
+# The axes of a mesh; order and case are free, and an axis of size 1 changes nothing.
 AXES = {"dp": "data parallel copies", "fsdp": "FSDP2 shards", "tp": "tensor parallel parts", "cp": "parts of a row"}
-"""The axes of a mesh; order and case are free, and an axis of size 1 changes nothing."""
+# Names of sizes given without any.
 UNNAMED = ("fsdp", "tp")
-"""Names of sizes given without any."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# Places at which a step is tried to be cut, from each that is reached.
 _MOST_CUTS = 512
-"""Places at which a step is tried to be cut, from each that is reached."""
 
+# Positions of rows by pass and rank: `cut[p][r]` is the micro-batch of rank r in pass p, empty where it has no row.
 Cut = list[list[list[int]]]
-"""Positions of rows by pass and rank: `cut[p][r]` is the micro-batch of rank r in pass p, empty where it has no row."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
 
 
 # --- the lengths of a run's rows: counted from the tokens themselves, never estimated ---------------------------------
+# Lengths that are kept at most, to draw steps from.
 SAMPLE = 1024
-"""Lengths that are kept at most, to draw steps from."""
+# Steps that are drawn to see what an average one takes.
 _STEPS = 4
-"""Steps that are drawn to see what an average one takes."""
+# Rows of a drawn step at most: larger ones are taken to be like it.
 _MOST_ROWS = 512
-"""Rows of a drawn step at most: larger ones are taken to be like it."""
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,10 @@ from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
 from sft_play.planner.speed.throughput import Speed, SpeedError, rates_of, speed_error, utilisation
 from sft_play.units import GIB
 
+# Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
 SHORTEST = 8
-"""Tokens of a row that a plan counts at least, as the shortest model.max_seq_len."""
+# Difference between estimate and trace from which the plan reports it.
 TRACE_TOLERANCE = 0.03
-"""Difference between estimate and trace from which the plan reports it."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Traced:
 
 
 ActivationsFrom = Literal["blocks", "measured", "trace"]
+# Traces a candidate's step.
 Confirm = Callable[[Candidate], Traced]
-"""Traces a candidate's step."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Plan:
         }
 
 
+# Fields of a plan that its JSON has in another form, or under another name.
 _TOLD_OTHERWISE = ("choice", "budget_bytes", "work", "hardware", "candidates", "suggestions")
-"""Fields of a plan that its JSON has in another form, or under another name."""
 
 
 def _plain(value: Any) -> Any:
@@ -220,8 +220,8 @@ def _plain(value: Any) -> Any:
     return asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
+# A plan, and DeepSpeed's config where DeepSpeed runs it.
 Planned = tuple[Plan, dict[str, Any] | None]
-"""A plan, and DeepSpeed's config where DeepSpeed runs it."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.model_shape import ModelShape
 
+# The largest finite number of fp16.
 LARGEST = 65_504
-"""The largest finite number of fp16."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Overflow:
 
 
 _SEEN = json.loads(resources.files("sft_play.facts.models").joinpath("fp16.json").read_text(encoding="utf-8"))
+# By model_type of config.json, text towers under their own: what was seen, and where, in other libraries' lists and
+# threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3 (vllm#14809
+# saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212).
 OVERFLOWS = {
     kind: Overflow(kind, **{name: value for name, value in row.items() if name not in ("models", "note")})
     for row in _SEEN
     for kind in row["models"].split()
 }
-"""By model_type of config.json, text towers under their own: what was seen, and where, in other libraries' lists and
-threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3 (vllm#14809
-saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212)."""
 
 
 def overflow_of(model_type: str, *, eager: bool = False, attention_dropout: float = 0.0) -> Overflow | None:
@@ -108,8 +108,8 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     return Precision(compute, load, reason)
 
 
+# Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32 copies.
 ROUNDS_ITSELF = ("single", "ddp")
-"""Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32 copies."""
 
 
 def with_updates(

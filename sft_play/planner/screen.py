@@ -15,8 +15,8 @@ from sft_play.planner.plan import Plan, Work
 from sft_play.units import duration_of
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
+# Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate are most of it.
 FEW_STEPS = 20
-"""Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate are most of it."""
 LONG_ON_CPU_S = 3600.0
 
 

@@ -21,8 +21,9 @@ from sft_play.units import GIB, duration_of
 
 BAR_WIDTH = 60
 TABLE_WIDTH = 150
+# Identical GPUs up to this number are listed one by one.
 MOST_GPU_LINES = 16
-"""Identical GPUs up to this number are listed one by one."""
+# One letter per term in the bar; other terms are `x`.
 LETTERS = {
     "weights": "W",
     "adapters": "a",
@@ -36,7 +37,6 @@ LETTERS = {
     "workspaces": "w",
     "evaluation": "E",
 }
-"""One letter per term in the bar; other terms are `x`."""
 
 
 def detected_lines(hardware: Hardware) -> list[str]:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+# In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal.
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
-"""In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal."""
+# In a command run by make: `MAKE:PID`, make's process id and the command's own.
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
-"""In a command run by make: `MAKE:PID`, make's process id and the command's own."""
+# When the start that a process belongs to began, on this machine's monotonic clock, which no change of time moves.
 BEGAN_VARIABLE = "SFT_PLAY_BEGAN"
-"""When the start that a process belongs to began, on this machine's monotonic clock, which no change of time moves."""
+# Two signals this close together are one request: a batch system signals every process, then the launcher does too.
 ECHO_S = 1.0
-"""Two signals this close together are one request: a batch system signals every process, then the launcher does too."""
 _LOOK_S = 0.5
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -103,11 +103,11 @@ def main() -> None:
 
 # --- on a stop request ------------------------------------------------------------------------------------------------
 
+# When this process was first asked to stop (monotonic seconds); shared by all open StopSignals.
 _asked_at: float | None = None
-"""When this process was first asked to stop (monotonic seconds); shared by all open StopSignals."""
 _open = 0
+# Whether this process itself got a signal that asks it to stop.
 _heard = False
-"""Whether this process itself got a signal that asks it to stop."""
 
 
 def ctrl_c(number: int, frame: FrameType | None) -> None:

@@ -14,17 +14,17 @@ from sft_play.log import one_line
 from sft_play.process.variables import VARIABLES
 
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
+# Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's.
 OF_LAUNCHERS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID", "SFT_PLAY_RUN", "SFT_PLAY_RESUMED",
     "SFT_PLAY_AGENT", "SFT_PLAY_BEGAN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-"""Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's."""
+# Threads of each CPU rank of a run that is repeated: those that it had.
 THREADS_VARIABLE = "SFT_PLAY_THREADS"
-"""Threads of each CPU rank of a run that is repeated: those that it had."""
+# Prefixes of other launchers' names for the same.
 FAMILIES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
-"""Prefixes of other launchers' names for the same."""
 
 
 def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
@@ -48,15 +48,15 @@ def deepspeed_on_cpu() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+# On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep: as
+# fast as the default's milliseconds, and cheaper once other work runs beside it (benchmarks/README.md, Threads).
 SPINNING = {"GOMP_SPINCOUNT": "3000"}
-"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep: as
-fast as the default's milliseconds, and cheaper once other work runs beside it (benchmarks/README.md, Threads)."""
+# On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
+# changes no number, while fewer threads would round differently.
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
-changes no number, while fewer threads would round differently."""
 _SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
+# From this many cores in use by others, the machine counts as busy.
 _BUSY_CORES = 0.5
-"""From this many cores in use by others, the machine counts as busy."""
 
 
 def busy_cores(*, seconds: float = 0.1) -> float:
@@ -72,11 +72,11 @@ def waiting_threads(environment: Mapping[str, str], *, measured: Callable[[], fl
     return dict(SLEEPING if measured() > _BUSY_CORES else SPINNING)
 
 
+# The variables from which PyTorch's caching allocator reads its setting; the older names still count.
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""The variables from which PyTorch's caching allocator reads its setting; the older names still count."""
 OLDER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Segments that grow by pages instead of fixed-size ones: steps of changing lengths leave less fragmentation.
 GROWING = "expandable_segments:True"
-"""Segments that grow by pages instead of fixed-size ones: steps of changing lengths leave less fragmentation."""
 
 
 def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:

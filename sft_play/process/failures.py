@@ -30,25 +30,25 @@ from sft_play.files import atomic
 from sft_play.log import escape_control, redact
 from sft_play.process import endings
 
+# In a rank: the process id of our agent, which reports how its ranks ended.
 AGENT_VARIABLE = "SFT_PLAY_AGENT"
-"""In a rank: the process id of our agent, which reports how its ranks ended."""
+# In ranks and their agent: the run folder that the command planned and named for them.
 RUN_VARIABLE = "SFT_PLAY_RUN"
-"""In ranks and their agent: the run folder that the command planned and named for them."""
+# In an agent: the command that its messages start with, where it does not train.
 COMMAND_VARIABLE = "SFT_PLAY_COMMAND"
-"""In an agent: the command that its messages start with, where it does not train."""
+# In an agent that has taken the place of its command: the JSON that the command answers with.
 ANSWER_VARIABLE = "SFT_PLAY_ANSWER"
-"""In an agent that has taken the place of its command: the JSON that the command answers with."""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# Beside the error file: the rank's latest step, readable after it was killed.
 BEAT_NAME = "beat.txt"
-"""Beside the error file: the rank's latest step, readable after it was killed."""
+# Beside the error file: the stacks of a rank that crashed in native code (SIGSEGV, SIGABRT).
 FAULT_NAME = "fault.txt"
-"""Beside the error file: the stacks of a rank that crashed in native code (SIGSEGV, SIGABRT)."""
+# How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
+# long as this lasts, a rank that hangs keeps a GPU busy.
 ORPHAN_S = 120.0
-"""How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
-long as this lasts, a rank that hangs keeps a GPU busy."""
 
+# The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs.
 Kind = Literal["user", "stopped", "fault", "peer", "hung"]
-"""The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs."""
 
 # Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(

@@ -13,8 +13,8 @@ from sft_play.process.waiting import waiting
 
 logger = logging.getLogger(__name__)
 
+# Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read.
 LONG_CHARS = 1 << 18
-"""Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read."""
 
 
 def give_back_free_memory() -> None:

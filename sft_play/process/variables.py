@@ -22,19 +22,19 @@ def _names(text: str) -> Tuple[str, ...]:
     return tuple(found)
 
 
+# Commands that train, and those about the run that `train` with the same words would start.
 TRAINING, DESCRIBING = _names("@training"), _names("@describing")
-"""Commands that train, and those about the run that `train` with the same words would start."""
 COMMANDS = _names("@commands")
 TARGETS: Dict[str, str] = _TABLE["targets"]
 MAINTAINING = _names("@maintaining")
 COMMANDS_OF_MAKE = _names("@commands_of_make")
+# Flags that are not variables: the commands that take them, their help, and the setting for which some stand.
 FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _names(row["for"])} for flag, row in _TABLE["flags"].items()}
-"""Flags that are not variables: the commands that take them, their help, and the setting for which some stand."""
 SETTINGS: Dict[str, str] = _TABLE["settings"]
+# Other names for the same, in capitals without underscores: launchers' and people's.
 OTHER_WORDS = {word: name for name, words in _TABLE["other_words"].items() for word in words.split()}
-"""Other names for the same, in capitals without underscores: launchers' and people's."""
+# Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on.
 OF_OTHERS = _names(_TABLE["of_others"])
-"""Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on."""
 _OTHERS = _names(_TABLE["others"])
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _ANYWHERE = ("*",)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
+# Seconds of silence before the first line, and at most before another.
 FIRST_S, LONGEST_S = 3.0, 60.0
-"""Seconds of silence before the first line, and at most before another."""
 
 
 class Waiting:
@@ -35,8 +35,8 @@ class Waiting:
         return f"{self._what}: {done}{time.monotonic() - self._began:.0f} s so far"
 
 
+# What this process waits for; the last one is a part of those before it, and speaks for all.
 _open: list[Waiting] = []
-"""What this process waits for; the last one is a part of those before it, and speaks for all."""
 
 
 @contextlib.contextmanager

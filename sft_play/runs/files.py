@@ -25,12 +25,12 @@ from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
 
+# Errors that only writing meets, and that may come without the name of a file.
 _REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that only writing meets, and that may come without the name of a file."""
+# The number of an error in those of safetensors, which are no OSError, and in texts that quote one.
 _IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
-"""The number of an error in those of safetensors, which are no OSError, and in texts that quote one."""
+# What torch.save raises where a write fails; it does not say why.
 _OF_TORCH = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
-"""What torch.save raises where a write fails; it does not say why."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from sft_play.files import from_here
 from sft_play.log import one_line
 from sft_play.runs.files import metric_lines, write_json
 
+# Whether the user gives the value that a model's settings have for a key that lets code of others run.
 Trust = Callable[[ModelConfig, str], bool]
-"""Whether the user gives the value that a model's settings have for a key that lets code of others run."""
 
 
 def trust_none(_: ModelConfig, __: str) -> bool:
@@ -37,15 +37,15 @@ def code_keys(model: ModelConfig) -> dict[str, str]:
 MANIFEST = "manifest.json"
 STAGES = "stages"
 DEEPSPEED_FILE = "deepspeed.json"
+# The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard.
 FORMAT = "sft_play run 1"
-"""The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard."""
+# Entry of the manifest: how a process of the run died, where starting it again may help.
 DIED = "died"
-"""Entry of the manifest: how a process of the run died, where starting it again may help."""
+# Entry of the manifest: every restart by the command itself, with how a process had died and the step from which the
+# run went on.
 RESTARTS = "restarts"
-"""Entry of the manifest: every restart by the command itself, with how a process had died and the step from which the
-run went on."""
+# Entries of the manifest that a resumed run writes anew.
 HOW_IT_ENDED = ("error", "ended", DIED)
-"""Entries of the manifest that a resumed run writes anew."""
 
 
 @dataclass(frozen=True)

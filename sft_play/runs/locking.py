@@ -22,15 +22,15 @@ from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# In a run folder while a process writes it: which process. The lock is on the file, not its existence.
 LOCK = "run.lock"
-"""In a run folder while a process writes it: which process. The lock is on the file, not its existence."""
 
+# Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes.
 LAUNCHER, WRITER = 0, 1
-"""Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes."""
+# What fcntl(2) answers where another process holds the lock: POSIX allows either.
 _HELD = (errno.EACCES, errno.EAGAIN)
-"""What fcntl(2) answers where another process holds the lock: POSIX allows either."""
+# What this process has locked, by device and inode: opening and closing such a file again would release the lock.
 _LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
-"""What this process has locked, by device and inode: opening and closing such a file again would release the lock."""
 
 
 @atexit.register

@@ -26,12 +26,13 @@ from sft_play.log import one_line
 from sft_play.runs.files import read_json, scrub
 from sft_play.runs.folder import DEEPSPEED_FILE, FORMAT, RunFolder
 
+# Packages whose versions can change what a run computes.
 PACKAGES = (
     "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets", "tokenizers",
     "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
 )  # fmt: skip
-"""Packages whose versions can change what a run computes."""
 # the effective batch is compared apart
+# Keys that may differ when a run is resumed: they do not change the training's numbers.
 FREE_TO_CHANGE = frozenset({
     "output.dir", "output.name", "output.if_exists", "train.batch_size", "train.grad_accum",
     "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours", "train.logging_steps",
@@ -39,7 +40,6 @@ FREE_TO_CHANGE = frozenset({
     "train.dataloader_pin_memory", "tuning.backend_fallback", "model.mesh_shape",
     "distributed.profile_communication", "distributed.timeout_s", "distributed.shard_ranks",
 })  # fmt: skip
-"""Keys that may differ when a run is resumed: they do not change the training's numbers."""
 
 
 def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:

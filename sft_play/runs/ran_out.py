@@ -11,8 +11,8 @@ from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import STAGES, RunFolder
 
 ENTRY = "out_of_memory"
+# In the folder of a run or a stage: that a rank ran out of memory, until the next start has read it.
 NOTE = "out_of_memory.json"
-"""In the folder of a run or a stage: that a rank ran out of memory, until the next start has read it."""
 _AGAIN = {
     "step": "the step is repeated from its start with {now}, and so are all later ones",
     "run": "all ranks end, and start again from the last checkpoint with {now}",

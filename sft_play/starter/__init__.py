@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# The model name of the base that is part of this package.
 BASE_NAME = "sft-play/starter-base"
-"""The model name of the base that is part of this package."""
 
+# Its folder. `make -C benchmarks starter-base` makes it again; benchmarks/starter_base.json has its digest.
 BASE = Path(__file__).resolve().parent / "starter-base"
-"""Its folder. `make -C benchmarks starter-base` makes it again; benchmarks/starter_base.json has its digest."""
 
+# The run YAML of a command without CONFIG.
 CONFIG = "configs/run_starter.yaml"
-"""The run YAML of a command without CONFIG."""

@@ -248,8 +248,8 @@ def note_end(folder: RunFolder, code: int) -> None:
 # --- as one of the ranks ----------------------------------------------------------------------------------------------
 
 
+# In a run folder that a parent created: what it hands to its ranks.
 LAUNCH_FILE = "launch.json"
-"""In a run folder that a parent created: what it hands to its ranks."""
 
 
 @dataclasses.dataclass(frozen=True)

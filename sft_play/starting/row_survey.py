@@ -31,14 +31,14 @@ from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)
 
+# Bytes of data that a plan reads to count their tokens: a few seconds.
 QUICK_BYTES = 32 * MIB
-"""Bytes of data that a plan reads to count their tokens: a few seconds."""
 _TOKENIZERS = ("tokenizer*", "vocab*")
 _OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
+# Options of the data section that decide neither which rows there are nor their tokens.
 _NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
-"""Options of the data section that decide neither which rows there are nor their tokens."""
+# What this process has counted, for a cache that cannot be written.
 _counted: dict[str, RowTokens | None] = {}
-"""What this process has counted, for a cache that cannot be written."""
 
 
 def has_own_lengths(config: RunConfig) -> bool:

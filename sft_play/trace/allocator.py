@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import bisect
 
+# kMinBlockSize: every request is rounded up to a multiple of it.
 MIN_BLOCK = 512
-"""kMinBlockSize: every request is rounded up to a multiple of it."""
+# kSmallSize: the largest request of the small pool.
 SMALL_SIZE = 1 << 20
-"""kSmallSize: the largest request of the small pool."""
+# kSmallBuffer: a segment of the small pool, and its page in expandable segments.
 SMALL_BUFFER = 2 << 20
-"""kSmallBuffer: a segment of the small pool, and its page in expandable segments."""
+# kLargeBuffer: a segment for large requests below MIN_LARGE_ALLOC, and the large pool's page.
 LARGE_BUFFER = 20 << 20
-"""kLargeBuffer: a segment for large requests below MIN_LARGE_ALLOC, and the large pool's page."""
+# kMinLargeAlloc: requests from this size on get their own segment.
 MIN_LARGE_ALLOC = 10 << 20
-"""kMinLargeAlloc: requests from this size on get their own segment."""
+# kRoundLarge: such a segment is rounded up to a multiple of it.
 ROUND_LARGE = 2 << 20
-"""kRoundLarge: such a segment is rounded up to a multiple of it."""
 _ADDRESS_SPACE = 1 << 48
 
 

@@ -36,19 +36,19 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
+# Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings.
 BLOCKS_VERSION = 7
-"""Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings."""
+# Tokens that states are computed by at once, at least.
 CHUNK = 64
-"""Tokens that states are computed by at once, at least."""
+# Names of the same in configs.
 _CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")
-"""Names of the same in configs."""
+# Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer.
 BATCHES: dict[Way, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
                                        "evaluated": (1, 8, 64)}  # fmt: skip
-"""Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer."""
+# Tokens of a row at least.
 SHORTEST = 64
-"""Tokens of a row at least."""
+# Tokens of the two rows that run on the CPU.
 ON_CPU = (64, 128)
-"""Tokens of the two rows that run on the CPU."""
 _PASSES = TypeAdapter(list[MeasuredPass])
 _WORDS: dict[Way, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
                          "evaluated": "without gradients"}  # fmt: skip

@@ -28,8 +28,8 @@ from sft_play.training.model.language_model import language_config, without_kern
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trained_rows
 
+# What TRL's SFTTrainer asks of the chunked head (its metrics).
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
-"""What TRL's SFTTrainer asks of the chunked head (its metrics)."""
 
 
 def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
@@ -112,11 +112,11 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+# How a modeling file of transformers names the package whose function replaces its own, and its own
+# (integrations/hub_kernels.py).
 _REPLACEABLE = re.compile(
     r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["'][^)]*\)\s*def (\w+)""", re.MULTILINE
 )
-"""How a modeling file of transformers names the package whose function replaces its own, and its own
-(integrations/hub_kernels.py)."""
 
 
 def replaceable(model: nn.Module) -> list[tuple[str, str]]:
@@ -222,8 +222,8 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     model.quantization_method = "bitsandbytes"
 
 
+# How the parts of a path begin that PEFT adds.
 _ADDED = ("lora_", "modules_to_save", "trainable_tokens_")
-"""How the parts of a path begin that PEFT adds."""
 
 
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
@@ -254,10 +254,10 @@ def peft_config_of(plain: Mapping[str, Any]) -> Any:
     return METHODS[kind](json.loads(json.dumps({key: value for key, value in plain.items() if key != "peft_type"})))
 
 
+# PEFT's configs by method; benchmarks add those of other scripts.
 METHODS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "LORA": lambda given: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **given})
 }
-"""PEFT's configs by method; benchmarks add those of other scripts."""
 
 
 def _with_adapters(model: Any, settings: StepSettings) -> Any:
@@ -293,8 +293,8 @@ def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
+# The name under which `loop` is registered in transformers.
 LOOP = "sft_play_traced_loop"
-"""The name under which `loop` is registered in transformers."""
 
 
 def _experts_implementation(settings: StepSettings, model_class: Any) -> str | None:
@@ -351,18 +351,18 @@ def _fused_head(base: Any) -> None:
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 
+# What gives a model the loss of this name; benchmarks add those of older versions of transformers.
 LOSSES: dict[str, Callable[[Any], object]] = {
     "chunked": _fused_head,
     "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").whole_head(base),
     "model": lambda base: None,
 }
-"""What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
+# What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
 KERNELS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
-"""What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do."""
+# What changes a model on the meta device into that of an older version of transformers; benchmarks fill it.
 OLDER: list[Callable[[Any, StepSettings], None]] = []
-"""What changes a model on the meta device into that of an older version of transformers; benchmarks fill it."""
+# What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it.
 LOADED: list[Callable[[Any, StepSettings], None]] = []
-"""What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it."""
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:

@@ -28,13 +28,13 @@ from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
+# Part of the key of traces: raised whenever this package would give another number for the same settings.
 TRACE_VERSION = 20
-"""Part of the key of traces: raised whenever this package would give another number for the same settings."""
+# The same for shapes.
 SHAPE_VERSION = 15
-"""The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
+# The layouts that a trace can run, by their names there.
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
-"""The layouts that a trace can run, by their names there."""
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_torch": "adamw_foreach",

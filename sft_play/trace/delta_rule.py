@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+# Tokens that are computed at once.
 CHUNK = 64
-"""Tokens that are computed at once."""
+# Columns of a key that a program of the backward pass works on, at least: each has its own gradient of the decay.
 _TILE = 64
-"""Columns of a key that a program of the backward pass works on, at least: each has its own gradient of the decay."""
 
 
 class _DeltaRule(torch.autograd.Function):

@@ -129,8 +129,8 @@ def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int
     return found
 
 
+# What PEFT and bitsandbytes read off a Params4bit.
 PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
-"""What PEFT and bitsandbytes read off a Params4bit."""
 
 
 def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

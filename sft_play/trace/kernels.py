@@ -174,9 +174,9 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------
+# The name under which transformers' own flash attention is registered, with the functions below as its package, which
+# `flash_attention_2` requires; model classes check for "flash".
 FLASH = "sft_play_flash_attention_2"
-"""The name under which transformers' own flash attention is registered, with the functions below as its package, which
-`flash_attention_2` requires; model classes check for "flash"."""
 
 
 def flash_attn_func(

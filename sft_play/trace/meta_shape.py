@@ -38,9 +38,11 @@ from sft_play.training.proofs.adapter_trial import (
     without_gradient,
 )
 
+# The dtype of weights in a model that is measured.
 _FOLLOWS = torch.bfloat16
-"""The dtype of weights in a model that is measured."""
 
+# transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
+# attention.
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "attention": "full",
@@ -49,23 +51,21 @@ _KINDS: dict[str, AttentionKind] = {
     "local": "sliding",
     "chunked_attention": "chunked",
 }
-"""transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
-attention."""
 
+# Distributions whose name differs from the module's by more than an underline.
 _DISTRIBUTIONS = {"fla": LINEAR_ATTENTION}
-"""Distributions whose name differs from the module's by more than an underline."""
 
+# Names of the number of experts that a token passes.
 _PER_TOKEN = ("num_experts_per_tok", *ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
-"""Names of the number of experts that a token passes."""
 
+# Names of attributes that differ from block to block without making them different.
 _PLACES = re.compile(r"idx|index|layer_(id|number|num)|training")
-"""Names of attributes that differ from block to block without making them different."""
 
+# Names of dropout of attention probabilities in configs.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of dropout of attention probabilities in configs."""
 
+# Names of the MLP's last linear layer.
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
-"""Names of the MLP's last linear layer."""
 
 
 def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:

@@ -14,8 +14,8 @@ from sft_play.trace import build, fakes
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
+# DDP sends its parameters to the other ranks in flat copies of at most this size (`_sync_module_states`).
 BROADCAST_BUCKET = 250 << 20
-"""DDP sends its parameters to the other ranks in flat copies of at most this size (`_sync_module_states`)."""
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
+# What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran.
 DIVIDED: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": fully_sharded}
-"""What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran."""
 
 
 # --- a sharded model ----------------------------------------------------------------------------------------------

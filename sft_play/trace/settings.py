@@ -17,8 +17,8 @@ class TraceUnavailable(Exception):
     """These settings cannot be traced with these libraries; the text says why. The plan then does without a trace."""
 
 
+# The two ways of this toolkit's own attention.
 BY_BOUNDARIES = ("varlen", "one_by_one")
-"""The two ways of this toolkit's own attention."""
 
 
 @dataclass(frozen=True)

@@ -216,16 +216,16 @@ class Loop:
         return replay(self.log.events), replay(self.log.events, expandable_segments=True)
 
 
+# The loop of each kind of settings; benchmarks add that of other scripts.
 LOOPS: dict[type[StepSettings], type[Loop]] = {StepSettings: Loop}
-"""The loop of each kind of settings; benchmarks add that of other scripts."""
 
 
 def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy.startswith("fsdp")
 
 
+# In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32.
 _WIDE = "_wide_embeddings"
-"""In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32."""
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:

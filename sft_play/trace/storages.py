@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_iter
 
 from sft_play.trace.allocator import CachingAllocator
 
+# Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache
+# is emptied.
 BIRTH, DEATH, MARK, EMPTY_CACHE = 0, 1, 2, 3
-"""Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache
-is emptied."""
 
+# (kind, key or phase's name, bytes or step, stream); 0 is the model's own stream.
 Event = tuple[int, object, int, int]
-"""(kind, key or phase's name, bytes or step, stream); 0 is the model's own stream."""
 
 
 @dataclass
@@ -71,9 +71,9 @@ def close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 
+# `_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
+# more means that something else keeps it and the engine must not add in place.
 _HELD_BY_ENGINE_ALONE = 4
-"""`_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
-more means that something else keeps it and the engine must not add in place."""
 _DEVICE_OF = torch.ops.prim.device.default
 _ENGINE = "_engine_run_backward"
 _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")

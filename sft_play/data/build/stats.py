@@ -377,8 +377,8 @@ def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> No
             setattr(mine, name, own or theirs)
 
 
+# `model.max_seq_len` is proposed in multiples of this, at which kernels are at their best.
 LIMIT_STEP = 64
-"""`model.max_seq_len` is proposed in multiples of this, at which kernels are at their best."""
 
 
 def ways_to_keep(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:

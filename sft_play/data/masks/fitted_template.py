@@ -21,19 +21,19 @@ from sft_play.data.masks.token_row import REFUSED, Inexact
 from sft_play.data.masks.turn_ends import first_difference
 from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, TEXT_KEYS, Message, with_texts, without_given
 
+# In a rendering: the template took a list of parts for the text, and wrote it with its keys.
 PART_KEY = re.compile(r"""['"]type['"]""")
-"""In a rendering: the template took a list of parts for the text, and wrote it with its keys."""
 
 PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
 SYSTEM: Message = {"role": "system", "content": "system1q"}
 NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
+# Put behind a row of the data, whose own texts do not hold it.
 NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
-"""Put behind a row of the data, whose own texts do not hold it."""
+# A plain answer to a question of the data.
 ANSWER: Message = {"role": "assistant", "content": "answer9q"}
-"""A plain answer to a question of the data."""
 
+# Arguments that come out changed if a template escapes, encodes twice, or writes Python in place of JSON.
 ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
-"""Arguments that come out changed if a template escapes, encodes twice, or writes Python in place of JSON."""
 CALLING: list[Message] = [
     {"role": "user", "content": "question1q"},
     {
@@ -265,12 +265,12 @@ class CallForm:
     """Ids are nine letters and digits."""
 
 
+# In the order in which they are tried: the first leaves the row as it is written.
 CALL_FORMS = tuple(
     CallForm(content, typed, short_ids)
     for content in ("own", "empty", "absent")
     for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
 )
-"""In the order in which they are tried: the first leaves the row as it is written."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Literal
 
 from sft_play.data.masks.token_row import Span
 
+# `argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text.
 Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
-"""`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"
@@ -25,10 +25,10 @@ _OTHER_SENTINEL = re.compile(OTHER_SALT + r"([ghjkmnprst]{5})([du])")
 # letter for letter, so that the sentinels of both copies are equally long
 _TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 SENTINEL_CHARS = len(SALT) + 6
+# Marks that close think text.
 _CLOSES = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
-"""Marks that close think text."""
+# Matches nothing.
 NOWHERE = re.compile("(?!)")
-"""Matches nothing."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Skeleton:
         return "".join(parts), begins
 
 
+# How a template may write a text: as it is, or inside a string of JSON or Python.
 _FORMS: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
@@ -117,7 +118,6 @@ _FORMS: dict[str, Callable[[str], str]] = {
     "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
     "repr": lambda text: repr(text)[1:-1],
 }
-"""How a template may write a text: as it is, or inside a string of JSON or Python."""
 
 
 def with_other_sentinels(text: str, *_: object) -> str:

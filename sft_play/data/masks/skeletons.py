@@ -35,8 +35,8 @@ from sft_play.data.masks.turn_ends import TurnEnds, control_tokens, first_differ
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
+# A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
-"""A sentinel numbers its piece with five digits."""
 _WHOSE = {
     **dict.fromkeys(("system", "developer"), "a system prompt's"),
     "user": "a user turn's",

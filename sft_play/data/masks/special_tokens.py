@@ -15,8 +15,8 @@ from sft_play.data.sources.messages import Message, texts_in, with_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
+# First of the private-use characters that stand for special tokens of the data's texts while a template runs.
 _HIDDEN_BASE = 0xF0000
-"""First of the private-use characters that stand for special tokens of the data's texts while a template runs."""
 
 
 class Specials:
@@ -135,8 +135,8 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
 _NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
 
 
+# Characters [start, end) of a text, and what is put in their place.
 Replaced = tuple[int, int, str]
-"""Characters [start, end) of a text, and what is put in their place."""
 
 
 def spliced(text: str, parts: Sequence[Replaced], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:

@@ -19,17 +19,17 @@ from sft_play.data.sources.messages import REASONING_KEYS, Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
+# The longest real template has 30,000.
 MAX_TEMPLATE_CHARS = 1_000_000
-"""The longest real template has 30,000."""
+# Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
+# the first that a message has fills `reasoning_content` and `thinking`, which templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
-the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
 
 
+# Kinds of rows: with think text in an answer, and without.
 THINK, PLAIN = "think", "plain"
-"""Kinds of rows: with think text in an answer, and without."""
+# What ends think text, in an answer or in a generation prompt.
 THINK_END = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>")
-"""What ends think text, in an answer or in a generation prompt."""
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 
 

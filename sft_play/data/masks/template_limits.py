@@ -22,35 +22,35 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
+# Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand.
 MAX_STEPS = 2_000_000
-"""Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
+# Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second.
 MAX_SECONDS = 5.0
-"""Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
+# Longest text that a template may put together.
 MAX_CHARS = 64 * 2**20
-"""Longest text that a template may put together."""
+# Bytes of all texts that a template makes in one rendering, together: it may keep every one of them.
 MAX_WRITTEN = 2**30
-"""Bytes of all texts that a template makes in one rendering, together: it may keep every one of them."""
+# Largest number that a template may pad, indent or repeat a text by.
 MAX_WIDTH = 100_000
-"""Largest number that a template may pad, indent or repeat a text by."""
+# What a character costs in filters that go through a text in Python, which nothing ends on their way.
 WRAPPING = 64
-"""What a character costs in filters that go through a text in Python, which nothing ends on their way."""
+# Values inside a list or an object that is written as text; lists that hold a list twice double quickly.
 MAX_NODES = 1_000_000
-"""Values inside a list or an object that is written as text; lists that hold a list twice double quickly."""
+# Length of a whole number that a template may multiply up to.
 MAX_BITS = 1_000_000
-"""Length of a whole number that a template may multiply up to."""
 
 
 class TooMuch(Exception):
     """A limit was exceeded."""
 
 
+# Filters that do not look inside the values of a list; the others compare or write them.
 _OF_LISTS = frozenset(
     {"length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "items"}
     | {"default", "d", "reverse", "batch", "slice", "attr"}
 )
-"""Filters that do not look inside the values of a list; the others compare or write them."""
+# Filters that may write more than they are given.
 _GROWING = frozenset({"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"})
-"""Filters that may write more than they are given."""
 _SLOW = frozenset({"wordwrap", "urlize", "pprint", "title", "xmlattr", "striptags", "wordcount"})
 _COMPARING_TESTS = frozenset(
     {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}

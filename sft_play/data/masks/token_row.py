@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+# Characters [start, end) of a text.
 Span = tuple[int, int]
-"""Characters [start, end) of a text."""
+# The label of a token that is not trained (torch's and transformers' convention).
 IGNORED = -100
-"""The label of a token that is not trained (torch's and transformers' convention)."""
+# How trained spans are found, as a person reads it.
 METHODS = {
     "prefix": "rendered prefixes",
     "marker": "prefix and end-of-turn marker",
@@ -22,9 +23,8 @@ METHODS = {
     "document": "every token of a document",
     "inexact": "a guess (data.on_inexact_mask=train)",
 }
-"""How trained spans are found, as a person reads it."""
+# Where a row's tokens come from; the two sources of task_mode cpt_mixed.
 CHAT, TEXT = "chat", "text"
-"""Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
 
 
 @dataclass

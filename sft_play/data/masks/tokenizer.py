@@ -17,8 +17,8 @@ from sft_play.data.masks.words import Words, words_of
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
+# Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`.
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
-"""Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _backend_of(state: str) -> Any:
     return Tokenizer.from_str(state)
 
 
+# Texts whose tokens were put together from words that are compared with the tokenizer's own ids.
 ALL_COMPARED, ONE_COMPARED_OF = 64, 256
-"""Texts whose tokens were put together from words that are compared with the tokenizer's own ids."""
 
 
 class Encoder:

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from sft_play.log import one_line
 
+# Texts that look like control tokens, for templates whose tokens this tokenizer does not have.
 _CONTROL_TOKEN = re.compile(
     r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
     r"|</?[A-Za-z_][^<>\s]{0,40}>"
 )
-"""Texts that look like control tokens, for templates whose tokens this tokenizer does not have."""
+# Control tokens that do not look like HTML or XML tags.
 NO_TAG = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>")
-"""Control tokens that do not look like HTML or XML tags."""
+# What may be a tag of a markup language.
 TAG = re.compile(r"(?!</s>)</?[A-Za-z_][^<>\s|]{0,40}>")
-"""What may be a tag of a markup language."""
+# Words in the names of control tokens that end something.
 SAYS_END = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)
-"""Words in the names of control tokens that end something."""
 
 
 def control_tokens(text: str, special: Sequence[str]) -> list[str]:
@@ -80,8 +80,8 @@ def first_difference(expected: str, text: str) -> str:
     return f"at character {at + 1}: {one_line(repr(text[max(0, at - 20) : at + 40]), limit=90)}"
 
 
+# Characters that may end a turn without a control token, such as `\n\n### End`: more is text of the template.
 _LONGEST_WORDS = 40
-"""Characters that may end a turn without a control token, such as `\\n\\n### End`: more is text of the template."""
 
 
 @dataclass(frozen=True)

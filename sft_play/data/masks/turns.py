@@ -27,8 +27,8 @@ from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.turn_ends import first_difference
 from sft_play.data.sources.messages import Message
 
+# Shapes of rows that are remembered; then all are forgotten.
 _MAX_SHAPES = 20_000
-"""Shapes of rows that are remembered; then all are forgotten."""
 
 
 @dataclass(frozen=True)

@@ -23,25 +23,25 @@ from typing import Any
 
 from sft_play.data.masks.token_row import Span
 
+# Words that are remembered, some 60 MB; at the limit all are forgotten.
 MAX_WORDS = 200_000
-"""Words that are remembered, some 60 MB; at the limit all are forgotten."""
+# Longer words are rarely seen again.
 MAX_WORD_CHARS = 40
-"""Longer words are rarely seen again."""
 PROBES = 300
 _ASCII = range(128)
+# Characters whose class has not changed since Unicode 4, which no tokenizer takes for white space, and which NFC
+# leaves as they are.
 _KNOWN = (*_ASCII, *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x2010, 0x2028))
-"""Characters whose class has not changed since Unicode 4, which no tokenizer takes for white space, and which NFC
-leaves as they are."""
+# Normalisers that leave `_KNOWN`, or ASCII, unchanged.
 _KEEP_KNOWN, _KEEP_ASCII = frozenset({"NFC"}), frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-"""Normalisers that leave `_KNOWN`, or ASCII, unchanged."""
+# What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2)."""
 _UNSEEN = [*range(33), *range(127, 161), 173]
+# The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
+# Latin-1 as they are, the others as characters from U+0100.
 BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
-"""The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
-Latin-1 as they are, the others as characters from U+0100."""
+# A character that no known text holds, for classes without any character.
 _NOWHERE = r"\ue000"
-"""A character that no known text holds, for classes without any character."""
 
 
 class Words:
@@ -179,8 +179,8 @@ def _pattern_of(step: dict[str, Any]) -> str | None:
 
 
 _PROPERTY = re.compile(r"\\([pP])\{(\^?)(\w+)\}")
+# What means something else, or nothing, in Python.
 _FOREIGN = re.compile(r"\\[zZGRXKbBhHA]|&&|\[:|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[^:]|\(\?<[^=!]")
-"""What means something else, or nothing, in Python."""
 
 
 def ascii_pattern(pattern: str) -> str:

@@ -29,9 +29,9 @@ from typing import Any
 
 from sft_play.units import GIB, MIB
 
+# CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
+# arithmetic by compute capability).
 BF16_CAPABILITY = (8, 0)
-"""CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
-arithmetic by compute capability)."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-
 FAMILIES: dict[str, Family] = {
     name: Family(**{**one, "capability": tuple(one["capability"])}) for name, one in _TABLE["families"].items()
 }
+# All entries; of those that share an alias, the first is what the alias alone means.
 ENTRIES: tuple[CatalogEntry, ...] = tuple(_entry_of(row, _TABLE["sources"]) for row in _TABLE["gpus"])
-"""All entries; of those that share an alias, the first is what the alias alone means."""
 
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|generation|graphics|[^a-z0-9]")
 _LAPTOP = re.compile(r"(laptop|mobile|notebook)(gpu)?")
@@ -146,8 +146,8 @@ def key_of(name: str) -> str:
     return f"laptop{rest}" if count else key
 
 
+# By the catalogue's own name: `a10080gb`, `rtx4090`.
 CATALOG: dict[str, CatalogEntry] = {key_of(entry.name): entry for entry in ENTRIES}
-"""By the catalogue's own name: `a10080gb`, `rtx4090`."""
 
 
 def _short(key: str) -> str:

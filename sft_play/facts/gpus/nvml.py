@@ -19,22 +19,22 @@ from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
 from sft_play.log import one_line
 
 VENDOR = "NVIDIA"
+# CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide).
 FP8_CAPABILITY = (8, 9)
-"""CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide)."""
+# `nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB` there.
 _LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""`nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB` there."""
 _SAME_BOARD = "PSB"
 _SENSOR_GPU = 0
 _P2P_READ = 0
 _P2P_OK = 0
 _LINK_TO_SWITCH = 2
 _SWITCH = "switch"
+# Handles that are tried where the driver does not say how many GPUs there are.
 _MOST_GPUS = 64
-"""Handles that are tried where the driver does not say how many GPUs there are."""
+# Of one GPU (NVIDIA Multi-Instance GPU user guide, "Supported Profiles").
 _MOST_INSTANCES = 7
-"""Of one GPU (NVIDIA Multi-Instance GPU user guide, "Supported Profiles")."""
+# Errors that mean that a GPU has no such thing; others mean that the answer is withheld.
 _NOTHING_THERE = ("NotSupported", "NotFound", "InvalidArgument")
-"""Errors that mean that a GPU has no such thing; others mean that the answer is withheld."""
 
 
 class NvmlUnavailable(Exception):

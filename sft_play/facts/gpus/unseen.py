@@ -21,14 +21,14 @@ from sft_play.facts.installed import torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
 
 _MAKERS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
+# Base classes of the PCI code and ID assignment specification: display controllers, processing accelerators (MI200
+# and later).
 _DISPLAY, _PROCESSING = 0x03, 0x12
-"""Base classes of the PCI code and ID assignment specification: display controllers, processing accelerators (MI200
-and later)."""
 _VGA = 0x0300
+# Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own.
 LEAST_VRAM = 4 * 2**30
-"""Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own."""
+# NVIDIA's variable, which AMD's libraries read too, and AMD's own.
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""NVIDIA's variable, which AMD's libraries read too, and AMD's own."""
 ON_CPU = "train.device=cpu trains on the CPU"
 _DRIVER = (
     "start a container with its GPUs (docker run --gpus all; Kubernetes: limits: nvidia.com/gpu); else install or "

@@ -20,11 +20,11 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
+# Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
+# `nvidia-smi` in the MIG user guide): the smaller share is assumed for all.
 _INSTANCE_SHARE = 0.95
-"""Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
-`nvidia-smi` in the MIG user guide): the smaller share is assumed for all."""
+# A GPU whose driver does not tell its name.
 UNNAMED = "NVIDIA GPU"
-"""A GPU whose driver does not tell its name."""
 
 
 @dataclass(frozen=True)

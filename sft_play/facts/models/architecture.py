@@ -40,10 +40,10 @@ from sft_play.starter import BASE, BASE_NAME
 Config = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 3.0
+# A hub that did not answer is not asked again for so long: one command asks several times.
 _SILENT_S = 60.0
-"""A hub that did not answer is not asked again for so long: one command asks several times."""
+# When a hub last did not answer.
 _silent: dict[tuple[str, int], float] = {}
-"""When a hub last did not answer."""
 _PUBLISHED_TIMEOUT_S = 3.0
 
 
@@ -315,14 +315,13 @@ class KnownModel:
     params: int | None = None
 
 
+# By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
+#
+# A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was
+# read, the published parameters where they were, and the part of the published config.json that determines sizes (of
+# image-text models with the towers), with how the weights are stored.
 KNOWN_MODELS: dict[str, KnownModel] = {
     name: KnownModel(row["config"], row["source"], row["params"])
     for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
     for name in row["names"]
 }
-"""By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
-
-A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,
-the published parameters where they were, and the part of the published config.json that determines sizes (of image-text
-models with the towers), with how the weights are stored.
-"""

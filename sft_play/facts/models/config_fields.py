@@ -24,6 +24,7 @@ DEFAULTS_FILE = Path(__file__).with_name("class_defaults.json")
 CLASS_DEFAULTS: dict[str, Defaults] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
 
 
+# Far beyond any existing model: a larger number is a mistake. Other fields may go up to 2**24.
 LARGEST = {
     "hidden_size": 2**20,
     "num_hidden_layers": 4096,
@@ -33,9 +34,9 @@ LARGEST = {
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
-"""Far beyond any existing model: a larger number is a mistake. Other fields may go up to 2**24."""
 _LARGEST_OTHER = 2**24
 
+# Other names of the same sizes in some model types (attribute_map of transformers' config classes).
 ALIASES = {
     "hidden_size": ("n_embd", "d_model", "n_embed"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -44,10 +45,9 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "num_experts_per_token"),
 }
-"""Other names of the same sizes in some model types (attribute_map of transformers' config classes)."""
 
+# Names of the MLP's activation in some model types.
 ACTIVATION = ("hidden_activation", "activation_function", "activation", "hidden_act")
-"""Names of the MLP's activation in some model types."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TASK_HEADS = (
     "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
@@ -59,8 +59,8 @@ class UnknownArchitecture(ModelError):
     """Perhaps a decoder, but of a type that the table of families does not have: only its class can tell."""
 
 
+# Ways to store quantised weights that are dequantised while they are read, by their names in config.json.
 DEQUANTISED = {"mxfp4": "MXFP4", "fp8": "FP8"}
-"""Ways to store quantised weights that are dequantised while they are read, by their names in config.json."""
 
 
 def quantisation_of(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:

@@ -18,10 +18,10 @@ from sft_play.facts.models.families import EXPERT_WEIGHTS, FAMILIES, Experts, Fa
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 
+# Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
-"""Activations that transformers computes step by step in Python, with a tensor per step (activations.py)."""
+# Dropout of what blocks add up, whose masks the estimate does not count.
 _DROPOUTS = ("resid_pdrop", "embd_pdrop")
-"""Dropout of what blocks add up, whose masks the estimate does not count."""
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "sliding_attention": "sliding",

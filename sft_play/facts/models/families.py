@@ -13,12 +13,12 @@ from typing import Literal
 
 from sft_play.facts.models.model_shape import LayerKind, NormKind
 
+# A fixed answer, or the name of the true-or-false field that gives it.
 Choice = bool | str
-"""A fixed answer, or the name of the true-or-false field that gives it."""
 
+# Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
+# `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
 WindowRule = Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"]
-"""Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
-`max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Experts:
 _SPLIT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FUSED = ("mlp.gate_up_proj", "mlp.down_proj")
+# Paths of the tensors that hold all experts' gates and up projections, and their down projections.
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""Paths of the tensors that hold all experts' gates and up projections, and their down projections."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,22 @@ _GLM = Family(qkv_bias="attention_bias", mlp=_FUSED)
 _WIDE_NORMS = replace(_BIASED, qk_norm=True, qk_norm_size="width")
 _AFTER_DENSE = Experts("n_routed_experts", shared="n_shared_experts", where="after_dense")
 
+# Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
+# (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients.
 TENSOR_PARALLEL = frozenset({
     "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "ministral3", "mistral",
     "qwen2", "qwen3", "smollm3",
 })  # fmt: skip
-"""Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
-(`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients."""
 
+# Model types whose adapters PEFT moves to the routed experts where they are named as below: on the experts of
+# transformers before 5.0, as it believes (peft/utils/transformers_weight_conversion.py, `_convert_peft_config_moe`),
+# and so away from shared experts and dense blocks of the same names; a test compares the list with PEFT's.
 MOVED_BY_PEFT = frozenset({
     "UnlimitedOcrTextModel", "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "Dots3NoteTextModel", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
     "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe",
     "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
 })  # fmt: skip
-"""Model types whose adapters PEFT moves to the routed experts where they are named as below: on the experts of
-transformers before 5.0, as it believes (peft/utils/transformers_weight_conversion.py, `_convert_peft_config_moe`), and
-so away from shared experts and dense blocks of the same names; a test compares the list with PEFT's."""
 MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 MOVED_WORDS = "PEFT would put its adapter on this model's routed experts, which get none here"
 
@@ -114,6 +114,9 @@ def marked(kind: LayerKind, model_type: str) -> LayerKind:
     return replace(kind, linears=linears)
 
 
+# Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
+# models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any other class is planned by its own
+# blocks, measured (`trace/block_meter`), which takes seconds and transformers.
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "granite": _LLAMA,
@@ -143,10 +146,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
 }  # fmt: skip
-"""Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
-models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any other class is planned by its own
-blocks, measured (`trace/block_meter`), which takes seconds and transformers."""
 
+# Image-text model type: its language model's type, where `text_config` does not give it.
 WRAPPERS: dict[str, str] = {
     "gemma3": "gemma3_text",
     "idefics3": "llama",
@@ -157,11 +158,10 @@ WRAPPERS: dict[str, str] = {
     "video_llava": "llama",
     "vipllava": "llama",
 }
-"""Image-text model type: its language model's type, where `text_config` does not give it."""
 
+# Model types that are not decoders, and what they are.
 OTHER_KINDS: dict[str, str] = {
     kind: what
     for what, kinds in json.loads(Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")).items()
     for kind in kinds.split()
 }
-"""Model types that are not decoders, and what they are."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+# Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
+# the block has no softmax attention (a recurrent or convolutional one).
 AttentionKind = Literal["full", "sliding", "chunked", "none"]
-"""Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
-the block has no softmax attention (a recurrent or convolutional one)."""
 
+# rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32.
 NormKind = Literal["rms", "gemma"]
-"""rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32."""
 
+# What the names of attention's own linear layers start with.
 ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
-"""What the names of attention's own linear layers start with."""
 
 
 @dataclass(frozen=True)

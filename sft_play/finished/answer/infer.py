@@ -24,10 +24,10 @@ from sft_play.training.model.model_loading import weights_facts
 
 logger = logging.getLogger(__name__)
 
+# Prompts that are answered before their answers are written; within them the batches are sorted by length.
 _AT_ONCE = 256
-"""Prompts that are answered before their answers are written; within them the batches are sorted by length."""
+# Rows that are no prompts, of which an error shows so many.
 _SHOWN_ROWS = 5
-"""Rows that are no prompts, of which an error shows so many."""
 # of the output: a column of the file that is called so is written as `input_…`
 _OWN_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 

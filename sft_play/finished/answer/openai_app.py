@@ -42,12 +42,12 @@ from sft_play.finished.answer.respond import Responder
 
 SERVED = ("/v1/chat/completions", "/v1/models", "/health")
 _LEAST_BODY_BYTES = 2**20
+# A token of a request is some four characters, which JSON may write as six bytes each.
 _BYTES_A_POSITION = 16
-"""A token of a request is some four characters, which JSON may write as six bytes each."""
+# The lowest temperature that is sampled at, as in vLLM: below it logits overflow.
 _COLDEST = 0.01
-"""The lowest temperature that is sampled at, as in vLLM: below it logits overflow."""
+# Token ids of the request that this task answers.
 _PROMPT: ContextVar[list[int]] = ContextVar("prompt")
-"""Token ids of the request that this task answers."""
 
 
 def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None = None) -> FastAPI:

@@ -21,13 +21,13 @@ from transformers import StoppingCriteria
 from sft_play.facts.network import is_asked_from_here
 from sft_play.log import one_line
 
+# Stop texts of a request (OpenAI's own limit), and characters of one.
 MOST_STOPS, LONGEST_STOP = 4, 256
-"""Stop texts of a request (OpenAI's own limit), and characters of one."""
+# Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
+# answer only once it has sent everything.
 _DRAINED = 64
-"""Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
-answer only once it has sent everything."""
+# Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither.
 _MARGIN_TOKENS = 16
-"""Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither."""
 _SHOWN = 60
 
 

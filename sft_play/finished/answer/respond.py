@@ -27,10 +27,10 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Questions that are answered before the next line on how far it is.
 _AT_ONCE = 256
-"""Questions that are answered before the next line on how far it is."""
+# What tokens decode to that end inside a character.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What tokens decode to that end inside a character."""
 
 
 def _as_trained(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+# After the first Ctrl-C, answers that are being streamed have this long to end.
 FINISH_S = 30
-"""After the first Ctrl-C, answers that are being streamed have this long to end."""
 _POLL_S = 0.1
 
 

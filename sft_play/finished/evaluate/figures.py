@@ -30,16 +30,16 @@ from sft_play.training.measure.exact_match import Answer, Question
 
 logger = logging.getLogger(__name__)
 
+# (answer, reference, messages before the answer) to a figure; higher is better.
 Compare = Callable[[str, str, Sequence[Message]], float]
-"""(answer, reference, messages before the answer) to a figure; higher is better."""
 NONE = "none"
+# Metrics that need a package of the extra `eval`.
 PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
-"""Metrics that need a package of the extra `eval`."""
 BUILT_IN = ("exact_match", *PACKAGES)
 TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
 _INSTALL = "pip install 'sft-play[eval]'"
+# Characters of scripts that put no spaces between words.
 _ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
-"""Characters of scripts that put no spaces between words."""
 _WORD = rf"{_ALONE}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_ALONE}][[\p{{L}}\p{{N}}\p{{M}}]--{_ALONE}]*"
 
 

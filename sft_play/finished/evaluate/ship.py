@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 ROWS = 300
 SHIP_FILE = "ship.json"
+# Of the general sample; a change of a row is a new one.
 VERSION = "general-1"
-"""Of the general sample; a change of a row is a new one."""
+# The general sample: short texts and chats about everything, that show what a fine-tuned model has lost.
+#
+# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages
+# and formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and
+# without a system prompt.
 _GENERAL = Path(__file__).parent / "general"
-"""The general sample: short texts and chats about everything, that show what a fine-tuned model has lost.
-
-Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages and
-formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and without
-a system prompt."""
+# Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
+# positions.
 _LONGEST = 512
-"""Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
-positions."""
 
 Row = dict[str, list[int]]
 

@@ -31,8 +31,8 @@ from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
 from sft_play.finished.run import Outcome
 from sft_play.log import one_line
 
+# Of ship.json, which holds evidence and thresholds as they are here.
 FORMAT = "sft_play ship 2"
-"""Of ship.json, which holds evidence and thresholds as they are here."""
 Floats = npt.NDArray[np.float64]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them.
 _AT_ONCE = 4_000_000
-"""Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from sft_play.training.model.nf4_experts import through_nf4
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_rows
 
+# Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
 Base = Literal["original", "dequantized"]
-"""Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them."""
 
 
 class AdaptedModel:

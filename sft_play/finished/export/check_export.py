@@ -34,11 +34,11 @@ from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
 ROWS = 200
+# Rows at whose trained places the distributions are compared.
 _SCORED_ROWS = 32
-"""Rows at whose trained places the distributions are compared."""
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Model types that llama.cpp writes as `llama`, and that compute as it does.
 _AS_LLAMA = ("mistral",)
-"""Model types that llama.cpp writes as `llama`, and that compute as it does."""
 
 
 @dataclass(frozen=True)

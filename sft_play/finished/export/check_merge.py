@@ -23,21 +23,21 @@ from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
 ROWS = 16
+# How much of the divergence between base and adapter may remain between merged model and adapter.
 _SHARE = 0.05
-"""How much of the divergence between base and adapter may remain between merged model and adapter."""
+# Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either computes: rounding alone
+# moves the logits of real models in bf16 by some 1e-2, which is a divergence of some 1e-4. Weights in so many bits: one
+# and a half times llama.cpp's own measurement of the worst such type with Llama 3 8B (tools/perplexity/README.md:
+# 0.0014 for q8_0, 0.0055 for q6_K, 0.022 for q5_0, 0.072 for q4_0, 0.228 for q3_K_S, 0.445 for q2_K).
 _ALWAYS = {
     "float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4,
     "q8": 2e-3, "q6": 8e-3, "q5": 3e-2, "q4": 0.11, "q3": 0.34, "q2": 0.67,
 }  # fmt: skip
-"""Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either computes: rounding alone
-moves the logits of real models in bf16 by some 1e-2, which is a divergence of some 1e-4. Weights in so many bits: one
-and a half times llama.cpp's own measurement of the worst such type with Llama 3 8B (tools/perplexity/README.md: 0.0014
-for q8_0, 0.0055 for q6_K, 0.022 for q5_0, 0.072 for q4_0, 0.228 for q3_K_S, 0.445 for q2_K)."""
+# The same that is never allowed, however much the training changed.
 _NEVER = {
     "float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3,
     "q8": 2e-2, "q6": 4e-2, "q5": 0.1, "q4": 0.25, "q3": 0.5, "q2": 0.8,
 }  # fmt: skip
-"""The same that is never allowed, however much the training changed."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def limit_of(dtype: str, divergence_of_base: float) -> float:
 #
 # Shape letters: T tokens of a row, P its trained places, V the vocabulary.
 
+# Trained places of a row that are compared: with a vocabulary of 150,000 they are 40 MB in fp32.
 PLACES = 64
-"""Trained places of a row that are compared: with a vocabulary of 150,000 they are 40 MB in fp32."""
 
+# Log-probabilities of every token at the trained places of a row ([P, V], fp32, in RAM) and the next tokens ([P]).
 Scored = tuple[torch.Tensor, torch.Tensor]
-"""Log-probabilities of every token at the trained places of a row ([P, V], fp32, in RAM) and the next tokens ([P])."""
 
 
 def spaced(rows: Any, count: int) -> list[dict[str, list[int]]]:

@@ -54,8 +54,8 @@ from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
+# By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
 _LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-"""By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
 _LARGEST_F16 = 65_504.0
 
 

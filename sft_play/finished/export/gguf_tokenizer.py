@@ -17,8 +17,8 @@ from sft_play.errors import ModelError
 from sft_play.finished.export.pre_tokenizers import PreTokenizer
 from sft_play.finished.export.prompts import PairedPrompt, Prompts
 
+# Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-"""Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`)."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 CONVERTER = "convert_hf_to_gguf.py"
+# The file that names the pre-tokenizers which llama.cpp knows, with their expressions.
 VOCABULARIES = Path("src") / "llama-vocab.cpp"
-"""The file that names the pre-tokenizers which llama.cpp knows, with their expressions."""
 _VENDORED = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
 _WANTED = ("conversion/", "gguf-py/gguf/", CONVERTER, "LICENSE", str(VOCABULARIES))
 _LAST_LINES = 6

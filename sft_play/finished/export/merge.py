@@ -51,8 +51,8 @@ from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
+# In that folder, and travelling with it: what it was made of, and whether merge-test passed.
 MERGE_FILE = "merge.json"
-"""In that folder, and travelling with it: what it was made of, and whether merge-test passed."""
 SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -29,8 +29,8 @@ from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
+# Floating-point dtypes as safetensors names them; tensors of others pass through as they are.
 _FROM_FILES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""Floating-point dtypes as safetensors names them; tensors of others pass through as they are."""
 
 
 class MergedWeights:

@@ -75,8 +75,8 @@ def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | N
     return "\n".join(lines) + "\n"
 
 
+# The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses.
 Render = Callable[..., str]
-"""The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses."""
 
 
 @dataclass(frozen=True)

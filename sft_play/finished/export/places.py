@@ -10,15 +10,15 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun
 
 Format = Literal["gguf", "ollama", "vllm"]
+# How a GGUF stores weights, the coarsest last: those that need no importance matrix.
 Quant = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0",
     "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 ]  # fmt: skip
-"""How a GGUF stores weights, the coarsest last: those that need no importance matrix."""
 CONVERTED: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
 EXPORT = "export"
+# The file beside the export that says what it was made of; a folder without one is not replaced.
 EXPORT_FILE = "export.json"
-"""The file beside the export that says what it was made of; a folder without one is not replaced."""
 MERGED = "merged"
 
 

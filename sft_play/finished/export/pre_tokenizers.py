@@ -20,8 +20,8 @@ _CASE = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TYPE = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
 _NAME = re.compile(r'tokenizer_pre == "([^"]+)"')
+# Of several names for the same expressions, those of the tokenizers that have them first.
 PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon")
-"""Of several names for the same expressions, those of the tokenizers that have them first."""
 _RANDOM_TEXTS = 400
 _ALPHABETS = (
     *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),

@@ -26,8 +26,8 @@ from sft_play.training.measure.exact_match import Configured, stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
+# Keys of a message that only training reads.
 _UNSENT = ("train", "weight", "loss_weight")
-"""Keys of a message that only training reads."""
 _TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
 
 

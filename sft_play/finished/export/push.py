@@ -21,6 +21,7 @@ from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.units import size_of
 
+# Names of files that belong to a model.
 UPLOADED = (
     "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json",
     "merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py",
@@ -28,9 +29,8 @@ UPLOADED = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt",
     "*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml",
 )  # fmt: skip
-"""Names of files that belong to a model."""
+# Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind.
 _CHECKED = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
-"""Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind."""
 
 
 @dataclass(frozen=True)

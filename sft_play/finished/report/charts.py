@@ -22,10 +22,10 @@ from sft_play.log import escape_control, one_line, redact
 
 COLOURS = ("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd", "#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b")
 GREY = "#8a8a8a"
+# Of a curve: neighbouring points of a longer one are averaged. A chart is about 400 pixels wide.
 _MOST_POINTS = 300
-"""Of a curve: neighbouring points of a longer one are averaged. A chart is about 400 pixels wide."""
+# Largest over smallest value from which a loss is shown on a logarithmic axis.
 _LOG_FROM = 20
-"""Largest over smallest value from which a loss is shown on a logarithmic axis."""
 _LIMIT_S = 120
 _DRAW = """
 import json, sys
@@ -181,8 +181,8 @@ def _plain(text: str) -> str:
 
 # --- the charts of a run ----------------------------------------------------------------------------------------------
 
+# Prefix in metrics.jsonl, name and colour of the held-out splits.
 _SPLITS = (("eval", "validation", 1), ("test", "test", 2))
-"""Prefix in metrics.jsonl, name and colour of the held-out splits."""
 
 
 def charts_of(record: Record) -> list[Chart]:

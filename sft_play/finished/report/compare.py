@@ -26,8 +26,8 @@ from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.units import duration_of, size_of
 
+# In the folder of the first run that is named.
 PAGE = "compare.html"
-"""In the folder of the first run that is named."""
 _NOT_COMPARED = ("output.",)
 _ABSENT = "-"
 
@@ -178,12 +178,12 @@ def _of_curve(record: Record, name: str, choose: Callable[[Sequence[float]], flo
     return choose(values) if values else None
 
 
+# Title of a chart, and the curve in it of every run.
 _CHARTS = (
     ("Training loss", "loss"), ("Validation loss", "eval_loss"), ("Test loss", "test_loss"),
     ("Validation exact match", "eval_exact_match"), ("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm"),
     ("Tokens per second", "tokens_per_s"), ("Peak memory of a rank, in GiB", "memory_peak_gib"),
 )  # fmt: skip
-"""Title of a chart, and the curve in it of every run."""
 
 
 def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:

@@ -24,13 +24,13 @@ Points = Sequence[tuple[float, float]]
 
 _OF_RANK = re.compile(r"_rank_\d+$")
 _WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+# Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too.
 _CURVES = {
     *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
     *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
     *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
     *("eval_generated_rows", "test_generated_rows"),
 }
-"""Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def read_record(folder: RunFolder) -> Record:
     return Record(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
 
 
+# What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss.
 _Logged = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
-"""What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss."""
 
 
 def _logged(path: Path) -> dict[str | None, _Logged]:

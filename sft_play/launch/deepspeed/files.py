@@ -26,6 +26,7 @@ from sft_play.planner.batching import is_of_one_rank, product_problem
 from sft_play.planner.layout import LayoutName
 from sft_play.spelling import nearest
 
+# Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.
 STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
     "zero1": (1, False, False),
     "zero2": (2, False, False),
@@ -33,7 +34,6 @@ STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
     "zero2_offload": (2, True, False),
     "zero3_offload": (3, True, True),
 }
-"""Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are."""
 LAYOUTS = {(stage, states): name for name, (stage, states, _) in STAGES.items()} | {(1, True): "zero1"}
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 
@@ -104,9 +104,9 @@ def _refuse_json(text: str, *, name: str) -> None:
         ) from None
 
 
+# What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
+# first, so that the // of a URL begins no comment.
 _NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
-"""What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
-first, so that the // of a URL begins no comment."""
 
 
 def layout_of(
@@ -188,8 +188,8 @@ def with_batch(
     return train.model_copy(update=taken), tuple(lines)
 
 
+# Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-"""Dtypes that the run YAML alone sets: `distributed.mixed_precision`."""
 SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
@@ -198,9 +198,9 @@ SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 Config = dict[str, Any]
 
+# Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
+# (`AUTO_IS_A_VALUE`).
 AUTO = "auto"
-"""Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
-(`AUTO_IS_A_VALUE`)."""
 
 _TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("keys.json").read_text(encoding="utf-8"))
 
@@ -211,13 +211,13 @@ def _keys_of(section: dict[str, str]) -> frozenset[str]:
     return frozenset([*section["keys"].split(), *both, *(f"stage3_{key}" for key in both)])
 
 
+# The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
+# contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
+# ZeRO-3 loading.
 KNOWN: dict[str, frozenset[str]] = {path: _keys_of(section) for path, section in _TABLE["sections"].items()}
-"""The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
-contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
-ZeRO-3 loading."""
 
+# Paths where DeepSpeed itself understands "auto".
 AUTO_IS_A_VALUE: tuple[str, ...] = tuple(_TABLE["auto_is_a_value"])
-"""Paths where DeepSpeed itself understands "auto"."""
 
 _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
@@ -298,6 +298,7 @@ def _number(value: Any) -> bool:
 
 
 _BATCH = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
+# Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
 _CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
     (_BATCH, lambda value: isinstance(value, int) and _whole(value, least=1), 'a whole number from 1, or "auto"'),
     (re.compile("gradient_clipping"), _number, 'a number from 0 (0: no clipping), or "auto"'),
@@ -318,7 +319,6 @@ _CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
         'a whole number without quotes, or "auto"',
     ),
 )
-"""Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others."""
 
 
 def _wrong_values(config: Config) -> list[str]:

@@ -40,16 +40,16 @@ from sft_play.launch.deepspeed.files import (
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
 
+# AdamW's values where no training option sets them: the defaults of transformers' `TrainingArguments`.
 ADAM: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""AdamW's values where no training option sets them: the defaults of transformers' `TrainingArguments`."""
 
+# Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
+# formula in words.
 BY_HIDDEN_SIZE: dict[str, tuple[Callable[[int], int], str]] = {
     "reduce_bucket_size": (lambda size: size * size, "hidden size squared"),
     "stage3_prefetch_bucket_size": (lambda size: int(0.9 * size * size), "0.9 × hidden size squared"),
     "stage3_param_persistence_threshold": (lambda size: 10 * size, "10 × hidden size"),
 }
-"""Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
-formula in words."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,8 @@ class _Filling:
         self.shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
 
 
+# Parameters that choose an AdamW implementation; all of them compute the same update.
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
-"""Parameters that choose an AdamW implementation; all of them compute the same update."""
 
 
 def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:

@@ -17,8 +17,8 @@ from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.plan import Plan
 from sft_play.units import duration_of
 
+# Machines that are listed; the JSON has all.
 MOST_LINES = 12
-"""Machines that are listed; the JSON has all."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ Question = Literal["seq_len", "batch", "model"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 MOST_CELLS = 200
 SEQ_STEP = 64
+# Sequences longer than this many tokens are not tried.
 LONGEST = 1 << 24
-"""Sequences longer than this many tokens are not tried."""
 
 
 @dataclass(frozen=True)

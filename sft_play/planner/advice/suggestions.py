@@ -27,15 +27,15 @@ from sft_play.planner.memory.structure import asked_shape
 from sft_play.planner.plan import Plan, PlanRequest, Suggestion, job_of, make_plan
 from sft_play.units import GIB
 
+# Shorter sequences are suggested in steps of this many tokens, down to one step.
 LENGTH_STEP = 256
-"""Shorter sequences are suggested in steps of this many tokens, down to one step."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
+# GPUs per node when more are suggested than the present nodes have.
 NODE_GPUS = 8
-"""GPUs per node when more are suggested than the present nodes have."""
 SMALL_RANK = 8
 WITHOUT_MESH = "model.mesh_shape=null"
+# RAM is suggested in steps of this many bytes.
 RAM_STEP = 16 * GIB
-"""RAM is suggested in steps of this many bytes."""
 
 
 def make_advised_plan(request: PlanRequest, **planned: Any) -> Plan:

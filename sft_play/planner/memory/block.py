@@ -20,22 +20,22 @@ from sft_play.planner.memory.self_attention import attention
 from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient, shared
 
+# What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
+# not compute; the class's own loss, as other scripts take it (benchmarks).
 LossName = Literal["chunked", "logits", "model"]
-"""What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
-not compute; the class's own loss, as other scripts take it (benchmarks)."""
 # Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
 TOKEN_TILE = 4_096
+# Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
+# one however small the vocabulary is (line 313).
 WORD_TILE = 32_768
-"""Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
-one however small the vocabulary is (line 313)."""
+# fp32 numbers per token into which it reduces tiles (lines 306 to 312).
 STATISTICS = 7
-"""fp32 numbers per token into which it reduces tiles (lines 306 to 312)."""
+# Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
+# before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247).
 CPU_FORWARD = 13
-"""Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
-before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247)."""
+# The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
+# 259 to 281); `t` where logits are capped.
 CPU_BACKWARD, CPU_CAP = 29, 4
-"""The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
-259 to 281); `t` where logits are capped."""
 
 
 @dataclass(frozen=True)
@@ -240,5 +240,5 @@ def _logits(run: Pass, x: Ref, words: Vocabulary) -> Ref:
     return tape.op((chances,), scored, 4, backward=shared(1))
 
 
+# What takes the loss of whole logits; benchmarks add that of other scripts.
 LOSSES: dict[str, Callable[[Pass, Ref, Vocabulary], Ref]] = {"logits": _logits}
-"""What takes the loss of whole logits; benchmarks add that of other scripts."""

@@ -24,31 +24,31 @@ from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import GIB, MIB
 
 # --- how much more than the tensors must be free, by a setting's class ----------------------------------------------
+# Terms that are allocated once: the allocator packs them, and loses only rounding.
 STAYS = ("weights", "adapters", "master_weights", "optimizer", "gradient_buckets", "workspaces")
-"""Terms that are allocated once: the allocator packs them, and loses only rounding."""
+# What the allocator keeps beyond a step's temporary tensors, as a fraction of their bytes: remainders of blocks that
+# were split for one size and requested for another (forward, backward, evaluation, the next batch's length). More for
+# attention's S x S matrices and gathered units, the largest of all. From replays, not from measured rows:
+# benchmarks/reserved.json (rows of one length and of changing ones) and closed_form.json; docs/memory-model.md scores
+# it on measured ones.
 PASSING_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
-"""What the allocator keeps beyond a step's temporary tensors, as a fraction of their bytes: remainders of blocks that
-were split for one size and requested for another (forward, backward, evaluation, the next batch's length). More for
-attention's S x S matrices and gathered units, the largest of all. From replays, not from measured rows:
-benchmarks/reserved.json (rows of one length and of changing ones) and closed_form.json; docs/memory-model.md scores it
-on measured ones."""
+# The same for an evaluation's batch, whose tensors are few and large: each splits another block. In replays of 9
+# settings on a GPU without limit 0.28 to 0.55 (docs/memory-model.md).
 EVALUATION_SLACK = 0.6
-"""The same for an evaluation's batch, whose tensors are few and large: each splits another block. In replays of 9
-settings on a GPU without limit 0.28 to 0.55 (docs/memory-model.md)."""
+# The same for gradients: they have the weights' own sizes in every step.
 GRADIENT_SLACK = 0.125
-"""The same for gradients: they have the weights' own sizes in every step."""
+# Kept free in every class, in addition to the fraction.
 MARGIN_BYTES = int(0.3 * GIB)
-"""Kept free in every class, in addition to the fraction."""
 
+# Kept free in addition under WSL: the desktop takes and returns GPU memory during a run, and what is missing is then
+# moved to the host's memory. Not measured: what a browser and a few more windows may take.
 DESKTOP_BYTES = GIB
-"""Kept free in addition under WSL: the desktop takes and returns GPU memory during a run, and what is missing is then
-moved to the host's memory. Not measured: what a browser and a few more windows may take."""
 
+# What a run does, one after the other; the forward and backward passes of a step and its update are training.
 RunMoment = Literal["loading", "training", "evaluation", "generation", "saving"]
-"""What a run does, one after the other; the forward and backward passes of a step and its update are training."""
 
+# The run's moment of each moment of the estimate that is none of a step's.
 RUN_MOMENTS: dict[str, RunMoment] = {"evaluation": "evaluation", "saving": "saving"}
-"""The run's moment of each moment of the estimate that is none of a step's."""
 
 MarginClass = Literal[
     "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
@@ -64,6 +64,7 @@ class Margin:
     reason: str
 
 
+# One row per class; a setting in several classes takes the largest fraction.
 MARGINS: dict[MarginClass, Margin] = {
     "measured": Margin(0.03, "LoRA and full on one GPU with flash or efficient attention: measured within 1%"),
     "quantised": Margin(0.06, "QLoRA: 2 of 48 measured rows reserved more than 6% above their trace"),
@@ -81,32 +82,31 @@ MARGINS: dict[MarginClass, Margin] = {
     ),
     "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts by code of their class: not measured"),
 }
-"""One row per class; a setting in several classes takes the largest fraction."""
 
 
+# CUDA context and kernels, outside the allocator: 141 MiB seen on a T4, 0.4 to 0.6 GiB reported for H100s.
 CUDA_CONTEXT_BYTES = GIB // 2
-"""CUDA context and kernels, outside the allocator: 141 MiB seen on a T4, 0.4 to 0.6 GiB reported for H100s."""
+# NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB).
 NCCL_BYTES = 688 * MIB
-"""NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB)."""
+# Fraction of the loading bytes that is kept free beside them. Not measured on a GPU yet; a step's margin covers
+# activations, of which loading has none.
 LOAD_MARGIN = MARGINS["quantised"].share
-"""Fraction of the loading bytes that is kept free beside them. Not measured on a GPU yet; a step's margin covers
-activations, of which loading has none."""
 
+# Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
+# more, and each rank's last batch is filled up.
 MOST_EVALUATION_ROWS = 64
-"""Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
-more, and each rank's last batch is filled up."""
 
+# What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
+# to 32 MiB, as activations are, and gives larger ones back at once, as the head's mostly are. With them and
+# CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 moments
+# (training, evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13;
+# benchmarks/LOG.md).
 CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
-"""What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
-to 32 MiB, as activations are, and gives larger ones back at once, as the head's mostly are. With them and
-CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 moments
-(training, evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13;
-benchmarks/LOG.md)."""
+# Libraries and threads that a CPU run loads after the imports, from the same runs.
 CPU_LATE_BYTES = 192 * MIB
-"""Libraries and threads that a CPU run loads after the imports, from the same runs."""
+# What a process has resident of Python, torch and the other libraries once they are imported, beyond what it has while
+# it plans: 0.52 GiB in those runs. A plan is made before, so they are not yet missing from the free memory.
 CPU_LIBRARIES_BYTES = GIB // 2
-"""What a process has resident of Python, torch and the other libraries once they are imported, beyond what it has while
-it plans: 0.52 GiB in those runs. A plan is made before, so they are not yet missing from the free memory."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +309,8 @@ def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, 
     return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
 
 
+# Terms that FSDP allocates on its own streams: reduced gradients and gathered units.
 ON_OTHER_STREAMS = ("gradients", "gather_buffers")
-"""Terms that FSDP allocates on its own streams: reduced gradients and gathered units."""
 
 
 def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layout: Layout) -> int:

@@ -17,9 +17,9 @@ from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.model_states import adapters_of, packed_bytes
 
+# DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
+# (`stage3_max_live_parameters`) by its own defaults (deepspeed/runtime/zero/config.py).
 ZERO_BUCKET_PARAMS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
-(`stage3_max_live_parameters`) by its own defaults (deepspeed/runtime/zero/config.py)."""
 
 
 @dataclass(frozen=True)

@@ -101,33 +101,33 @@ def copied_in_ram(walk: Walk) -> int:
     return walk.loaded.weights * (walk.shape.expert_params if as_stored else walk.shape.params)
 
 
+# Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
+# (transformers' core_model_loading.py, MergeModulelist and Concatenate).
 STACKING = 2
-"""Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
-(transformers' core_model_loading.py, MergeModulelist and Concatenate)."""
 
+# Threads in which transformers reads tensors (core_model_loading.py, GLOBAL_WORKERS).
 READERS = 4
-"""Threads in which transformers reads tensors (core_model_loading.py, GLOBAL_WORKERS)."""
 
+# Whole: one process writes everything, gathered if it is sharded. Sharded: each rank writes its shard, in torch's
+# distributed format. DeepSpeed writes each rank's shard in its own format.
 Form = Literal["whole", "sharded", "deepspeed"]
-"""Whole: one process writes everything, gathered if it is sharded. Sharded: each rank writes its shard, in torch's
-distributed format. DeepSpeed writes each rank's shard in its own format."""
 
+# Assumed write rate of one process: the baseline of a general-purpose volume in the cloud (AWS gp3: 125 MiB/s;
+# Google's and Azure's are about as fast). Not measured; a local NVMe disk is ten times as fast.
 DISK_BYTES_PER_S = 125 * MIB
-"""Assumed write rate of one process: the baseline of a general-purpose volume in the cloud (AWS gp3: 125 MiB/s;
-Google's and Azure's are about as fast). Not measured; a local NVMe disk is ten times as fast."""
+# How long all other ranks may wait while the first one writes.
 WHOLE_SAVE_S = 120
-"""How long all other ranks may wait while the first one writes."""
+# The largest checkpoint of full states that is gathered on the first rank, 14.6 GiB: above it, writing by one process
+# costs minutes of all GPUs, and the gathered copy (two thirds of it) more host RAM than a run has to spare. Up to 1.3
+# billion parameters with AdamW in fp32 (12 bytes each) stay whole.
 WHOLE_BYTES = DISK_BYTES_PER_S * WHOLE_SAVE_S
-"""The largest checkpoint of full states that is gathered on the first rank, 14.6 GiB: above it, writing by one process
-costs minutes of all GPUs, and the gathered copy (two thirds of it) more host RAM than a run has to spare. Up to 1.3
-billion parameters with AdamW in fp32 (12 bytes each) stay whole."""
+# Largest file of final weights that are gathered tensor by tensor, complete in the first rank's RAM before it is
+# written.
 FILE_BYTES = 5 * 10**9
-"""Largest file of final weights that are gathered tensor by tensor, complete in the first rank's RAM before it is
-written."""
+# Largest file that transformers writes at once (`max_shard_size` of `save_pretrained`), complete in the host's RAM.
 SAVE_SHARD_BYTES = 50 * 10**9
-"""Largest file that transformers writes at once (`max_shard_size` of `save_pretrained`), complete in the host's RAM."""
+# For a tensor of a sharded checkpoint: the copy from the GPU, and its serialised bytes.
 COPIES = 2
-"""For a tensor of a sharded checkpoint: the copy from the GPU, and its serialised bytes."""
 
 
 @dataclass(frozen=True)

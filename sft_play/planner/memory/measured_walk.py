@@ -17,8 +17,8 @@ from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.precision import Precision
 
+# How a block runs: its activations stay for the backward pass, or are computed again there; or there is none.
 Way = Literal["kept", "recomputed", "evaluated"]
-"""How a block runs: its activations stay for the backward pass, or are computed again there; or there is none."""
 
 
 @dataclass(frozen=True)

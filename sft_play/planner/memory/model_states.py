@@ -12,14 +12,14 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles, stacked_adapter
 from sft_play.planner.memory.tape import rest_of_segment
 
+# Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other.
 NF4_BLOCK = 64
-"""Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other."""
+# Absmax values that share one of their own under double quantisation (bitsandbytes functional.py, quantize_4bit).
 ABSMAX_BLOCK = 256
-"""Absmax values that share one of their own under double quantisation (bitsandbytes functional.py, quantize_4bit)."""
+# Elements that share one absmax in bitsandbytes' 8-bit optimizers.
 STATE_BLOCK = 256
-"""Elements that share one absmax in bitsandbytes' 8-bit optimizers."""
+# Elements of a tensor from which on its states are paged (bitsandbytes optimizer.py, `get_state_buffer`).
 PAGED_FROM = 100_000
-"""Elements of a tensor from which on its states are paged (bitsandbytes optimizer.py, `get_state_buffer`)."""
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:

@@ -40,12 +40,12 @@ from sft_play.units import MIB
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
 Terms = dict[str, int]
 
+# Threads that multiply: the forward's and the autograd engine's.
 WORKSPACE_THREADS = 2
-"""Threads that multiply: the forward's and the autograd engine's."""
+# A token's id, its label and its entry in the mask.
 TOKEN_BYTES = 3 * 8
-"""A token's id, its label and its entry in the mask."""
+# Terms that a moment has even where they are 0.
 _ALWAYS_NAMED = ("weights", "gradients", "optimizer", "activations", "loss_head")
-"""Terms that a moment has even where they are 0."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.spelling import did_you_mean
 
+# varlen: flash attention of padded rows, whose tokens are gathered first and scattered back.
 AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "eager"]
-"""varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class BlockSpec:
     numbers: Numbers = field(default_factory=Numbers)
 
 
+# Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs.
 ROW_ROLES = ("o", "down")
-"""Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs."""
 
 
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
@@ -220,8 +220,8 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
 
 
 _ATTENTION = {4: "qkvo", 2: ("qkv", "o")}
+# Roles by how many layers there are: families name them differently, but list them in one order.
 _MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
-"""Roles by how many layers there are: families name them differently, but list them in one order."""
 
 
 def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
@@ -257,8 +257,8 @@ def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
     return replace(linear, outputs=max(1, linear.outputs // ranks))
 
 
+# What transformers calls the output head.
 OUTPUT_HEADS = ("lm_head", "embed_out")
-"""What transformers calls the output head."""
 
 
 def check_targets(config: RunConfig, shape: ModelShape) -> None:

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from sft_play.units import MIB
 
+# From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp).
 OWN_SEGMENT = 10 * MIB
-"""From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp)."""
 
 
 def rest_of_segment(nbytes: int) -> int:

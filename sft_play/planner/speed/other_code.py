@@ -19,19 +19,19 @@ from sft_play.errors import ConfigError
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.kernels import Replaced
 
+# Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of
+# elementwise operations reads its inputs and writes its result, without what lies between. By the same counts as the
+# plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f.
 TRAFFIC = 0.5
-"""Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of
-elementwise operations reads its inputs and writes its result, without what lies between. By the same counts as the
-plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f."""
+# Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
+# products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the
+# roofline, and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios).
 STARTS = 0.5
-"""Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
-products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the roofline,
-and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios)."""
+# Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,
+# https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was published).
 COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
-"""Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,
-https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was published)."""
+# Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in full.
 PROOF_S = 20.0
-"""Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in full."""
 
 
 def refuse_beside_compiling(config: RunConfig) -> None:
@@ -64,17 +64,17 @@ def compiling_words(config: RunConfig, shape: ModelShape) -> list[str]:
     ]
 
 
+# Seconds, forward and backward together, that a norm and a rotation of both queries and keys take less to start: the
+# package's own benchmark (A100, 0.2.1) where rows are so short that starting is all of it: a norm of width 1,024 0.286
+# against 0.318 ms, a rotation of width 512 0.274 against 0.516 ms (Liger-Kernel ead96b618e5c,
+# benchmark/data/all_benchmark_data.csv). A gated activation is only given with its matrix products; nothing is taken.
 NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
-"""Seconds, forward and backward together, that a norm and a rotation of both queries and keys take less to start: the
-package's own benchmark (A100, 0.2.1) where rows are so short that starting is all of it: a norm of width 1,024 0.286
-against 0.318 ms, a rotation of width 512 0.274 against 0.516 ms (Liger-Kernel ead96b618e5c,
-benchmark/data/all_benchmark_data.csv). A gated activation is only given with its matrix products; nothing is taken."""
 
 
+# Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and the
+# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than `throughput._traffic` counts; the rest is
+# in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
 STILL_MOVED = 0.5
-"""Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and
-the sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than `throughput._traffic` counts; the rest is
-in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there."""
 
 
 def saved_bytes(shape: ModelShape, replaced: Replaced, *, e: int, again: float) -> float:

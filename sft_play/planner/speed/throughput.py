@@ -28,74 +28,74 @@ from sft_play.planner.precision import BYTES, Precision
 from sft_play.planner.speed.other_code import STARTS, STILL_MOVED, TRAFFIC, saved_bytes, saved_starts_s
 from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
 
+# Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
+# come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
+# benchmarks/speed.json has the ratios.
 MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
-"""Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
-come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
-benchmarks/speed.json has the ratios."""
 OTHER_MATRIX_SHARE = 0.60
 ATTENTION_SHARE = {8: 0.65}
+# Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
+# tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); on A100s, whose products of weights
+# come nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B and 7B). benchmarks/speed.json has the ratios.
 OTHER_ATTENTION_SHARE = 0.88
-"""Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
-tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); on A100s, whose products of weights come
-nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B and 7B). benchmarks/speed.json has the ratios."""
+# Fraction of the memory bandwidth that elementwise kernels reach.
 BANDWIDTH_SHARE = 0.80
-"""Fraction of the memory bandwidth that elementwise kernels reach."""
+# Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
+# an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again.
 PASS_OVERHEAD_S = 0.0007
-"""Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
-an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again."""
+# Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
+# dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with
+# two tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it
+# is 3 of 119. Not measured on a GPU.
 CHAT_STARTS = 0.13
-"""Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
-dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with two
-tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it is 3
-of 119. Not measured on a GPU."""
+# Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
+# what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
+# fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either.
 STARTS_SHOWN = 0.5
-"""Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
-what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
-fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either."""
+# Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
+# grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
+# 4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
+# pass is not published, and counted like a forward pass.
 EXPERT_S = 0.0003
-"""Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
-grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
-4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
-pass is not published, and counted like a forward pass."""
+# How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
+# gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward).
 EXPERT_GRADIENT_PASSES = 4
-"""How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
-gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward)."""
+# Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
+# by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
+# card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
+# and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks.
 LINEAR_ATTENTION_BYTES = 2000
-"""Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
-by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
-card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
-and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks."""
+# Names of the two among a step's parts.
 EXPERTS_PART, LINEAR_PART = "experts_in_turn", "linear_attention"
-"""Names of the two among a step's parts."""
+# Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
+# sheet's).
 LINK_SHARE = 0.75
-"""Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
-sheet's)."""
+# The same of PCIe, where traffic between cards crosses the host, and its memory where they have no peer access: 35
+# GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s (https://github.com/NVIDIA/nccl/issues/1639).
 PCIE_SHARE = 0.50
-"""The same of PCIe, where traffic between cards crosses the host, and its memory where they have no peer access: 35
-GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s (https://github.com/NVIDIA/nccl/issues/1639)."""
+# Fraction of the backward pass behind which gathering and reducing can hide.
 HIDDEN_SHARE = 0.80
-"""Fraction of the backward pass behind which gathering and reducing can hide."""
+# Share of a collective's time that hides at most. The first gather and the last bucket have nothing to hide behind,
+# and kernels beside a collective are slower: it takes multiprocessors and memory bandwidth. Together with WAIT_SPREAD
+# from published scaling, few GPUs against more: benchmarks/scaling.py has the addresses, benchmarks/speed.json the
+# ratios: 3% of median error over 33 points on NVLink, on PCIe, through the host's memory, and over nodes.
 OVERLAP_SHARE = 0.50
-"""Share of a collective's time that hides at most. The first gather and the last bucket have nothing to hide behind,
-and kernels beside a collective are slower: it takes multiprocessors and memory bandwidth. Together with WAIT_SPREAD
-from published scaling, few GPUs against more: benchmarks/scaling.py has the addresses, benchmarks/speed.json the
-ratios: 3% of median error over 33 points on NVLink, on PCIe, through the host's memory, and over nodes."""
+# Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose gradients are small,
+# still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP).
 WAIT_SPREAD = 0.02
-"""Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose gradients are small,
-still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP)."""
+# Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
+# (https://github.com/NVIDIA/nccl/issues/1530).
 COLLECTIVE_START_S = 15e-6
-"""Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
-(https://github.com/NVIDIA/nccl/issues/1530)."""
+# How often DDP reads or writes every gradient besides sending it: copied into its bucket and back.
 BUCKET_COPIES = 4
-"""How often DDP reads or writes every gradient besides sending it: copied into its bucket and back."""
+# Bytes per second that an optimizer on the CPU moves: two to four memory channels.
 HOST_BANDWIDTH = 60e9
-"""Bytes per second that an optimizer on the CPU moves: two to four memory channels."""
+# Bytes per second one way of PCIe 5 x16, for cards that are not in the catalogue.
 PCIE_FASTEST = 64e9
-"""Bytes per second one way of PCIe 5 x16, for cards that are not in the catalogue."""
+# Stand-ins for unknown rates, to rank candidates; no speed is promised from them.
 NOMINAL_RATE, NOMINAL_BANDWIDTH, NOMINAL_LINK = 100e12, 1e12, 32e9
-"""Stand-ins for unknown rates, to rank candidates; no speed is promised from them."""
+# A core's fp32 rate and a socket's memory bandwidth, order of magnitude; only to rank candidates.
 CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
-"""A core's fp32 rate and a socket's memory bandwidth, order of magnitude; only to rank candidates."""
 
 
 @dataclass(frozen=True)
@@ -432,10 +432,10 @@ def utilisation(speed: Speed, rates: Rates) -> float | None:
 
 
 # --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------
+# Compute capabilities of A100 and H100 with their kin, on which most published runs were made.
 DATA_CENTRE = {(8, 0), (9, 0)}
-"""Compute capabilities of A100 and H100 with their kin, on which most published runs were made."""
+# Those of workstation and gaming cards.
 OTHER_CARDS = {(8, 6), (8, 9), (12, 0)}
-"""Those of workstation and gaming cards."""
 SMALL_PARAMS = 5e9
 LONG_ROW = 8192
 
@@ -462,8 +462,8 @@ PLAIN = SpeedError(0.15, "bf16 on data-centre cards")
 LONG = SpeedError(0.40, "rows above 8,192 tokens")
 WORKSTATION = SpeedError(0.25, "bf16 on workstation and gaming cards")
 SMALL = SpeedError(0.60, "models below 5B, or cards without bf16")
+# Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%.
 CLASSES = (PLAIN, LONG, WORKSTATION, SMALL)
-"""Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%."""
 
 
 def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:

@@ -21,13 +21,13 @@ from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import MIB
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+# How often a rank sends its (W-1)/W of a whole message (ring algorithms, https://arxiv.org/abs/1910.02054 section 7):
+# an all-reduce is a reduce-scatter and an all-gather.
 SENT: dict[str, float] = {"all_reduce": 2.0, "reduce": 1.0, "broadcast": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""How often a rank sends its (W-1)/W of a whole message (ring algorithms, https://arxiv.org/abs/1910.02054 section 7):
-an all-reduce is a reduce-scatter and an all-gather."""
+# DDP's buckets (`bucket_cap_mb`), each an all-reduce of its own.
 BUCKET_BYTES = 25 * MIB
-"""DDP's buckets (`bucket_cap_mb`), each an all-reduce of its own."""
+# ZeRO-3 keeps a parameter that is used again within this many (`stage3_max_reuse_distance`).
 ZERO_REUSE_PARAMS = 1_000_000_000
-"""ZeRO-3 keeps a parameter that is used again within this many (`stage3_max_reuse_distance`)."""
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from sft_play.runs.files import flush
 from sft_play.units import MIB
 
 PREFIX = "checkpoint-"
+# Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.
+# Beside the weights of a finished run it says what they were when they were written.
 COMPLETE = "complete.json"
-"""Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.
-Beside the weights of a finished run it says what they were when they were written."""
+# What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing.
 PIECE_BYTES = 64 * MIB
-"""What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing."""
 HASHING_THREADS = 8
 STAGING = ".writing"
+# Files without which training cannot be resumed exactly.
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which training cannot be resumed exactly."""
+# Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint.
 WEIGHTS = (".safetensors", ".distcp")
-"""Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint."""
 # files beside trained weights that people may change
 _EDITED = re.compile(r".*\.(md|jinja)|.*config.*\.json")
 

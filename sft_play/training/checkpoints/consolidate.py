@@ -33,8 +33,8 @@ from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
+# Weights that are read at once: fewer would read the table of contents too often.
 _READ_BYTES = GIB
-"""Weights that are read at once: fewer would read the table of contents too often."""
 
 
 def consolidate(

@@ -23,16 +23,16 @@ from sft_play.training.ranks.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
+# The variable by which the user says that a checkpoint may run code; ranks inherit it.
 TRUST = "TRUST"
-"""The variable by which the user says that a checkpoint may run code; ranks inherit it."""
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built.
 _OF_DEEPSPEED = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-"""What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built."""
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 

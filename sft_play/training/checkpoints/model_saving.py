@@ -285,8 +285,8 @@ def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: d
         )
 
 
+# Names and whole tensors, None on ranks that only help to gather them.
 Tensors = Iterable[tuple[str, torch.Tensor | None]]
-"""Names and whole tensors, None on ranks that only help to gather them."""
 
 
 def keeps_names(model: Any, names: Iterable[str]) -> bool:

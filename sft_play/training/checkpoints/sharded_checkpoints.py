@@ -34,15 +34,15 @@ from sft_play.errors import TrainingError
 from sft_play.training.checkpoints.full_state_dict import tied_names
 from sft_play.units import MIB
 
+# In a checkpoint: the folder of the parts.
 FOLDER = "shards"
-"""In a checkpoint: the folder of the parts."""
+# The table of contents, written once all parts are.
 CONTENTS = f"{FOLDER}/.metadata"
-"""The table of contents, written once all parts are."""
+# In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors.
 GROUPS = "optimizer_groups.pt"
-"""In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors."""
+# What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
+# during which nothing is counted, has no more than this to write.
 PIECE_BYTES = 64 * MIB
-"""What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
-during which nothing is counted, has no more than this to write."""
 _PLAIN_NAMES = frozenset(
     {
         *("torch.Size", "torch.serialization._get_layout"),
@@ -55,8 +55,8 @@ _PLAIN_NAMES = frozenset(
     }
 )  # fmt: skip
 
+# Called with the bytes that were written or read.
 Moved = Callable[[int], None]
-"""Called with the bytes that were written or read."""
 
 
 def is_sharded(checkpoint: Path) -> bool:

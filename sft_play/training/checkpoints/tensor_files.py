@@ -98,19 +98,19 @@ def broken_connection(error: BaseException) -> str | None:
     return f"did not come whole ({said}); files that did are kept, and the next start fetches the others"
 
 
+# How the names of packages begin whose errors are those of a connection.
 _CONNECTIONS = ("httpx", "httpcore", "requests", "urllib3")
-"""How the names of packages begin whose errors are those of a connection."""
 
 
 # --- stored quantised -------------------------------------------------------------------------------------------------
+# The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3)."""
+# Of a scale that is an exponent of two in a byte (E8M0).
 _BIAS = 127
-"""Of a scale that is an exponent of two in a byte (E8M0)."""
+# How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor.
 _SCALES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
-"""How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor."""
+# Ends of the names of scales of activations, which 16 bits have no use for.
 _UNUSED = ("activation_scale", "input_scale", "qscale_act")
-"""Ends of the names of scales of activations, which 16 bits have no use for."""
 _PACKED = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
 
 

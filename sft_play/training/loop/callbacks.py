@@ -29,8 +29,8 @@ from sft_play.units import duration_of
 
 logger = logging.getLogger(__name__)
 
+# Seconds between progress lines where the output is not a terminal.
 PLAIN_LINE_EVERY_S = 15.0
-"""Seconds between progress lines where the output is not a terminal."""
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
@@ -140,8 +140,8 @@ class MetricsFile(TrainerCallback):
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
 
+# What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.
 _KEPT_SHARE, _MOST_KEPT_S = 0.05, 600.0
-"""What is kept free for a checkpoint at least: this share of the limit, up to so many seconds."""
 
 
 class StopAfter(TrainerCallback):

@@ -18,13 +18,13 @@ import torch
 
 from sft_play.data.masks.token_row import IGNORED
 
+# Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token.
 COUNTS = ("token_count", "sample_count")
-"""Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token."""
+# Key of rows, and of joined batches: tokens of each chat. Of a batch they are numbers of the host, which no library
+# moves to a device.
 CHAT_LENGTHS = "chat_lengths"
-"""Key of rows, and of joined batches: tokens of each chat. Of a batch they are numbers of the host, which no library
-moves to a device."""
+# Key of a batch that the model is not given: the source of each token [B, T].
 SOURCE = "source"
-"""Key of a batch that the model is not given: the source of each token [B, T]."""
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ class Stages:
         return summary
 
 
+# Figures of a stage whose summary is damaged.
 _UNKNOWN: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
-"""Figures of a stage whose summary is damaged."""
 
 
 def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:

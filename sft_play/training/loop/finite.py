@@ -19,11 +19,11 @@ from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 
+# Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half.
 SCALINGS_IN_A_ROW = 17
-"""Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half."""
+# Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
+# bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
 SKIPS_IN_A_ROW = 5
-"""Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
-bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost."""
 
 
 class FiniteSteps(TrainerCallback):

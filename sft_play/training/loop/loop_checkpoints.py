@@ -33,12 +33,12 @@ from sft_play.training.ranks.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
+# In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's.
 LOGGING_STATE = "logging_state.json"
-"""In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's."""
 
 
+# How long a run that fails waits for a checkpoint that was begun.
 _LAST_SAVE_S = 300.0
-"""How long a run that fails waits for a checkpoint that was begun."""
 
 
 class RestoreSums(TrainerCallback):

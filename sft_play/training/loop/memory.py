@@ -29,13 +29,13 @@ from sft_play.training.ranks import distributed
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# What a rank does in a step.
 TRAINING, UPDATING = "training", "updating the weights"
-"""What a rank does in a step."""
+# What may fit with smaller micro-batches, and is done again by ranks that start again.
 _REPEATED = (TRAINING, "evaluating", "generating answers", "saving a checkpoint", "writing its part of a checkpoint")
-"""What may fit with smaller micro-batches, and is done again by ranks that start again."""
 
+# Bytes of a tensor that stands for the optimizer's states, which are of many sizes.
 _PIECE = 32 << 20
-"""Bytes of a tensor that stands for the optimizer's states, which are of many sizes."""
 
 
 class StepMemory(TrainerCallback):

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 _IS_MATRICES = "is_muon"
+# fp32 has 16 bits more than bf16.
 _DISCARDED = 1 << 16
-"""fp32 has 16 bits more than bf16."""
+# Key in the first group's options, which are saved with the optimizer: how many steps were rounded.
 STEPS = "rounded_steps"
-"""Key in the first group's options, which are saved with the optimizer: how many steps were rounded."""
+# More than there are steps or tensors, so that no two tensors of a run share their noise.
 _PRIME = 1_000_003
-"""More than there are steps or tensors, so that no two tensors of a run share their noise."""
 
 
 def matrices_of(model: Any) -> frozenset[nn.Parameter]:

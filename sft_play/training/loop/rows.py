@@ -24,14 +24,14 @@ from sft_play.data.build.packing import Packs, grouped
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.planner.micro_batches import MicroBatches
 
+# Number of a row whose loss is masked.
 FILLER = -1
-"""Number of a row whose loss is masked."""
+# Tokens of a masked row: the fewest with a position to predict.
 FILLER_TOKENS = 2
-"""Tokens of a masked row: the fewest with a position to predict."""
+# Names of the numbers in column `source`, unless the run names its own sources.
 SOURCES = ("chat", "text")
-"""Names of the numbers in column `source`, unless the run names its own sources."""
+# Rows of a table that are read at once.
 _ROWS_AT_ONCE = 50_000
-"""Rows of a table that are read at once."""
 
 _FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
 

@@ -88,13 +88,13 @@ def training_arguments(
     )
 
 
+# Arguments of optimizers that differ from the options.
 _OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optim": "adamw_torch_fused"},  # `_optimizer` makes it; transformers does not know the name
     # Lion's own, under the name of AdamW's
     "lion_32bit": {"adam_beta2": 0.99},
     "lion_8bit": {"adam_beta2": 0.99},
 }
-"""Arguments of optimizers that differ from the options."""
 
 
 def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:

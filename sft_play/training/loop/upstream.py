@@ -12,8 +12,9 @@ from transformers import Trainer
 
 from sft_play.errors import BackendError
 
+# Private names, each with the methods of the library that use it.
 Names = Mapping[str, tuple[str, ...]]
-"""Private names, each with the methods of the library that use it."""
+# Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on.
 OVERRIDDEN: Names = {
     "_get_output_dir": ("_save_checkpoint",),
     "_save_checkpoint": ("_maybe_log_save_evaluate",),
@@ -26,14 +27,14 @@ OVERRIDDEN: Names = {
     "_save_rng_state": ("_save_checkpoint",),
     "_issue_warnings_after_load": ("_load_best_model",),
 }
-"""Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on."""
+# Others that they call or read.
 USED: Names = {
     "_save": ("save_model",),
     "_tr_loss": ("_inner_training_loop", "_finalize_training"),
     "_total_loss_scalar": ("_finalize_training",),
     "_globalstep_last_logged": ("_inner_training_loop", "_maybe_log_save_evaluate"),
 }
-"""Others that they call or read."""
+# What TRL's loss computes with, and ours in its place.
 OF_TRL: Names = dict.fromkeys(
     (
         *("log_probs", "label_mask", "average_tokens_across_devices", "aux_loss", "aux_loss_enabled"),
@@ -41,7 +42,6 @@ OF_TRL: Names = dict.fromkeys(
     ),
     ("compute_loss",),
 )
-"""What TRL's loss computes with, and ours in its place."""
 
 
 def require_known(upstream: type) -> None:

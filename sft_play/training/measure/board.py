@@ -20,8 +20,10 @@ from sft_play.runs.ran_out import ENTRY, RanOut, recorded
 from sft_play.training.measure.exact_match import Answer
 
 SHOWN_ANSWERS = 5
+# First part of a held-out split's tags: its folder in `tb/`.
 SPLITS = {"eval": "validation", "test": "test"}
-"""First part of a held-out split's tags: its folder in `tb/`."""
+# The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
+# which TensorBoard matches from a tag's beginning.
 CHARTS = {
     "Run": {
         "Loss": ["train/loss$", "eval/loss$", "test/loss$"],
@@ -44,8 +46,6 @@ CHARTS = {
         "Padding share": ["train/padding_share$"],
     },
 }
-"""The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
-which TensorBoard matches from a tag's beginning."""
 
 
 def layout_of(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:

@@ -70,8 +70,8 @@ def text_of_answer(tokenizer: Any, ids: Sequence[int], stop: Sequence[int]) -> s
     return str(tokenizer.decode([*written], skip_special_tokens=False))
 
 
+# The end tokens of a generation config.
 Configured = int | list[int] | None
-"""The end tokens of a generation config."""
 
 
 def configured_stops(model: Any) -> Configured:

@@ -23,15 +23,15 @@ from sft_play.training.measure.peaks import Peaks
 from sft_play.training.ranks import distributed
 from sft_play.units import GIB
 
+# Parts of a step: waiting for rows, the passes with their communication, the optimizer's step.
 PARTS = ("data", "forward_backward", "optimizer")
-"""Parts of a step: waiting for rows, the passes with their communication, the optimizer's step."""
+# What happens between steps, and the moment that its memory is counted for, None for training's. Its time is logged,
+# but counts neither for the step nor for the speed.
 PAUSES: dict[str, RunMoment | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
-"""What happens between steps, and the moment that its memory is counted for, None for training's. Its time is logged,
-but counts neither for the step nor for the speed."""
+# What a pass adds to.
 _SUMS = ("_loss", "_trained", "_tokens", "_places", "_samples", "_head", "_sources")
-"""What a pass adds to."""
+# What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24.
 _SUMMED = torch.float64
-"""What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24."""
 
 
 class _Clock:

@@ -24,8 +24,8 @@ from sft_play.planner.plan import Plan
 from sft_play.process.heap import give_back_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
 
+# Seconds between two samples of resident memory; one takes 0.03 ms.
 SAMPLE_S = 0.02
-"""Seconds between two samples of resident memory; one takes 0.03 ms."""
 
 
 class _Samples(threading.Thread):

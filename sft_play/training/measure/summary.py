@@ -32,10 +32,10 @@ from sft_play.units import GIB, duration_of
 
 logger = logging.getLogger(__name__)
 
+# Questions that the last lines of a run show.
 SAMPLE_ANSWERS = 3
-"""Questions that the last lines of a run show."""
+# Questions whose answers are kept in the summary, and the longest text of each.
 KEPT_SAMPLES, _SAMPLE_CHARACTERS = 12, 2_000
-"""Questions whose answers are kept in the summary, and the longest text of each."""
 
 
 class Trained(NamedTuple):

@@ -19,13 +19,13 @@ from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 
+# Steps that are compared, counted from the start of this process: at the first, lora_A has no gradient yet, since
+# lora_B begins at zero.
 LOOKS = range(2, 5)
-"""Steps that are compared, counted from the start of this process: at the first, lora_A has no gradient yet, since
-lora_B begins at zero."""
+# Elements of a tensor that are compared, evenly spaced.
 SAMPLE = 4096
-"""Elements of a tensor that are compared, evenly spaced."""
+# Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient move.
 LOST = 0.5
-"""Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient move."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from sft_play.training.checkpoints.full_state_dict import gathered_by_zero3
 from sft_play.training.model.fsdp_loading import base_name
 from sft_play.training.model.nf4_experts import through_nf4
 
+# The base's weights by their names in it.
 Weights = Mapping[str, torch.Tensor]
-"""The base's weights by their names in it."""
 
+# Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped.
 ITERATIONS, MORE = 16, 8
-"""Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped."""
 
 
 @torch.no_grad()

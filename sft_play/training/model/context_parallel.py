@@ -21,12 +21,12 @@ from transformers import AttentionInterface
 from sft_play.planner.layout import Layout
 from sft_play.training.model import sdpa, varlen
 
+# The attention's name in transformers, which makes no mask for names that it does not know.
 ATTENTION = "ulysses_sdpa"
-"""The attention's name in transformers, which makes no mask for names that it does not know."""
+# Dimensions of queries, keys and values.
 _HEADS, _TOKENS = 1, 2
-"""Dimensions of queries, keys and values."""
+# The group that this process is in, under ATTENTION: an attention function is called by its name alone.
 _groups: dict[str, DeviceMesh] = {}
-"""The group that this process is in, under ATTENTION: an attention function is called by its name alone."""
 
 
 def join_group(layout: Layout, device: torch.device) -> None:

@@ -30,13 +30,13 @@ from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 
+# How long the other ranks wait for the first: it may have to download the weights.
 _READING_TAKES = datetime.timedelta(days=1)
-"""How long the other ranks wait for the first: it may have to download the weights."""
+# What PEFT inserts into the names of the base's weights.
 _AROUND = ("base_layer", "original_module", "modules_to_save", "default")
-"""What PEFT inserts into the names of the base's weights."""
 
+# The weights by their names in the base; empty on all ranks but the first.
 Source = Mapping[str, torch.Tensor]
-"""The weights by their names in the base; empty on all ranks but the first."""
 
 
 def load_for_sharding(

@@ -31,17 +31,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
+# Where checkpoints of image-text models keep the language model's weights, before transformers 4.52 and since.
 OLDER_LAYOUTS = {
     r"^model\.language_model\.model\.": "model.language_model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
 }
-"""Where checkpoints of image-text models keep the language model's weights, before transformers 4.52 and since."""
 
 
+# What PEFT puts before the base's names.
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the base's names."""
 
 
 @dataclass(frozen=True)

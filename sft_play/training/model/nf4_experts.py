@@ -88,8 +88,8 @@ def _end_reading(module: nn.Module, inputs: Any, output: Any) -> None:
     vars(module).pop("_sft_read", None)
 
 
+# Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed in parts.
 MOST_AT_ONCE = 2**31 - 1
-"""Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed in parts."""
 
 
 @dataclass(frozen=True)

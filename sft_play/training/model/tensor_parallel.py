@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from sft_play.errors import ModelError
 
+# How a module's parameters are divided: by output features; by input features; not, but each rank applies them to its
+# own heads only, so that gradients are added up; not, and applied the same on every rank.
 Style = Literal["columns", "rows", "heads", "whole"]
-"""How a module's parameters are divided: by output features; by input features; not, but each rank applies them to its
-own heads only, so that gradients are added up; not, and applied the same on every rank."""
+# Our style for each of transformers'. Head and embedding stay whole: TRL's loss reads the head's weight directly.
 _STYLES: Mapping[str, Style] = {
     "colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "heads",
     "colwise_gather_output": "whole", "colwise_rep": "whole", "embedding_rowwise": "whole",
 }  # fmt: skip
-"""Our style for each of transformers'. Head and embedding stay whole: TRL's loss reads the head's weight directly."""
 _OUTER = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _ADAPTER = re.compile(r"^(.+)\.(base_layer|lora_A|lora_B)(?:\..+)?$")

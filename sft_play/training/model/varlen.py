@@ -23,15 +23,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sft_play.training.model import sdpa
 
+# The attention's name in transformers.
 ATTENTION = "varlen_sdpa"
-"""The attention's name in transformers."""
+# The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp).
 _HEAD_UNIT = 8
-"""The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp)."""
 
 
+# Whether the kernel wants to be told of grouped heads; torch 2.11's has no such argument. Found once, since compiled
+# blocks cannot ask.
 _TELLS_GROUPED = "enable_gqa" in inspect.signature(torchs.varlen_attn).parameters
-"""Whether the kernel wants to be told of grouped heads; torch 2.11's has no such argument. Found once, since compiled
-blocks cannot ask."""
 _flash_in_use = False
 
 

@@ -24,13 +24,15 @@ if TYPE_CHECKING:  # it imports torch, without which most of this is refused
     from sft_play.training.prepare.model_spec import ModelSpec
 
 SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
+# What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248).
 LAYOUTS = ("single", "ddp")
-"""What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248)."""
+# Prefixes of owners whose options take effect before anything is handed over.
 _MADE_HERE = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
-"""Prefixes of owners whose options take effect before anything is handed over."""
+# Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`training_options`), and what
+# is measured.
 _RUN_THERE = ("training.loop.", "training.measure.", "training.run")
-"""Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`training_options`), and what
-is measured."""
+# Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
+# option is silently ignored.
 _SUPPORTED = frozenset(
     {
         "model.name", "model.revision", "model.trust_remote_code",
@@ -39,15 +41,13 @@ _SUPPORTED = frozenset(
         "tuning.lora.use_rslora",
     }
 )  # fmt: skip
-"""Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
-option is silently ignored."""
+# Options that matter during training, whoever owns them.
 _UNSUPPORTED = frozenset(
     {
         *("curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"),
         *("distributed.profile_communication", "model.add_tokens"),
     }
 )
-"""Options that matter during training, whoever owns them."""
 
 
 @dataclass(frozen=True)

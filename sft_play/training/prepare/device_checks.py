@@ -101,10 +101,10 @@ def warn_of_need(plan: Plan, need: int | None, found: str) -> None:
                        plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
 
 
+# What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it.
 _LACKING = re.compile(
     r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
-"""What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it."""
 
 
 def ran_out(error: BaseException) -> bool:

@@ -17,11 +17,11 @@ from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
 from sft_play.training.proofs.small_model import on_small_model, small_model
 
+# The name under which `grouped_mm_in_autocast` is registered in transformers.
 CASTING = "sft_play_grouped_mm"
-"""The name under which `grouped_mm_in_autocast` is registered in transformers."""
 
+# The attribute of a module with those of its weights that are kept in 4 bits, by name.
 PACKED = "sft_packed"
-"""The attribute of a module with those of its weights that are kept in 4 bits, by name."""
 
 _LIST = re.compile(r"(^|\.)experts$")
 

@@ -20,8 +20,8 @@ from sft_play.spelling import did_you_mean
 from sft_play.training.prepare.experts import meant_experts
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
+# Pieces that stand for a glob.
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}
-"""Pieces that stand for a glob."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 

@@ -33,10 +33,10 @@ from sft_play.training.proofs.kernels import check_kernels
 
 logger = logging.getLogger(__name__)
 
+# Characters of the first row that a terminal shows.
 _ROW_SHOWN = 300
-"""Characters of the first row that a terminal shows."""
+# Facts that all stages of a run share.
 OF_THE_MODEL = ("weights", "tokenizer", "adapter")
-"""Facts that all stages of a run share."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.process.heap import importing
 
+# Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token.
 BUILT_IN_TEMPLATES = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -25,16 +26,15 @@ BUILT_IN_TEMPLATES = {
         "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
     ),
 }
-"""Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token."""
 
+# Tokens that a built-in template needs in the vocabulary.
 TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
-"""Tokens that a built-in template needs in the vocabulary."""
 
+# Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort.
 PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
-"""Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort."""
 
+# The name in data.chat_template for TRL's training variant of the tokenizer's own template.
 TRAINING_TEMPLATE = "training"
-"""The name in data.chat_template for TRL's training variant of the tokenizer's own template."""
 
 
 @dataclass(frozen=True)

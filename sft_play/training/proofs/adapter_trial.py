@@ -38,20 +38,20 @@ from sft_play.training.proofs.small_model import (
 )
 
 _FOUND = TypeAdapter(dict[str, str])
+# Part of the key of what is remembered: raised whenever this module would answer otherwise.
 VERSION = 5
-"""Part of the key of what is remembered: raised whenever this module would answer otherwise."""
 LEARNS_NOTHING = "it gets no gradient"
 PAST_ADAPTER = "the class reads its weight past the adapter"
+# How far, of their spread, the last token of a row may move the outputs before it: rounding (of the causal classes of
+# transformers 5.23 below 1e-4 in fp32; XLNet 0.04, CPMAnt 4.7).
 AHEAD = 1e-3
-"""How far, of their spread, the last token of a row may move the outputs before it: rounding (of the causal classes of
-transformers 5.23 below 1e-4 in fp32; XLNet 0.04, CPMAnt 4.7)."""
+# Tokens and rows of a batch, and batches until every expert should have had a token.
 _LENGTH, _ROWS, _DRAWS = 24, 2, 4
-"""Tokens and rows of a batch, and batches until every expert should have had a token."""
+# Tokens of rows that are too short for what reads them in groups.
 _FEW = 3
-"""Tokens of rows that are too short for what reads them in groups."""
 _SPREAD = 0.02  # of what moves a small model's first values: those at zero would pass no gradient on
+# Fields of a config that say nothing of the class's code.
 _VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Fields of a config that say nothing of the class's code."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -243,8 +243,8 @@ def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     return failed
 
 
+# The name under which a trial says why a class cannot be trained at all.
 _EVERY_LAYER = ""
-"""The name under which a trial says why a class cannot be trained at all."""
 
 
 def _moved_from_behind(model: Any) -> float:

@@ -25,9 +25,9 @@ from sft_play.training.proofs.small_model import small_config, small_model
 logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
+# Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks, each for one row
+# and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less.
 GRAPHS_OF_A_BLOCK = 32
-"""Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks, each for one row
-and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less."""
 
 
 class Compiler(TrainerCallback):

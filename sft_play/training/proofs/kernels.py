@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "liger_kernel"
 GATES = ("swiglu", "geglu")
+# What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
+# model with experts, which the package would replace too, by code that computes gradients of frozen weights and
+# multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py).
 KINDS = ("rms_norm", *GATES, "rope")
-"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
-model with experts, which the package would replace too, by code that computes gradients of frozen weights and
-multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py)."""
 Names = tuple[Any, dict[str, Any]]
+# What the module of this process's model was before Liger's functions were put into it.
 _left_by: list[Names] = []
-"""What the module of this process's model was before Liger's functions were put into it."""
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,26 @@ from sft_play.training.proofs.small_model import (
     small_model,
 )
 
+# Least difference that a chat's beginning must make to its end: in a model below it, no leak would show.
 TELLING = 0.05
-"""Least difference that a chat's beginning must make to its end: in a model below it, no leak would show."""
+# Difference of logits over their spread that counts as rounding: of 151 classes of transformers 5.23, 94 differ by
+# 2e-4 at most (93 of them by 2e-5), the others by 0.19 and more (fp32, 2026-11-21).
 APART_TOLERANCE = 1e-3
-"""Difference of logits over their spread that counts as rounding: of 151 classes of transformers 5.23, 94 differ by
-2e-4 at most (93 of them by 2e-5), the others by 0.19 and more (fp32, 2026-11-21)."""
+# The same of logits and gradients without a mask for padding. See benchmarks/LOG.md, 2026-11-23, for the classes of
+# transformers 5.23: what matters changes gradients by 4e-6 or more.
 PADDING_TOLERANCE = 2e-6
-"""The same of logits and gradients without a mask for padding. See benchmarks/LOG.md, 2026-11-23, for the classes of
-transformers 5.23: what matters changes gradients by 4e-6 or more."""
+# The same of logits and gradients with boundaries in place of a mask.
 BOUNDARIES_TOLERANCE = 1e-4
-"""The same of logits and gradients with boundaries in place of a mask."""
+# In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask.
 AS_ROUNDED = 2.0
-"""In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask."""
+# Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact.
 _ROUNDED = 1e-2
-"""Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact."""
+# Tokens of two chats: longer than the small windows, so that windows and chunks cross the border.
 _CHATS = (19, 23)
-"""Tokens of two chats: longer than the small windows, so that windows and chunks cross the border."""
+# Tokens of two rows: the second has more padding than the small windows are long.
 _PADDED = (42, 19)
-"""Tokens of two rows: the second has more padding than the small windows are long."""
+# Tokens of the chats of each row: some longer than the small windows, so that these begin inside them.
 _PACKS = ((19, 23), (30,), (11, 9, 5))
-"""Tokens of the chats of each row: some longer than the small windows, so that these begin inside them."""
 _INSTEAD = "data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 

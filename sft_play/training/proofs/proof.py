@@ -26,20 +26,20 @@ from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 
+# Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
+# phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
+# interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off.
 FP32_GAP = 1e-3
-"""Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
-phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
-interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off."""
+# How many times as far from fp32 as the plain code other code may be in 16 bits.
 HALF_RATIO = 1.5
-"""How many times as far from fp32 as the plain code other code may be in 16 bits."""
 _ROWS, _LENGTH = 2, 23
+# Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
 LENGTHS = (100, 1, 27, 256, 129)
-"""Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128."""
+# Longest window that is tried: shorter than most of the chats.
 WINDOW = 48
-"""Longest window that is tried: shorter than most of the chats."""
+# Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
+# off by one, is off by 0.09 and more.
 KERNEL_TOLERANCE = 0.02
-"""Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
-off by one, is off by 0.09 and more."""
 
 Numbers = list[torch.Tensor]
 Found = TypeVar("Found")
@@ -135,8 +135,8 @@ def _largest(figures: Iterable[float]) -> float:
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
+# Heads of queries and of keys, and their width.
 Heads = tuple[int, int, int]
-"""Heads of queries and of keys, and their width."""
 
 
 def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:

@@ -18,13 +18,14 @@ from sft_play.log import one_line
 from sft_play.training.loop.collate import COUNTS, Collator
 
 VOCABULARY = 128
+# Of a model at full width with few layers: more would take longer than a few seconds.
 MOST_PARAMETERS = 200_000_000
-"""Of a model at full width with few layers: more would take longer than a few seconds."""
+# The same where it also runs backwards, in bf16 too: more would take minutes on a CPU (Falcon-H1 at full width:
+# five).
 MOST_TRAINED = 20_000_000
-"""The same where it also runs backwards, in bf16 too: more would take minutes on a CPU (Falcon-H1 at full width:
-five)."""
 _WINDOW = 8
 
+# Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so.
 _NARROW = {
     "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
     "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
@@ -35,22 +36,21 @@ _NARROW = {
     "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
     "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
 }  # fmt: skip
-"""Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so."""
 _HEADS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
+# Size of the part of a head that turns with the position, where the config has one apart.
 _TURNED = 8
-"""Size of the part of a head that turns with the position, where the config has one apart."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+# Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
+# their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer.
 _REACHES = {
     "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 4, "keep_window_size": 8,
     "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8, "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
-"""Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
-their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer."""
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6).
 _MOST_LAYERS = 12
-"""Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6)."""
 Found = TypeVar("Found")
 
 

@@ -25,15 +25,15 @@ from sft_play.files import atomic
 from sft_play.process.endings import leave_with
 from sft_play.units import MIB
 
+# Bytes that are reduced: DDP's buckets and FSDP's layers are in this range.
 SIZES = {"cpu": (MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 64 * MIB, 256 * MIB)}
-"""Bytes that are reduced: DDP's buckets and FSDP's layers are in this range."""
+# Seconds that repetitions of one size take together.
 TIMED_S = 1.0
-"""Seconds that repetitions of one size take together."""
 MOST_REPETITIONS = 20
+# After a single all-reduce that takes longer, larger ones are skipped.
 SLOW_S = 2.0
-"""After a single all-reduce that takes longer, larger ones are skipped."""
+# Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly.
 PATTERN = 7
-"""Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

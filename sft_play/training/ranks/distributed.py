@@ -35,13 +35,13 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
+# How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move.
 PATIENCE = datetime.timedelta(days=7)
-"""How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move."""
+# The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
+# connection or the launcher ends the others.
 _PLANNING = datetime.timedelta(days=1)
-"""The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
-connection or the launcher ends the others."""
+# Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
-"""Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it."""
 
 
 def world_size() -> int:

@@ -39,14 +39,14 @@ from sft_play.training.ranks.heartbeat import noted
 
 logger = logging.getLogger(__name__)
 
+# The command that started the ranks, which messages begin with.
 COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
-"""The command that started the ranks, which messages begin with."""
+# How long processes that ranks started, such as a data loader's workers, have to notice that the ranks have ended.
 LEFTOVER_S = 5.0
-"""How long processes that ranks started, such as a data loader's workers, have to notice that the ranks have ended."""
+# torch's errors where a GPU or NCCL fails, such as memory errors that cannot be corrected.
 _OF_A_GPU = ("AcceleratorError", "DistBackendError")
-"""torch's errors where a GPU or NCCL fails, such as memory errors that cannot be corrected."""
+# What torch raises where nodes do not meet, or a port is taken.
 _NO_MEETING = (RendezvousTimeoutError, RendezvousConnectionError, DistStoreError, DistNetworkError)
-"""What torch raises where nodes do not meet, or a port is taken."""
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,8 @@ def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
+# How much more than its share of the bytes a rank may hold: uneven parts are padded.
 SHARD_SLACK = 0.10
-"""How much more than its share of the bytes a rank may hold: uneven parts are padded."""
 
 
 @dataclass(frozen=True)

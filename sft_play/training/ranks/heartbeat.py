@@ -29,12 +29,12 @@ from sft_play.training.ranks.distributed import meeting_point
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store.
 INTERVAL_S = 2.0
-"""Seconds between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store."""
+# A note's length in its file: always the same, so that a shorter one leaves nothing of the last.
 NOTE_BYTES = 64
-"""A note's length in its file: always the same, so that a shorter one leaves nothing of the last."""
+# How long the store may take to answer: it may be gone with the first node.
 STORE_S = 10.0
-"""How long the store may take to answer: it may be gone with the first node."""
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ from sft_play.log import one_line
 from sft_play.runs.manifest import versions
 
 logger = logging.getLogger(__name__)
+# Differences that a message lists.
 _SHOWN = 6
-"""Differences that a message lists."""
+# Between two looks into the store, where a wait hears Ctrl-C; a `wait` of the store itself would not.
 _POLL_S = 0.1
-"""Between two looks into the store, where a wait hears Ctrl-C; a `wait` of the store itself would not."""
+# How long node 0 serves the others that have not read yet why it leaves.
 _LEAVE_S = 10.0
-"""How long node 0 serves the others that have not read yet why it leaves."""
 _CARD, _CAME, _LEFT, _REFUSED = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
 _ALL = "sft_play_all"
 

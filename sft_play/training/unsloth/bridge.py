@@ -42,10 +42,10 @@ from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environ
 
 logger = logging.getLogger(__name__)
 
+# In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
 WORK = "unsloth"
-"""In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended."""
+# Seconds that the other processes have to end once one has failed.
 PEER_S = 20.0
-"""Seconds that the other processes have to end once one has failed."""
 _ROWS_AT_ONCE = 10_000
 _COLUMNS = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 

@@ -18,16 +18,16 @@ from sft_play.files import ROOT, cache_dir
 from sft_play.log import escape_control, one_line
 from sft_play.process.environment import for_another_run
 
+# Names the environment; without it `.venv-unsloth` is used, of the working folder or the checkout.
 VARIABLE = "UNSLOTH_VENV"
-"""Names the environment; without it `.venv-unsloth` is used, of the working folder or the checkout."""
+# What `make setup-unsloth` builds.
 FOLDER = ".venv-unsloth"
-"""What `make setup-unsloth` builds."""
 WORKER = Path(__file__).resolve().parent / "unsloth_worker.py"
+# Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
+# before Unsloth.
 ANSWER = "sft-play answers: "
-"""Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
-before Unsloth."""
+# Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth 2026.10.9).
 PROBE_S = 300.0
-"""Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth 2026.10.9)."""
 
 
 @dataclass(frozen=True)

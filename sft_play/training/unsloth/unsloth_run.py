@@ -41,8 +41,8 @@ from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.run import train as train_model
 from sft_play.training.unsloth.bridge import Document
 
+# Stands for what only `prepare` needs: data files, reports, attention, renderer.
 _NOT_HANDED_OVER: Any = None
-"""Stands for what only `prepare` needs: data files, reports, attention, renderer."""
 
 
 def train(path: Path) -> None:

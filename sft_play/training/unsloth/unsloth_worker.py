@@ -13,15 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# Begins the line with the answer to `--probe`; Unsloth prints lines of its own before it.
 ANSWER = "sft-play answers: "
-"""Begins the line with the answer to `--probe`; Unsloth prints lines of its own before it."""
+# Modules that the training loop imports and Unsloth does not depend on.
 NEEDED = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
-"""Modules that the training loop imports and Unsloth does not depend on."""
+# Packages whose versions go into the manifest.
 PACKAGES = (
     *("unsloth", "unsloth_zoo", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets"),
     *("triton", "xformers"),
 )
-"""Packages whose versions go into the manifest."""
 
 
 def use_this_package() -> None:
