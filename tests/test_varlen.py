@@ -280,6 +280,7 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     from sft_play.errors import ModelError
     from sft_play.facts.hardware import named
     from sft_play.facts.models.architecture import shape_of
+    from sft_play.planner import attention
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.training.prepare import model_spec
 
@@ -295,7 +296,7 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     assert plans[0].choice.step.attention == "flash_attention_2"
     with pytest.raises(ModelError, match="needs the package kernels, which is not installed; pip install kernels"):
         model_spec.choose_attention(config(HUB), LlamaForCausalLM)
-    monkeypatch.setattr(model_spec.importlib.util, "find_spec", lambda name: name == "kernels")
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "kernels")
     assert model_spec.choose_attention(config(HUB), LlamaForCausalLM).name == HUB
     with pytest.raises(ModelError, match="GptOssForCausalLM"):
         model_spec.choose_attention(config(HUB), GptOssForCausalLM)

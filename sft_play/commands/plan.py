@@ -19,6 +19,7 @@ from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, about, in_sta
 from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import missing_kernels
+from sft_play.files import from_here
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
@@ -203,7 +204,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None)
     verb = "train-deepspeed" if deepspeed else "train-distributed" if spreads else "train"
     words = ["make", verb, f"CONFIG={loaded.path}"]
     if deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={deepspeed}")
+        words.append(f"DEEPSPEED_CONFIG={from_here(deepspeed)}")
     elif spreads:
         words.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:
