@@ -19,8 +19,8 @@ from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, about, in_sta
 from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import missing_kernels
-from sft_play.files import from_here
 from sft_play.facts.network import DEFAULT_PORT
+from sft_play.files import from_here
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import CPU_PARAMS, machine_for
