@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -176,20 +175,3 @@ def keep_4bit_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
-    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
-    files would take minutes, and training moves every tensor."""
-    folder = local_folder(name)
-    if folder is None:
-        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return {"path": str(folder), "sha256": digest.hexdigest()}
