@@ -27,6 +27,9 @@ from sft_play.training.prepare.model_spec import ModelSpec, location
 logger = logging.getLogger(__name__)
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on them, or loads the base
+# that the adapter names in their place: none is found in this folder.
+NO_ADAPTER = {"adapter_kwargs": {"subfolder": "none"}}
 
 
 def load_model(
@@ -68,6 +71,7 @@ def read_model(
         "attn_implementation": model_spec.attention.name,
         "use_safetensors": True,  # pickled weights can run code when they are read
         "output_loading_info": True,
+        **NO_ADAPTER,
         **(options or {}),
     }
     if model_spec.tower is not None:
