@@ -34,6 +34,18 @@ def code_keys(model: ModelConfig) -> dict[str, str]:
     return keys
 
 
+def refuse_code(path: Path, *models: ModelConfig, trusts: Trust) -> None:
+    """Raise RunFolderError where settings of models, read from a run folder, let code run that the user does not."""
+    for model in models:
+        for key, code in code_keys(model).items():
+            if not trusts(model, key):
+                said = f"model.{key}={json.dumps(getattr(model, key)).strip(chr(34))}"
+                raise RunFolderError(
+                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
+                    f"the code, give the setting with this command: SET={said}"
+                )
+
+
 MANIFEST = "manifest.json"
 STAGES = "stages"
 DEEPSPEED_FILE = "deepspeed.json"
@@ -162,13 +174,7 @@ class RunFolder:
             raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise RunFolderError(f"{path} cannot be read: {error}") from None
-        for key, code in code_keys(config.model).items():
-            if not trusts(config.model, key):
-                said = f"model.{key}={json.dumps(getattr(config.model, key)).strip(chr(34))}"
-                raise RunFolderError(
-                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
-                    f"the code, give the setting with this command: SET={said}"
-                )
+        refuse_code(path, config.model, trusts=trusts)
         return config
 
     def update_manifest(self, **changes: Any) -> None:
