@@ -15,7 +15,7 @@ from sft_play.config.schema import HUB_KERNEL, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.files import from_here
 from sft_play.log import one_line
-from sft_play.runs.files import metric_lines, write_json
+from sft_play.runs.files import metric_lines, read_json, write_json
 
 # Whether the user gives the value that a model's settings have for a key that lets code of others run.
 Trust = Callable[[ModelConfig, str], bool]
@@ -155,11 +155,8 @@ class RunFolder:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest; raises RunFolderError where the folder is not a run of this toolkit."""
-        try:
-            manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-            manifest = None
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        manifest = read_json(self.manifest_path)
+        if manifest.get("format") != FORMAT:
             raise RunFolderError(f"{self.path} has no manifest of this toolkit, so it is not a run folder")
         return manifest
 
