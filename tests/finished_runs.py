@@ -43,10 +43,11 @@ def finished_run(
 
     from sft_play.api import plan
     from sft_play.config.load import load_config, resolved
+    from sft_play.facts.models.architecture import weights_facts
     from sft_play.runs.files import write_json
     from sft_play.runs.folder import FORMAT
     from sft_play.training.checkpoints.model_saving import save_model
-    from sft_play.training.model.model_loading import read_model, weights_facts
+    from sft_play.training.model.model_loading import read_model
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer
 

@@ -17,7 +17,8 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import limit_of, merge_test
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.merge import merge_record, merge_run, merge_words, merged_model, record_test, whole_model
+from sft_play.finished.export.merge import merge_run, record_test, whole_model
+from sft_play.finished.export.places import merge_record, merge_words, merged_model
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import SMALL, finished_run, make_base

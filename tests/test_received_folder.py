@@ -14,7 +14,7 @@ from tests.finished_runs import finished_run
 from tests.models import make_llama
 
 NO_MODEL = {"resume", "memory-check", "report", "tensorboard", "tb-open", "tb-stop", "tb-clean"}
-"""They take a run and open no model by its settings; `resume` trains by the CONFIG that is given."""
+"""They take a run and open no model by its settings; of `resume`, which trains a stopped run, see below."""
 COMMANDS = sorted(set(VARIABLES["RUN"].commands) - NO_MODEL)
 SAID = "SET=model.trust_remote_code=true"
 
@@ -116,3 +116,34 @@ def test_a_config_that_is_given_counts_for_its_own_model(received, tmp_path, nam
     (tmp_path / "mine.yaml").write_text(json.dumps(config))
     assert main([*given("infer", folder), "--config", str(tmp_path / "mine.yaml")]) == code
     assert mark.exists() == (code == 0)
+
+
+# --- a stopped run, which is resumed ----------------------------------------------------------------------------------
+
+WAYS = {
+    "its SET": (["model.trust_remote_code=true"], None),
+    "its config": ([], "config.yaml"),
+    "a config that its manifest names": ([], "theirs.yaml"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(received, tmp_path, command, way):
+    folder, mark = received
+    overrides, named = WAYS[way]
+    config = yaml.safe_load((tmp_path / "outputs" / "received.yaml").read_text())
+    for name in ("config.yaml", "theirs.yaml"):
+        trusts = {"trust_remote_code": True} if named == name else {}
+        (folder / name).write_text(json.dumps(config | {"model": config["model"] | trusts}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    path = str(folder / "theirs.yaml") if named == "theirs.yaml" else "/not/here.yaml"
+    manifest |= {"status": "stopped", "overrides": overrides, "config_path": path, "started": manifest["ended"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for variables in ((), ("--config", str(folder.parent / "received.yaml"))):
+        code, said = command("resume", "--run", str(folder), *variables)
+        assert code == 2, said
+        # with a config of the user's own, its words count in place of the folder's
+        assert ("a run folder does not decide that" in said) is (not variables or bool(overrides)), said
+        assert not mark.exists()
+    command("resume", "--run", str(folder), "model.trust_remote_code=true")
+    assert mark.exists()

@@ -14,6 +14,7 @@ import pytest
 
 from sft_play.commands import FILES
 from sft_play.config.load import load_config, resolved
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.runs.folder import FORMAT
 from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment
@@ -94,7 +95,9 @@ CASES = [
     case("ship", "", RUN=RUN, LIMIT="0"),
     case("chat", "", RUN=RUN, TEMPERATURE="hot"),
     case("push", "token", RUN=RUN, REPO="a/b"),
-    case("push", "", RUN=RUN, REPO="a/b", MERGED="1"),
+    *[case("push", said, RUN=f"outputs/{run}", REPO="a/b", MERGED="1") for run, said in [
+        ("one", "holds no merged model"), ("stale", "holds no merged model of this adapter"),
+        ("failed", "is not the trained model: merge-test found it 9 nats"), ("merged", "token")]],
     *[case(one, said, CONFIG=CONFIG, SET=f"data.train_path={name}") for one in (*STARTING, "render", "preview")
       for said, name in (("no rows", "empty.jsonl"), ("not JSON", "asked.dat"))],
     case("train-deepspeed", "nope.json", CONFIG=CONFIG, DEEPSPEED_CONFIG="nope.json"),
@@ -138,6 +141,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (run / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG).config)))
     manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
     (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
+    adapter = weights_facts(str(run / "adapter"), None)["sha256"]
+    records = {"stale": {"adapter_sha256": "another"}, "merged": {"adapter_sha256": adapter},
+               "failed": {"adapter_sha256": adapter, "test": {"ok": False, "kl_merged": 9.0}}}  # fmt: skip
+    for name, record in records.items():
+        merged = shutil.copytree(run, folder / "outputs" / name) / "merged"
+        merged.mkdir()
+        (merged / "config.json").write_text("{}")
+        (merged / "merge.json").write_text(json.dumps(record))
     half = folder / HALF  # stopped after a step; a part of its settings was given in SET
     given = ("train.learning_rate=0.001", "tuning.lora.r=4")
     half.mkdir(parents=True)

@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
+from sft_play.files import from_here
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import lookup as creation
 from sft_play.runs.files import keep_metrics_until, write_json
@@ -493,3 +495,25 @@ def test_a_lock_that_an_error_keeps_is_released_in_silence_at_the_end(tmp_path, 
     ended = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
     assert ended.stderr == ""
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_path_is_named_from_the_current_folder_on_by_whatever_links(tmp_path, monkeypatch):
+    real, link = tmp_path / "real", tmp_path / "link"
+    (real / "outputs").mkdir(parents=True)
+    link.symlink_to(real)
+    (real / "disk").symlink_to(tmp_path)
+    monkeypatch.chdir(link)
+    inside = {
+        "my.yaml": [Path("my.yaml"), real / "my.yaml", link / "my.yaml", real / "outputs" / ".." / "my.yaml"],
+        "disk/my.yaml": [link / "disk" / "my.yaml"],
+        "not/there": [real / "not" / "there"],
+    }
+    for name, paths in inside.items():
+        assert {str(from_here(path)) for path in paths} == {name}
+    for path in (Path("../my.yaml"), tmp_path / "my.yaml", tmp_path, Path("/"), Path("/not/here")):
+        assert from_here(path) == path
+    (real / "outputs").rmdir()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert from_here(real / "my.yaml") == real / "my.yaml"

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.finished.evaluate.ship import VERSION, general_sample
 from sft_play.finished.evaluate.ship_rule import (
     Evidence,
@@ -27,7 +28,6 @@ from sft_play.finished.evaluate.ship_rule import (
     judge,
 )
 from sft_play.finished.evaluate.statistics import paired_bootstrap
-from sft_play.training.model.model_loading import weights_facts
 from tests.conftest import chat
 
 QUICK = Thresholds(resamples=1000)

@@ -236,6 +236,35 @@ def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, comm
     assert json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())["steps"] == 4
 
 
+@pytest.mark.parametrize("whole", [(), ("config",), ("dir",), ("config", "dir")])
+def test_a_run_and_its_config_are_named_from_the_current_folder_on(run_yaml, command, tmp_path, monkeypatch, whole):
+    """However they are given: all lines of all commands name them alike."""
+    monkeypatch.chdir(tmp_path)
+    here = f"{tmp_path}/"
+    text = run_yaml.read_text()
+    assert f"dir: {here}outputs" in text
+    run_yaml.write_text(text if "dir" in whole else text.replace(f"dir: {here}", "dir: "))
+    config = f"{here if 'config' in whole else ''}run.yaml"
+    given = ("--config", config, "tuning.mode=lora", "train.max_steps=3", "output.name=one")
+    said = {}
+    for verb in ("plan", "check", "train"):
+        code, said[verb] = command(verb, *given, *(["train.stop_after_steps=1"] if verb == "train" else []))
+        assert code == 0, said[verb]
+    said["log"] = (tmp_path / "outputs" / "one" / "train.log").read_text()
+    manifest = json.loads((tmp_path / "outputs" / "one" / "manifest.json").read_text())
+    assert manifest["config_path"] == f"{here}run.yaml"
+    for verb in ("memory-check", "report"):
+        for before in ("", "outputs/", "./outputs/", f"{here}outputs/"):
+            code, said[verb + before] = command(verb, "--run", f"{before}one")
+            assert code == 0, said[verb + before]
+            assert "outputs/one" in said[verb + before]
+    code, said["resume"] = command("resume", "--run", f"{here}outputs/one", "train.stop_after_steps=1")
+    assert code == 0, said["resume"]
+    code, said["newest"] = command("resume", "--config", config)  # found by its config, however that was named
+    assert code == 0, said["newest"]
+    assert {name: text for name, text in said.items() if here in text} == {}
+
+
 def test_a_run_that_lost_its_config_or_was_moved_is_resumed_by_its_folder(train, command, tmp_path, run_yaml):
     _, _, folder = train("one", "tuning.mode=lora", "train.max_steps=3", "train.stop_after_steps=1")
     moved = folder.rename(tmp_path / "elsewhere")

@@ -184,6 +184,36 @@ def test_nor_what_the_files_of_a_received_run_name(tmp_path, tiny_llama):
     assert [(one["code"], one["asked"]) for one in answers] == [(2, []), (0, [])], answers
 
 
+THEIR_ADAPTER = {"peft_type": "XLORA", "base_model_name_or_path": "owner/base", "adapters": {"one": "owner/adapter"}}
+
+
+@pytest.mark.build
+def test_an_adapter_beside_the_weights_of_a_received_run_is_not_looked_for(tmp_path, tiny_llama):
+    from sft_play.finished.load import load_folder
+
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    (folder / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER))
+    assert not getattr(load_folder(folder), "_hf_peft_config_loaded", False)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_a_repository_with_an_adapter_beside_its_weights_is_trained_itself(tmp_path, tiny_llama):
+    """transformers would load the base that the adapter names in its place."""
+    cached = tmp_path / "hub" / "models--owner--mine"
+    snapshot = shutil.copytree(tiny_llama, cached / "snapshots" / ("0" * 40))
+    (snapshot / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER | {"peft_type": "LORA"}))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    config = model_of_a_stranger(tmp_path, tiny_llama, {})
+    environment = clean_environment(
+        SFT_PLAY_CACHE=str(tmp_path / "cache"), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
+    )
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "model.name=owner/mine"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_every_librarys_record_is_shown_safely(capsys):
     set_up_logging("check", stream=sys.stderr)
     library = logging.getLogger("somebody.else")

@@ -64,7 +64,7 @@ def agreed(request: Request, question: str, *, refusal: str) -> bool:
     if request.json or sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError(f"{refusal}\nand there is no terminal to ask on: YES=1 agrees")
     try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        return input(f"{escape_control(question)} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
 

@@ -5,6 +5,7 @@ them `setup-accelerate`, which writes accelerate's configuration."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import shlex
@@ -12,7 +13,7 @@ import subprocess
 import sys
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
-from sft_play.commands.request import Request, make_words, refuse_hardware
+from sft_play.commands.request import Request, make_words, refuse_hardware, trusts_code
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
@@ -41,6 +42,7 @@ from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import numbered
 from sft_play.runs.files import read_summary
+from sft_play.runs.folder import refuse_code
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
@@ -75,10 +77,13 @@ def asked_for(request: Request) -> Asked:
         return Asked(loaded, options, ranks=ranks, resume=bool(resumed), run=resumed)
     if command == "launch-command":
         return Asked(loaded, dataclasses.replace(options, show_only=True), over_ranks=True)
+    trusts = functools.partial(trusts_code, request)
     if ranks is not None:
+        if request.config_recorded:
+            refuse_code(request.config, *(part.config.model for part in loaded.parts), trusts=trusts)
         return Asked(loaded, options, ranks=ranks, resume=command == "resume", run=request.run)
     if command == "resume":
-        return as_it_was_spread(loaded, options, run=request.run)
+        return as_it_was_spread(loaded, options, run=request.run, trusts=trusts)
     # the only process that another launcher started launches no others
     return Asked(loaded, options, over_ranks=(launches and ranks_of(os.environ) is None) or _spreads(request, loaded))
 

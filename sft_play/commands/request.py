@@ -23,6 +23,7 @@ from sft_play.config.yaml_io import parse_value
 from sft_play.data.sources.files import data_files, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.files import from_here
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
@@ -42,6 +43,8 @@ class Request:
     config: Path
     overrides: tuple[str, ...] = ()
     config_given: bool = False
+    config_recorded: bool = False
+    """Whether `config` is the one that the folder of the run names, and not the user."""
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     hardware: str | None = None
     run: str | None = None
@@ -131,12 +134,14 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
     asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)
-    config = _text(given, environment, "CONFIG") or _recorded_config(given, environment)
+    typed = _text(given, environment, "CONFIG")
+    config = typed or _recorded_config(given, environment)
     request = Request(
         command=given.command,
         config=_config_path(config or CONFIG),
         overrides=overrides,
         config_given=config is not None,
+        config_recorded=config is not None and not typed,
         options=launch_options_of(
             asked,
             deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
@@ -174,7 +179,7 @@ _CONFIGS = Path("configs")
 
 def _config_path(text: str) -> Path:
     """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
-    path = Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
+    path = from_here(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
@@ -414,7 +419,7 @@ def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
     said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
     if said:
         return bool(parse_value(said[-1], name=path) == wanted)
-    if not request.config_given:
+    if not request.config_given or request.config_recorded:
         return False
     given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
     return bool(getattr(given, key) == wanted) and (given.name, given.revision) == (model.name, model.revision)

@@ -36,7 +36,6 @@ from sft_play.config.yaml_io import (
     value_at,
 )
 from sft_play.errors import ConfigError
-from sft_play.files import from_here
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class LoadedConfig:
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
     """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the settings of
     `model.adapter`, which may be gone. Raises ConfigError with every problem and what to do."""
-    path = from_here(Path(path))
+    path = Path(path)
     text = read_text(path)
     config, stages = _from_text(text, name=str(path), overrides=overrides, with_adapter=with_adapter)
     return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides), stages=stages)

@@ -137,7 +137,7 @@ def measured_in(folder: RunFolder) -> dict[str, int]:
     return {
         moment: size
         for moment, peak in moments.items()
-        if (size := next((peak[name] for name in names if peak.get(name)), None))
+        if isinstance(peak, dict) and (size := next((peak[name] for name in names if peak.get(name)), None))
     }
 
 

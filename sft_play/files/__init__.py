@@ -27,10 +27,13 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def from_here(path: Path) -> Path:
-    """A path as messages and commands show it: from the current folder on where it lies in it, else as it is."""
+    """A path as messages and commands show it: from the current folder on where it lies in it, by whatever links, else
+    as it is."""
     with contextlib.suppress(OSError):  # the current folder is gone
-        if Path.cwd() in path.parents:
-            return path.relative_to(Path.cwd())
+        here = Path.cwd()
+        for parent in path.parents if path.is_absolute() else ():
+            if parent.exists() and parent.samefile(here):
+                return path.relative_to(parent)
     return path
 
 

@@ -22,7 +22,7 @@ from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_ada
 from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import fit_ties, language_config, tower_of
-from sft_play.training.model.model_loading import DTYPES, load_model, no_load_report, require_whole
+from sft_play.training.model.model_loading import DTYPES, NO_ADAPTER, load_model, no_load_report, require_whole
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -132,7 +132,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
         with no_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(folder), config=config, dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
-                output_loading_info=True, key_mapping=key_mapping,
+                output_loading_info=True, key_mapping=key_mapping, **NO_ADAPTER,
             )  # fmt: skip
     except ModelError:
         raise

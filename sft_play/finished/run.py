@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import config_json, local_folder, positions_of, text_only
+from sft_play.facts.models.architecture import config_json, local_folder, positions_of, text_only, weights_facts
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
@@ -149,8 +149,6 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    from sft_play.training.model.model_loading import weights_facts
-
     now = weights_facts(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):
         weights = f"the weights in {run.config.model.name}"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.leaves import sections
 from sft_play.errors import RunFolderError, SftPlayError
 from sft_play.facts.host import free_at
 from sft_play.files import atomic
@@ -33,31 +34,57 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 _OF_TORCH = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
 
 
+# `list` is one of mappings, and others are written as a tuple of the kind.
+_MAPPING, _MAPPINGS, _LIST, _NUMBER = dict, list, (list,), (int, float)
+# Of the files of a run the kinds of value that readers count on, with the keys that have them at whatever depth.
+_RECORDED: dict[str, dict[Any, str]] = {
+    "manifest.json": {
+        _MAPPING: "hardware git data versions batch train val test text weights report dropped",
+        _MAPPINGS: "gpus", _LIST: "choices resumed",
+        _NUMBER: "ram_bytes total_bytes rows_kept rows_cut tokens tokens_trained",
+    },
+    "plan.json": {_MAPPING: "hardware run peak_bytes precision", _MAPPINGS: "gpus", _LIST: "reasons"},
+    "resolved.json": {
+        _MAPPING: " ".join(path.rpartition(".")[2] for path in sections()), _MAPPINGS: "curriculum",
+    },
+    "summary.json": {
+        _MAPPING: "before after peak_bytes peak_bytes_by_moment", _MAPPINGS: "samples evaluations",
+        _NUMBER: "loss exact_match rows generated_rows tokens_per_s predicted_tokens_per_s step steps wall_s exit "
+        "predicted_allocated measured_allocated predicted_reserved measured_reserved measured_rss level_rss",
+    },
+}  # fmt: skip
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none to read, as in a run that was killed early."""
+    """A JSON object; empty where there is none to read, as in a run that was killed early. Of a run's files, values of
+    another kind than a run writes there are left out, with a warning: readers count with them."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    kinds = {key: kind for kind, keys in _RECORDED.get(path.name, {}).items() for key in keys.split()}
+    known = _of_kind(value, kinds)
+    if known != value:
+        logger.warning("%s is damaged: values of another kind than a run writes are left out", path)
+    return known if isinstance(known, dict) else {}
+
+
+def _of_kind(value: Any, kinds: Mapping[str, Any], items: type = object) -> Any:
+    if isinstance(value, list):
+        return [_of_kind(one, kinds) for one in value if isinstance(one, items)]
+    if not isinstance(value, dict):
+        return value
+    known = {name: one for name, one in value.items() if one is None or isinstance(one, kinds.get(name, object))}
+    return {
+        # in samples `before` and `after` are answers
+        name: _of_kind(one, {} if name == "samples" else kinds, dict if kinds.get(name) is list else object)
+        for name, one in known.items()
+    }
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a run or a stage. Empty, with a warning, where a value is of another kind than a run writes there:
-    whoever reads it counts with its numbers."""
-    path = folder / "summary.json"
-    summary = read_json(path)
-    figures = [summary.get(name) or {} for name in ("before", "after", "peak_bytes")]
-    try:
-        figures += [*(summary.get("peak_bytes_by_moment") or {}).values(), *(summary.get("evaluations") or ())]
-        numbers = [summary.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s", "steps", "wall_s", "exit")]
-        numbers += [value for part in figures for name, value in part.items() if name != "moment"]
-        numbers += [bool(sample.get("right")) for sample in summary.get("samples") or ()]
-        sum(number for number in numbers if number is not None)
-    except (TypeError, AttributeError):
-        logger.warning("%s is damaged, and is left out", path)
-        return {}
-    return summary
+    """The summary of a run or a stage."""
+    return read_json(folder / "summary.json")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,7 +15,7 @@ from sft_play.config.schema import HUB_KERNEL, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.files import from_here
 from sft_play.log import one_line
-from sft_play.runs.files import metric_lines, write_json
+from sft_play.runs.files import metric_lines, read_json, write_json
 
 # Whether the user gives the value that a model's settings have for a key that lets code of others run.
 Trust = Callable[[ModelConfig, str], bool]
@@ -32,6 +32,18 @@ def code_keys(model: ModelConfig) -> dict[str, str]:
     if re.fullmatch(HUB_KERNEL, model.attn_implementation):
         keys["attn_implementation"] = "that kernel of the hub"
     return keys
+
+
+def refuse_code(path: Path, *models: ModelConfig, trusts: Trust) -> None:
+    """Raise RunFolderError where settings of models, read from a run folder, let code run that the user does not."""
+    for model in models:
+        for key, code in code_keys(model).items():
+            if not trusts(model, key):
+                said = f"model.{key}={json.dumps(getattr(model, key)).strip(chr(34))}"
+                raise RunFolderError(
+                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
+                    f"the code, give the setting with this command: SET={said}"
+                )
 
 
 MANIFEST = "manifest.json"
@@ -143,11 +155,8 @@ class RunFolder:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest; raises RunFolderError where the folder is not a run of this toolkit."""
-        try:
-            manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-            manifest = None
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        manifest = read_json(self.manifest_path)
+        if manifest.get("format") != FORMAT:
             raise RunFolderError(f"{self.path} has no manifest of this toolkit, so it is not a run folder")
         return manifest
 
@@ -162,13 +171,7 @@ class RunFolder:
             raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise RunFolderError(f"{path} cannot be read: {error}") from None
-        for key, code in code_keys(config.model).items():
-            if not trusts(config.model, key):
-                said = f"model.{key}={json.dumps(getattr(config.model, key)).strip(chr(34))}"
-                raise RunFolderError(
-                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
-                    f"the code, give the setting with this command: SET={said}"
-                )
+        refuse_code(path, config.model, trusts=trusts)
         return config
 
     def update_manifest(self, **changes: Any) -> None:

@@ -24,15 +24,15 @@ from sft_play.facts.installed import version_of
 from sft_play.files import ROOT
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, scrub
-from sft_play.runs.folder import DEEPSPEED_FILE, FORMAT, RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, FORMAT, RunFolder, Trust, refuse_code
 
 # Packages whose versions can change what a run computes.
 PACKAGES = (
     "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets", "tokenizers",
     "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
 )  # fmt: skip
-# the effective batch is compared apart
-# Keys that may differ when a run is resumed: they do not change the training's numbers.
+# Keys that may differ when a run is resumed: they do not change the training's numbers. The effective batch is compared
+# apart.
 FREE_TO_CHANGE = frozenset({
     "output.dir", "output.name", "output.if_exists", "train.batch_size", "train.grad_accum",
     "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours", "train.logging_steps",
@@ -141,15 +141,18 @@ def settings_to_keep(overrides: Sequence[str]) -> list[str]:
     return [word for word in overrides if not word.startswith(of_one_start)]
 
 
-def as_started(loaded: LoadedConfig, folder: RunFolder) -> LoadedConfig:
+def as_started(loaded: LoadedConfig, folder: RunFolder, *, trusts: Trust) -> LoadedConfig:
     """A run that is resumed: with the settings that its first start was given beside its config, and over them those
-    that are given now; raises ConfigError where they cannot be read."""
+    that are given now. Raises ConfigError where they cannot be read, RunFolderError where they allow code that the user
+    does not."""
     recorded, model = folder.manifest().get("overrides"), read_json(folder.path / "resolved.json").get("model")
     words = settings_to_keep(list(map(str, recorded))) if isinstance(recorded, list) else []
     adapter = model.get("adapter") if isinstance(model, dict) else None
     if adapter:  # by its path: `last` may be another one by now
         words.append(f"model.adapter={json.dumps(adapter)}")
-    return load_config(loaded.path, overrides=(*words, *loaded.overrides))
+    started = load_config(loaded.path, overrides=(*words, *loaded.overrides))
+    refuse_code(folder.path, *(part.config.model for part in started.parts), trusts=trusts)
+    return started
 
 
 def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None) -> dict[str, str]:

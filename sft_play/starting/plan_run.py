@@ -71,7 +71,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
         return None
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
-    updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
+    updates = (plan.get("precision") or {}).get("updates") if layout in ROUNDS_ITSELF else None
     known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
     too_many = [event.micro_batch for event in ran_out.recorded(folder) if event.again in ("step", "run")]
     batch_then = BatchPlan(micro, accum, ranks)

@@ -92,7 +92,8 @@ def count_if_quick(
             if folder is None or size > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZERS):
                 continue
             try:
-                _count(config)
+                with in_stage(part.stage):
+                    _count(config)
             except SftPlayError as error:
                 on_error(error)
     return absent

@@ -34,7 +34,7 @@ from sft_play.planner.mesh import mesh_of
 from sft_play.planner.plan import Plan
 from sft_play.process import endings
 from sft_play.runs import ran_out
-from sft_play.runs.folder import DIED, RESTARTS, RunFolder
+from sft_play.runs.folder import DIED, RESTARTS, RunFolder, Trust
 from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
 from sft_play.runs.manifest import as_started, first_day, other_settings, refuse_mixing
@@ -148,11 +148,12 @@ def _start(asked: Asked) -> Started:
         return Started(0, folder, plan)
 
 
-def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None) -> Asked:
+def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None, trusts: Trust) -> Asked:
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
-    number is asked for; raises RunFolderError where there is none."""
+    number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
+    """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
-    loaded, stopped = as_started(loaded, folder), stopped_run(folder)
+    loaded, stopped = as_started(loaded, folder, trusts=trusts), stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)

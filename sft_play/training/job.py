@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import OutputConfig
 from sft_play.data.sources.files import DataPaths, data_paths
 from sft_play.planner.plan import Plan, Planned
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, code_keys
 from sft_play.runs.locking import Lock
 from sft_play.runs.manifest import settings_to_keep
 
@@ -75,4 +75,6 @@ def resume_command(job: RunJob) -> str:
     folder, kept = job.folder.whole.path, settings_to_keep(job.loaded.overrides)
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
     words += [f"SET={shlex.join(kept)}"] if kept else []
-    return shlex.join(["make", "resume", f"RUN={folder.name}"] if folder.parent == Path(OutputConfig().dir) else words)
+    # a run folder does not allow code that comes with a model, so that the command has to
+    is_short = folder.parent == Path(OutputConfig().dir) and not code_keys(job.loaded.config.model)
+    return shlex.join(["make", "resume", f"RUN={folder.name}"] if is_short else words)

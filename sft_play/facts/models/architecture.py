@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -183,6 +184,23 @@ def local_folder(name: str) -> Path | None:
         problem = f"does not exist or is no folder (looked from {Path.cwd()})"
         raise ModelError(f"model path {one_line(name)} {f'is {_GGUF}' if path.suffix.lower() == '.gguf' else problem}")
     return None
+
+
+def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
+    files would take minutes, and training moves every tensor."""
+    folder = local_folder(name)
+    if folder is None:
+        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read(1 << 20))
+    return {"path": str(folder), "sha256": digest.hexdigest()}
 
 
 def _read_config(folder: Path, name: str) -> Config:

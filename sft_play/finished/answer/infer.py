@@ -17,10 +17,10 @@ from sft_play.data.sources.formats import FORMATS, Chat, rename_columns, to_exam
 from sft_play.data.sources.messages import Message, shown, unpacked, without_given
 from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
-from sft_play.training.model.model_loading import weights_facts
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate.eval_rows import EvalRows, eval_rows
 from sft_play.finished.evaluate.figures import (
@@ -30,7 +31,6 @@ from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
-from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 

@@ -21,18 +21,19 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.ending import DO_NOT_SHIP, KINDS
 from sft_play.errors import DataError, ModelError, SftPlayError
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.export.check_merge import merge_test
-from sft_play.finished.export.merge import merged_model, whole_model
+from sft_play.finished.export.merge import whole_model
+from sft_play.finished.export.places import merged_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
 from sft_play.training.measure.exact_match import questions
-from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 

@@ -31,9 +31,18 @@ from sft_play.finished.export.llama_cpp import (
     has_llama_cpp,
     quantize,
 )
-from sft_play.finished.export.merge import merge_record, merge_words, whole_model
+from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.ollama import modelfile_of
-from sft_play.finished.export.places import CONVERTED, EXPORT, EXPORT_FILE, Format, Quant, require_export_place
+from sft_play.finished.export.places import (
+    CONVERTED,
+    EXPORT,
+    EXPORT_FILE,
+    Format,
+    Quant,
+    merge_record,
+    merge_words,
+    require_export_place,
+)
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, write_generation_config
 from sft_play.finished.load import held_out

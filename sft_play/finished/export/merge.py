@@ -18,15 +18,21 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sft_play.errors import RunFolderError
+from sft_play.facts.models.architecture import weights_facts
 from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
-from sft_play.finished.export.places import MERGED, require_mergeable
+from sft_play.finished.export.places import (
+    MERGE_FILE,
+    MERGED,
+    merge_record,
+    merged_model,
+    refuse_another_model,
+    require_mergeable,
+)
 from sft_play.finished.export.prompts import write_generation_config
 from sft_play.finished.run import (
     FinishedRun,
@@ -41,9 +47,8 @@ from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
-from sft_play.training.checkpoints.checkpoints import require_sealed, seal
+from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import set_dtype
-from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.experts import stacked_experts
 from sft_play.training.prepare.model_spec import ModelSpec, lost_in_peft
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -51,8 +56,6 @@ from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
-# In that folder, and travelling with it: what it was made of, and whether merge-test passed.
-MERGE_FILE = "merge.json"
 SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -157,12 +160,6 @@ def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch
     return stops
 
 
-def merged_model(run: FinishedRun) -> Path | None:
-    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
-    folder = run.folder.path / MERGED
-    return folder if (folder / "config.json").is_file() and _is_of(folder, run) else None
-
-
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
     of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
@@ -179,47 +176,9 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
         return merge_run(run, replace=target.exists()).path
 
 
-def merge_record(folder: Path) -> dict[str, Any]:
-    """The record of a merged model; empty where it has none."""
-    return read_json(folder / MERGE_FILE)
-
-
 def record_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
     if not (folder / MERGE_FILE).is_file():
         return
     test = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": datetime.now(UTC).isoformat("T", "seconds")}
     write_json(folder / MERGE_FILE, {**merge_record(folder), "test": test})
-
-
-def _is_of(folder: Path, run: FinishedRun) -> bool:
-    """Whether the merge is of the adapter that the run has now: it is trained again where the run is resumed."""
-    return bool(merge_record(folder).get("adapter_sha256") == weights_facts(str(run.weights), None)["sha256"])
-
-
-def refuse_another_model(folder: Path, run: FinishedRun) -> None:
-    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
-    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
-    require_sealed(folder)
-    record = merge_record(folder)
-    test = record.get("test") or {}
-    again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
-    if test and not test.get("ok"):
-        found = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
-        how = f"merge-test found it {found}; {again} merges into what was trained"
-        raise RunFolderError(f"{folder} is not the trained model: {how}")
-    if not test and record.get("base") == "original":
-        tried = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
-        other = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
-        raise RunFolderError(f"{other}: {tried} compares the two; {again} merges into what was trained")
-
-
-def merge_words(folder: Path) -> str | None:
-    """The record in words; None where there is none."""
-    record = merge_record(folder)
-    if not record:
-        return None
-    test = record.get("test")
-    tested = "merge-test has not been run" if not test else f"merge-test {'passed' if test.get('ok') else 'FAILED'}"
-    into = f" into the {record['base']} base" if record.get("base") else ""
-    return f"Merged{into} ({record.get('dtype')}); {tested}"

@@ -4,10 +4,13 @@ imported."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import FinishedRun
+from sft_play.facts.models.architecture import weights_facts
+from sft_play.finished.run import FinishedRun, next_line
+from sft_play.runs.files import read_json
+from sft_play.training.checkpoints.checkpoints import require_sealed
 
 Format = Literal["gguf", "ollama", "vllm"]
 # How a GGUF stores weights, the coarsest last: those that need no importance matrix.
@@ -20,6 +23,8 @@ EXPORT = "export"
 # The file beside the export that says what it was made of; a folder without one is not replaced.
 EXPORT_FILE = "export.json"
 MERGED = "merged"
+# In that folder, and travelling with it: what it was made of, and whether merge-test passed.
+MERGE_FILE = "merge.json"
 
 
 def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
@@ -46,6 +51,47 @@ def require_merged(run: FinishedRun, target: Path) -> None:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
     if not (target / "config.json").is_file():
         raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+
+
+def merged_model(run: FinishedRun) -> Path | None:
+    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    folder = run.folder.path / MERGED
+    # the run is trained again where it is resumed
+    is_of_run = merge_record(folder).get("adapter_sha256") == weights_facts(str(run.weights), None)["sha256"]
+    return folder if is_of_run and (folder / "config.json").is_file() else None
+
+
+def merge_record(folder: Path) -> dict[str, Any]:
+    """The record of a merged model; empty where it has none."""
+    return read_json(folder / MERGE_FILE)
+
+
+def refuse_another_model(folder: Path, run: FinishedRun) -> None:
+    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
+    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
+    require_sealed(folder)
+    record = merge_record(folder)
+    test = record.get("test") or {}
+    again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
+    if test and not test.get("ok"):
+        found = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
+        how = f"merge-test found it {found}; {again} merges into what was trained"
+        raise RunFolderError(f"{folder} is not the trained model: {how}")
+    if not test and record.get("base") == "original":
+        tried = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
+        other = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
+        raise RunFolderError(f"{other}: {tried} compares the two; {again} merges into what was trained")
+
+
+def merge_words(folder: Path) -> str | None:
+    """The record in words; None where there is none."""
+    record = merge_record(folder)
+    if not record:
+        return None
+    test = record.get("test")
+    tested = "merge-test has not been run" if not test else f"merge-test {'passed' if test.get('ok') else 'FAILED'}"
+    into = f" into the {record['base']} base" if record.get("base") else ""
+    return f"Merged{into} ({record.get('dtype')}); {tested}"
 
 
 def require_export_place(target: Path, *, replace: bool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.places import MERGED
+from sft_play.finished.export.places import MERGED, merge_words, merged_model, refuse_another_model
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
@@ -98,8 +98,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     folder = _folder(run, is_merged=is_merged)
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
-    # after what is refused without torch, which these import
-    from sft_play.finished.export.merge import merge_words
+    # after what is refused without torch, which this imports
     from sft_play.training.checkpoints.card import CARD, HERE, base_of
 
     is_private_there = _visibility(HfApi(), name)
@@ -160,8 +159,6 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     target = run.folder.path / MERGED
     merge = f"make merge RUN={run.folder.quoted}{' FORCE=1' if target.exists() else ''} writes it"
-    from sft_play.finished.export.merge import merged_model, refuse_another_model
-
     merged = merged_model(run)
     if merged is None:
         raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")

@@ -146,6 +146,8 @@ def _against_plan(record: Record) -> Section:
 
 def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
     for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
+        if not isinstance(peak, dict):
+            continue
         # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
         predicted = peak.get("predicted_allocated" if part.on_gpu else "predicted_reserved")
         measured = peak.get("measured_allocated" if part.on_gpu else "measured_rss")

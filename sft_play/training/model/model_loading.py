@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,9 @@ from sft_play.training.prepare.model_spec import ModelSpec, location
 logger = logging.getLogger(__name__)
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on them, or loads the base
+# that the adapter names in their place: none is found in this folder.
+NO_ADAPTER = {"adapter_kwargs": {"subfolder": "none"}}
 
 
 def load_model(
@@ -69,6 +71,7 @@ def read_model(
         "attn_implementation": model_spec.attention.name,
         "use_safetensors": True,  # pickled weights can run code when they are read
         "output_loading_info": True,
+        **NO_ADAPTER,
         **(options or {}),
     }
     if model_spec.tower is not None:
@@ -176,20 +179,3 @@ def keep_4bit_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
-    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
-    files would take minutes, and training moves every tensor."""
-    folder = local_folder(name)
-    if folder is None:
-        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return {"path": str(folder), "sha256": digest.hexdigest()}

@@ -14,11 +14,10 @@ from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, run_of
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import digest_of
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder, weights_facts
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
-from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.model_spec import ModelSpec, empty_model, grown
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,10 @@ from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import BackendError, ConfigError, in_stage
 from sft_play.facts.installed import COMPUTING
-from sft_play.facts.models.architecture import check_available
+from sft_play.facts.models.architecture import check_available, weights_facts
 from sft_play.log import one_line
 from sft_play.runs.manifest import versions
 from sft_play.training.job import RunJob
-from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, model_problem
 from sft_play.training.prepare.device_checks import warn_of_need
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, lost_in_peft
