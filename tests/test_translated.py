@@ -525,5 +525,5 @@ def test_what_is_said_of_data_sets_is_taken_or_named(entries):
         for key, given_value in entry.items():
             is_column = key.startswith("field_") and any(path.startswith("data.columns.") for path in found.settings)
             silent = key in _IN_THE_SOURCE | {"path"} or given_value in plain.get(key, []) or given_value == "train"
-            is_said = re.search(rf"datasets\[(\d+,)*{number}(,\d+)*\]\.{key} ", said)
+            is_said = re.search(rf"datasets\[(\d+,)*{number}(,\d+)*\]\.{key}\b", said)
             assert is_said or is_column or silent, (key, said)
