@@ -358,6 +358,13 @@ def test_every_file_of_a_data_set_is_taken_and_a_list_of_data_sets_is_no_file():
     assert "not by a name in a registry" in comments(text)
 
 
+def test_a_key_of_two_names_is_answered_by_both():
+    text = f"{NEMO}compile: {{enabled: true, mode: default}}\ndevice: cuda\n"
+    assert "compile.mode (value default): train.compile compiles each block" in comments(text).replace('"', "")
+    assert "device" not in comments(text)
+    assert config_of(f"{TUNE}device: cpu\n").train.device == "cpu"
+
+
 def test_the_words_of_a_mode_are_said_where_it_is_the_mode():
     assert "all weights, not adapters" in comments(TRL)
     assert "all weights, not adapters" not in comments(f"{NEMO}peft: {{dim: 4}}\n")
