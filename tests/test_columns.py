@@ -79,6 +79,10 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
         ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
         ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
         ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
+        ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"), 
+        ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
+        ("function_description", "look(room): says which of the lamps in a room are on", "tools"),
+        ("page", f"{PASSAGE} {PASSAGE}", "long"),
     ],
 )  # fmt: skip
 def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, kind):
@@ -99,6 +103,8 @@ def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, k
         ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
         ("is_tool_call", True), ("model_name", "a b c d"),
         ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
+        ("quality_explanation", PASSAGE), ("llm_judge_rationale", "It says what was asked."), ("document_title", PASSAGE),
+        ("task", "Control of lamps in all rooms of a house"), ("image_count", 3), ("has_image", "no"), ("tool", "look"),
         ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
     ],
 )  # fmt: skip
@@ -277,7 +283,7 @@ def test_the_words_of_kinds_stand_in_lower_case_and_each_kind_that_is_missed_say
         assert row["words"] == row["words"].lower()
         assert set(row) <= {"words"} or "missed" in row, kind
     assert kinds_of_name("toolDefs") == {"tools"}
-    assert kinds_of_name("question_id") == kinds_of_name("Title") == frozenset()
+    assert kinds_of_name("question_id") == kinds_of_name("Title") == {"about"}
 
 
 # --- hints for rows of no known format --------------------------------------------------------------------------------
@@ -327,6 +333,23 @@ def test_two_answers_of_a_comparison_are_not_mapped():
         "prompt": "prompt_text",
         "completion": "response_a",
     }
+
+
+def test_a_system_prompt_is_no_question_and_lists_beside_a_question_are_no_rows():
+    row = {"system_prompt": "Be brief.", "user_prompt": "Which lamp is on?", "assistant_response": "The hall's."}
+    assert [message["role"] for message in proposed(hint(row), row).messages] == ["system", "user", "assistant"]
+    for more in ({"ctxs": [{"title": "Lamps", "text": PASSAGE}]}, {"answers": ["the hall's", "that of the hall"]}):
+        said = hint({"question": "Which lamp is on?", **more})
+        assert "completion: ANSWER" in said
+        assert "rows of its own" not in said
+        assert "in turn" not in said
+    assert guessed_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
+    assert guessed_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
+
+
+def test_no_setting_is_proposed_for_tools_that_are_a_text():
+    found = finding({**QA, "function_description": "look(room): says which of the lamps in a room are on"})
+    assert (found.verdict, "data.columns" in found.found) == ("WARN", False)
 
 
 def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():

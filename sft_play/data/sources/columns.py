@@ -46,7 +46,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    questions = _named(texts, "question")
+    questions = _questions(texts)
     answers = _named([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
         return {"messages": turns[0]}
@@ -62,7 +62,10 @@ def way_to_read(row: Mapping[str, Any]) -> str:
     if columns:
         return f"Map them: {columns_setting(columns)}"
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
-    name = next((name for name, shape in shapes.items() if shape in _TABLE["hints"]), None)
+    # lists beside a question are what it is about, or its answers
+    is_asked = bool(_questions([name for name, shape in shapes.items() if shape == "text"]))
+    hints = {"turns", "tree", "rendered"} if is_asked else _TABLE["hints"]
+    name = next((name for name, shape in shapes.items() if shape in hints), None)
     if name is not None:
         hint: str = _TABLE["hints"][shapes[name]]
         return hint.format(name=name, setting=columns_setting({"messages": name}))
@@ -84,6 +87,12 @@ def shape_of(value: Any) -> str:
     return next((shape for shape, is_it in shapes.items() if is_it), "")
 
 
+def _questions(texts: list[str]) -> list[str]:
+    """The columns of texts that may be the question; a system prompt is none."""
+    asked = [name for name in texts if "system" not in kinds_of_name(name)]
+    return _named(asked, "question") or _named(asked, "task")
+
+
 def _named(names: list[str], kind: str) -> list[str]:
     """The column that has a word of this kind for its name, else all with one among others (`user_question`)."""
     whole = [name for name in names if name.strip().lower() in _WORDS[kind]]
@@ -92,7 +101,8 @@ def _named(names: list[str], kind: str) -> list[str]:
 
 @functools.lru_cache(maxsize=10_000)
 def kinds_of_name(name: str) -> frozenset[str]:
-    """The kinds of columns that a name speaks of; none where it only describes the row, as `question_id` does."""
+    """The kinds of columns that a name speaks of; `about` and no other where it only describes the row, as
+    `question_id` does, but that `image_path` names pictures too."""
     whole = name.strip().lower()
     # `toolDefs` and `tool_defs` have two words; a letter that is not alone (`model_a`) is none
     parts = re.split(r"[\W_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower())
@@ -100,7 +110,7 @@ def kinds_of_name(name: str) -> frozenset[str]:
     # words of scripts without spaces, or with endings, stand inside others
     spelled.update(word for words in _WORDS.values() for word in words if not word.isascii() and word in whole)
     kinds = frozenset(kind for kind, words in _WORDS.items() if not words.isdisjoint(spelled))
-    return frozenset() if "about" in kinds else kinds
+    return kinds & {"about", "media"} if "about" in kinds else kinds
 
 
 def columns_setting(columns: Mapping[str, str]) -> str:
@@ -120,9 +130,12 @@ def _quoted(name: str) -> str:
 Unused = tuple[str, str, tuple[tuple[str, str], ...]]
 # words from which a text with a telling name is missed: one alone is a flag or a level (`reasoning: high`), and a
 # user's name has two
-_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
-# words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case
+_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4, "tools": 8}
+# words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case; of
+# one that describes the row both
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
+# a file, an address, or the thing itself
+_MEDIA = re.compile(r"\S+\.\w{2,5}|(?:data|https?):\S+")
 _BITS = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 
@@ -144,11 +157,14 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
         return "label"
     texts = list(texts_in(value))
     counts = [len(WORD.findall(text[:_ENOUGH_CHARS])) for text in texts]
+    if "media" in kinds and not is_text and any(map(_MEDIA.fullmatch, texts)):
+        return "media"
     named = next((kind for kind, fewest in _FEWEST_WORDS.items() if kind in kinds and sum(counts) >= fewest), "")
-    is_long = any(
-        count >= _VERY_LONG_WORDS or (count >= _LONG_WORDS and len(text) >= answer_chars)
-        for count, text in zip(counts, texts, strict=True)
-    )
+    each = ((count, len(text) >= answer_chars) for count, text in zip(counts, texts, strict=True))
+    if "about" in kinds:
+        is_long = any(count >= _VERY_LONG_WORDS and is_as_long for count, is_as_long in each)
+    else:
+        is_long = any(count >= (_LONG_WORDS if is_as_long else _VERY_LONG_WORDS) for count, is_as_long in each)
     return named or ("long" if is_long else "")
 
 

@@ -471,7 +471,10 @@ def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConf
         if texts and kind not in ("mask", "label") and (is_held or is_rendered):
             kind = ""
         column = KINDS[kind].get("column", "") if kind else ""
-        fits = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
+        listed = unpacked(value, "[{")
+        items = listed if isinstance(listed, list) else [listed]
+        fits = isinstance(value, str) or (column == "context" and value == texts)
+        fits = all(isinstance(item, dict) for item in items) if column == "tools" else fits
         theirs = data.columns.get(name, name)
         mapping = ((column, theirs),) if column in mappable and fits else ()
         unused.append((theirs, kind, (("prompt", text_column), *mapping) if is_text and mapping else mapping))
