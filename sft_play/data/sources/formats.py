@@ -350,8 +350,13 @@ def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     fitting = [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
     shape = next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
-    more = _MAPPED.get(shape.kind, frozenset()).intersection(mapped) if shape is not None else ()
-    return replace(shape, may_have=shape.may_have.union(more)) if shape is not None and more else shape
+    return with_mapped(shape, mapped) if shape is not None else None
+
+
+def with_mapped(shape: Format, columns: Mapping[str, str]) -> Format:
+    """A format with what data.columns maps beside its own columns."""
+    more = _MAPPED.get(shape.kind, frozenset()).intersection(columns)
+    return replace(shape, may_have=shape.may_have.union(more)) if more else shape
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
