@@ -82,8 +82,8 @@ class MergeTest(Outcome):
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) -> MergeTest:
     """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows. Raises
-    RunFolderError where there is no merged model, or the run has no adapter; ModelError where it is not what was merged;
-    DataError where the run's data is gone."""
+    RunFolderError where there is no merged model, or the run has no adapter; ModelError where the model is not what was
+    merged; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED
     require_merged(run, target)
     require_sealed(target)
