@@ -81,7 +81,6 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
         ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
         ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"),
         ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
-        ("function_description", "look(room): says which of the lamps in a room are on", "tools"),
         ("page", f"{PASSAGE} {PASSAGE}", "long"),
     ],
 )  # fmt: skip
@@ -378,11 +377,6 @@ def test_a_system_prompt_is_no_question_and_lists_beside_a_question_are_no_rows(
         assert "in turn" not in said
     assert guessed_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
     assert guessed_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
-
-
-def test_no_setting_is_proposed_for_tools_that_are_a_text():
-    found = finding({**QA, "function_description": "look(room): says which of the lamps in a room are on"})
-    assert (found.verdict, "data.columns" in found.found) == ("WARN", False)
 
 
 def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():

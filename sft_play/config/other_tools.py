@@ -171,22 +171,22 @@ def _held_out_share(value: Any, path: str) -> Meaning | None:
 
 
 DATA = ("data.train_path", "data.val_path")  # where data sets are named
-MIX = "data.sources"
 
 
 def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
     """The data sets of `data_sets`: one as a path; several, or a part of one, as sources; `more` settings beside."""
-    read_split = "train" if path == DATA[0] else "val|dev"
+    entries = [_sources_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
     # by their paths, since no source may be there twice
-    by_path = {source["path"]: source for entry in data_sets(value) for source in _sources_of(entry, read_split)}
-    sources = list(by_path.values())
+    sources = list({source["path"]: source for entry in entries for source in entry}.values())
     if not sources:
         return say("it names no file, and of the hub no data set in the split that is read here")
     if not all(_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
-        places = f"{path} (several: {MIX})"
-        return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {places}")
+        return say(
+            "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
+            f"{path} (several: data.sources)"
+        )
     if path == DATA[0] and (len(sources) > 1 or len(sources[0]) > 1):
-        return Meaning(((MIX, list(sources)), *more), "a weight in each sets its share of an epoch")
+        return Meaning((("data.sources", list(sources)), *more), "a weight in each sets its share of an epoch")
     several = "one file is taken, not several: make process joins them"
     words = several if len(sources) > 1 else "the format is detected, see make preview"
     return Meaning(((path, sources[0]["path"]), *more), words)
@@ -228,15 +228,12 @@ def _sources_of(entry: Mapping[str, Any], read_split: str) -> list[dict[str, Any
     for path in named if isinstance(named, list) else [named]:
         text = path.strip() if isinstance(path, str) else ""
         source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
-        is_hub = source.startswith("hub:")
-        if not source or (is_hub and not re.match(read_split, split)):
-            continue
-        config = f":{parts['config']}" if parts["config"] and is_hub and source.count(":") == 1 else ""
+        config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
         # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
         cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
         numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
-        known_numbers = {key: number for key, number in numbers.items() if type(number) in (int, float)}
-        sources.append({"path": source + config} | known_numbers)
+        if source and (not source.startswith("hub:") or re.match(read_split, split)):
+            sources.append({"path": source + config} | {k: v for k, v in numbers.items() if type(v) in (int, float)})
     return sources
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ class Translation:
     def comments(self) -> list[str]:
         """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
         reasons = dict.fromkeys(why for _, why in self.left_out)
-        said = [f"{_named(what for what, why in self.left_out if why == reason)}: {reason}" for reason in reasons]
+        said = [f"{', '.join(what for what, why in self.left_out if why == reason)}: {reason}" for reason in reasons]
         said += [f"empty, off, or without effect here: {', '.join(self.idle)}"] if self.idle else []
         said += [f"not in the file, defaults of {self.tool.name}: {', '.join(self.defaults)}"] if self.defaults else []
         # no word is broken: a path or a command is meant to be copied
@@ -58,15 +58,6 @@ class Translation:
             112, initial_indent="# ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
         )
         return [line for text in said for line in wrapper.wrap(text)]
-
-
-def _named(keys: Iterable[str]) -> str:
-    """Keys with their values; of several data sets that say the same, once: datasets[0,2].split."""
-    numbers: dict[tuple[str, ...], list[str]] = {}
-    for key in keys:
-        before, *at = re.split(r"(?<=\[)(\d+)(?=\][. ])", key, maxsplit=1)
-        numbers.setdefault((before, *at[1:]), []).extend(at[:1])
-    return ", ".join(",".join(of).join((before, "".join(behind))) for (before, *behind), of in numbers.items())
 
 
 def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "") -> Translation:
@@ -204,8 +195,8 @@ def _take_default(key: Foreign, result: Translation, rows: str) -> None:
             result.settings[path] = ours
             result.defaults.append(path)
     # what is said of a mode is that of training the whole
-    is_said = "tuning.mode" not in key.settings or result.settings["tuning.mode"] == "full"
-    words = key.meaning.words if key.meaning and is_said else ""
+    is_of_mode = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
+    words = key.meaning.words if key.meaning and not is_of_mode else ""
     if words and not _REMOVE.search(words) and (not key.settings or (undecided and _LESS.search(words))):
         result.left_out.append((f"{dotted(key.path)} (not in the file)", words))
 

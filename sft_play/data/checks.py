@@ -67,13 +67,11 @@ def missed_columns(data: DataConfig, *, task_mode: str) -> list[str]:
     hub are not read for it. Raises DataError where rows cannot be read."""
     lines: list[str] = []
     for name, source in data_paths(data).files():
-        is_text = name == "text"
-        is_trained = split_of(name) == "train" or (is_text and task_mode == "cpt_mixed")
-        if not is_trained or str(source).startswith(HUB):
-            continue
-        survey = survey_rows(source, data, name, text_wanted=is_text or task_mode == "cpt", most=_FIRST_ROWS)
-        of = "" if name == "train" else f" of {name}"
-        lines += [f"Columns{of} {one.found}" for one in judge_columns(survey, data) if one.verdict == "WARN"]
+        is_trained = split_of(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
+        if is_trained and not str(source).startswith(HUB):
+            survey = survey_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", most=_FIRST_ROWS)
+            of = "" if name == "train" else f" of {name}"
+            lines += [f"Columns{of} {one.found}" for one in judge_columns(survey, data) if one.verdict == "WARN"]
     return lines
 
 

@@ -46,7 +46,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    questions = _questions(texts)
+    questions = _named(texts, "question") or _named(texts, "task")
     answers = _named([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
         return {"messages": turns[0]}
@@ -63,8 +63,8 @@ def way_to_read(row: Mapping[str, Any]) -> str:
         return f"Map them: {columns_setting(columns)}"
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
     # lists beside a question are what it is about, or its answers
-    is_asked = bool(_questions([name for name, shape in shapes.items() if shape == "text"]))
-    hints = {"turns", "tree", "rendered"} if is_asked else _TABLE["hints"]
+    texts = [name for name, shape in shapes.items() if shape == "text"]
+    hints = {"turns", "tree", "rendered"} if _named(texts, "question") else _TABLE["hints"]
     name = next((name for name, shape in shapes.items() if shape in hints), None)
     if name is not None:
         hint: str = _TABLE["hints"][shapes[name]]
@@ -87,12 +87,6 @@ def shape_of(value: Any) -> str:
     return next((shape for shape, is_it in shapes.items() if is_it), "")
 
 
-def _questions(texts: list[str]) -> list[str]:
-    """The columns of texts that may be the question; a system prompt is none."""
-    asked = [name for name in texts if "system" not in kinds_of_name(name)]
-    return _named(asked, "question") or _named(asked, "task")
-
-
 def _named(names: list[str], kind: str) -> list[str]:
     """The column that has a word of this kind for its name, else all with one among others (`user_question`)."""
     whole = [name for name in names if name.strip().lower() in _WORDS[kind]]
@@ -110,7 +104,9 @@ def kinds_of_name(name: str) -> frozenset[str]:
     # words of scripts without spaces, or with endings, stand inside others
     spelled.update(word for words in _WORDS.values() for word in words if not word.isascii() and word in whole)
     kinds = frozenset(kind for kind, words in _WORDS.items() if not words.isdisjoint(spelled))
-    return kinds & {"about", "media"} if "about" in kinds else kinds
+    if "about" in kinds:
+        return kinds & {"about", "media"}
+    return kinds - {"question"} if "system" in kinds else kinds  # a prompt that is the system's is no question
 
 
 def columns_setting(columns: Mapping[str, str]) -> str:
@@ -130,7 +126,7 @@ def _quoted(name: str) -> str:
 Unused = tuple[str, str, tuple[tuple[str, str], ...]]
 # words from which a text with a telling name is missed: one alone is a flag or a level (`reasoning: high`), and a
 # user's name has two
-_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4, "tools": 8}
+_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
 # words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case; of
 # one that describes the row both
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
@@ -160,11 +156,11 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
     if "media" in kinds and not is_text and any(map(_MEDIA.fullmatch, texts)):
         return "media"
     named = next((kind for kind, fewest in _FEWEST_WORDS.items() if kind in kinds and sum(counts) >= fewest), "")
-    each = ((count, len(text) >= answer_chars) for count, text in zip(counts, texts, strict=True))
-    if "about" in kinds:
-        is_long = any(count >= _VERY_LONG_WORDS and is_as_long for count, is_as_long in each)
-    else:
-        is_long = any(count >= (_LONG_WORDS if is_as_long else _VERY_LONG_WORDS) for count, is_as_long in each)
+    fewest_beside = _VERY_LONG_WORDS if "about" in kinds else _LONG_WORDS
+    is_long = any(
+        (len(text) >= answer_chars and count >= fewest_beside) or ("about" not in kinds and count >= _VERY_LONG_WORDS)
+        for count, text in zip(counts, texts, strict=True)
+    )
     return named or ("long" if is_long else "")
 
 

@@ -350,13 +350,8 @@ def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     fitting = [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
     shape = next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
-    return with_mapped(shape, mapped) if shape is not None else None
-
-
-def with_mapped(shape: Format, columns: Mapping[str, str]) -> Format:
-    """A format with what data.columns maps beside its own columns."""
-    more = _MAPPED.get(shape.kind, frozenset()).intersection(columns)
-    return replace(shape, may_have=shape.may_have.union(more)) if more else shape
+    more = _MAPPED.get(shape.kind, frozenset()).intersection(mapped) if shape is not None else ()
+    return replace(shape, may_have=shape.may_have.union(more)) if shape is not None and more else shape
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
@@ -476,10 +471,7 @@ def _unused_columns(row: RawRow, shape: Format, example: Example, data: DataConf
         if texts and kind not in ("mask", "label") and (is_held or is_rendered):
             kind = ""
         column = KINDS[kind].get("column", "") if kind else ""
-        listed = unpacked(value, "[{")
-        items = listed if isinstance(listed, list) else [listed]
-        fits = isinstance(value, str) or (column == "context" and value == texts)
-        fits = all(isinstance(item, dict) for item in items) if column == "tools" else fits
+        fits = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
         theirs = data.columns.get(name, name)
         mapping = ((column, theirs),) if column in mappable and fits else ()
         unused.append((theirs, kind, (("prompt", text_column), *mapping) if is_text and mapping else mapping))
@@ -547,9 +539,8 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
             break
     # a file may lack what rows may lack, where it has no column that could be meant (a misspelt name)
     names = {name for row in read if isinstance(row, RawRow) for name in row.data if "about" not in kinds_of_name(name)}
-    read_names = _expected_columns(shape).union(shape.may_have, data.columns.values()) if shape is not None else set()
-    is_complete = awaited <= may_lack and names <= read_names
-    if first is not None and awaited and not is_complete:
+    names -= _expected_columns(shape).union(shape.may_have, data.columns.values()) if shape is not None else set()
+    if first is not None and awaited and (names or not awaited <= may_lack):
         absent = next(name for name in data.columns.values() if name in awaited)
         raise DataError(f"{first.where}: data.columns names {one_line(absent)}; the columns are: {_columns(first)}")
     if first is not None and shape is None:

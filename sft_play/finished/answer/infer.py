@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, rename_columns, to_example, with_mapped
+from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise, rename_columns, to_example
 from sft_play.data.sources.messages import Message, shown, unpacked, without_given
 from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
@@ -106,14 +106,13 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
         found = one_line(", ".join(map(str, row)) or "none", limit=200)
         taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {found}); {taken}"
-    shape = with_mapped(shape, mapped)
+    shape = recognise(shape.needs, mapped) or shape  # with what data.columns maps beside its own columns
     asked, *answers = shape.needs
     value = unpacked(row[asked], "[")
     if not isinstance(value, (str, list)):
         return f"{asked} is {shown(value)}, and has to be text or a list of messages"
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
-    read = {*shape.needs, *shape.may_have} - {"reasoning"}
-    used = {key: one for key, one in row.items() if key in read}
+    used = {key: one for key, one in row.items() if key in {*shape.needs, *shape.may_have} - {"reasoning"}}
     if shape.kind == "turns":
         # a list of [question, answer] is never open
         is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
@@ -129,8 +128,13 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
         messages, reference = messages[:-1], str(messages[-1].get("content") or "")
     if not messages:
         return f"{asked} holds nothing that an answer can follow"
-    beside = {mapped.get(key, key): one for key, one in renamed.data.items() if key not in used}
-    return Prompt(messages, example.tools, reference, beside, example.template_kwargs)
+    return Prompt(
+        messages,
+        example.tools,
+        reference,
+        {mapped.get(key, key): one for key, one in renamed.data.items() if key not in used},
+        example.template_kwargs,
+    )
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:

@@ -59,9 +59,12 @@ class Responder:
         if self._is_text:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
-        # the answer itself is not rendered
-        whole = (*messages, {"role": "assistant", "content": "."})
-        asked = Chat("", whole, tools, template_kwargs=template_kwargs or {})
+        asked = Chat(
+            "",
+            (*messages, {"role": "assistant", "content": "."}),  # the answer itself is not rendered
+            tools,
+            template_kwargs=template_kwargs or {},
+        )
         prompt = self.renderer.prompt_ids(asked)
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
