@@ -119,6 +119,21 @@ def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, referen
     assert (prompt.reference, prompt.columns) == (reference, columns)
 
 
+def test_a_prompt_has_what_a_row_of_training_has_before_its_answer(tmp_path):
+    """What data.columns maps beside a question was trained with it; a cell that says NaN holds no question."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"question": "q", "passage": "p", "cot": "think", "id": 1}) + "\n")
+    [prompt] = read_prompts(path, {"context": "passage", "reasoning": "cot"})
+    assert [message["content"] for message in prompt.messages] == ["q\np"]
+    assert prompt.columns == {"id": 1, "cot": "think"}
+    table = tmp_path / "prompts.csv"
+    table.write_text("id,question,answer\n1,q,NaN\n")
+    assert (read_prompts(table)[0].reference, read_prompts(table)[0].columns) == (None, {"id": "1"})
+    table.write_text("id,question\n1,q\n2,NaN\n")
+    with pytest.raises(DataError, match=r"prompts\.csv:3: no column is a prompt"):
+        read_prompts(table)
+
+
 def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
     source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     rows = [{"id": n, "question": f"what is {n}?", "answer": None, "by": "me", "note": "é"} for n in range(3)]

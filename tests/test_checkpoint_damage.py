@@ -300,7 +300,7 @@ def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command,
     assert (code, "complete.json is damaged" in printed) == (2, True), printed
 
 
-def test_a_damaged_merge_is_not_exported(finished, command, tmp_path):
+def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, command, tmp_path):
     run = tmp_path / "one"
     shutil.copytree(finished / "outputs" / "one", run)
     if not (run / "adapter").is_dir():
@@ -310,8 +310,9 @@ def test_a_damaged_merge_is_not_exported(finished, command, tmp_path):
     content = path.read_bytes()
     damage(path, "flip", random.Random(3))
     words = ["export", "--run", str(run), "--format", "vllm", "--out", str(tmp_path / "exported")]
-    code, printed = command(*words)
-    assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
+    for tried in (words, ["merge-test", "--run", str(run)]):
+        code, printed = command(*tried)
+        assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
     path.write_bytes(content)
     assert command(*words)[0] == 0
 

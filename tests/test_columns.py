@@ -79,6 +79,9 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
         ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
         ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
         ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
+        ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"),
+        ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
+        ("page", f"{PASSAGE} {PASSAGE}", "long"),
     ],
 )  # fmt: skip
 def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, kind):
@@ -99,6 +102,9 @@ def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, k
         ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
         ("is_tool_call", True), ("model_name", "a b c d"),
         ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
+        ("quality_explanation", PASSAGE), ("llm_judge_rationale", "It says what was asked."),
+        ("document_title", PASSAGE),
+        ("task", "Control of lamps in all rooms of a house"), ("image_count", 3), ("has_image", "no"), ("tool", "look"),
         ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
     ],
 )  # fmt: skip
@@ -258,6 +264,38 @@ def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
             first_format(iter(rows), DataConfig(columns=columns))
 
 
+def test_a_file_may_lack_a_mapped_column_where_it_has_none_that_could_be_meant():
+    columns = {"prompt": "frage", "context": "absatz", "completion": "antwort"}
+    rows = [{"frage": "Was?", "antwort": "Das.", "url": "u", "system": "Kurz."}] * 2
+    data = DataConfig(columns=columns)
+    _, shape = first_format((RawRow(f"f:{number}", row) for number, row in enumerate(rows)), data)
+    assert example_of(RawRow("f:1", rows[0]), shape, data).messages[0]["role"] == "system"
+    with pytest.raises(DataError, match=r"data\.columns names absatz; the columns are: .*, abstaz"):
+        first_format(iter([RawRow("f:1", {**rows[0], "abstaz": PASSAGE})]), data)
+    with pytest.raises(DataError, match=r"data\.columns names antwort"):
+        first_format(iter([RawRow("f:1", {"frage": "Was?", "absatz": PASSAGE})]), data)
+
+
+@pytest.mark.build
+def test_every_source_is_looked_at_and_the_setting_that_is_proposed_reads_all(tmp_path, tiny_llama, command):
+    for name, more in (("plain", {}), ("about", {"passage": PASSAGE})):
+        rows = [{"question": f"Which lamp is {n}?", "answer": "It.", **more} for n in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "my.yaml"
+    run.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
+        f"data: {{sources: [{{path: {tmp_path}/plain.jsonl}}, {{path: {tmp_path}/about.jsonl}}]}}\n"
+    )
+    code, told = command("plan", "--config", str(run))
+    assert code == 0
+    assert (
+        f"Columns of source about not read: {MISSED.format(9).partition('not read: ')[2].partition(', skip')[0]}"
+        in told
+    )
+    code, told = command("check", "--config", str(run), MAPPED)
+    assert (code, "passage" in told.replace(MAPPED, "")) == (0, False)
+
+
 def test_an_instruction_has_its_input_and_context_without_a_mapping():
     row = {"instruction": "Sum up.", "input": "[1, 2]", "context": "a\nb", "output": "ab"}
     assert read(row).messages[0]["content"] == "Sum up.\n[1, 2]\na\nb"
@@ -277,7 +315,7 @@ def test_the_words_of_kinds_stand_in_lower_case_and_each_kind_that_is_missed_say
         assert row["words"] == row["words"].lower()
         assert set(row) <= {"words"} or "missed" in row, kind
     assert kinds_of_name("toolDefs") == {"tools"}
-    assert kinds_of_name("question_id") == kinds_of_name("Title") == frozenset()
+    assert kinds_of_name("question_id") == kinds_of_name("Title") == {"about"}
 
 
 # --- hints for rows of no known format --------------------------------------------------------------------------------
@@ -327,6 +365,18 @@ def test_two_answers_of_a_comparison_are_not_mapped():
         "prompt": "prompt_text",
         "completion": "response_a",
     }
+
+
+def test_a_system_prompt_is_no_question_and_lists_beside_a_question_are_no_rows():
+    row = {"system_prompt": "Be brief.", "user_prompt": "Which lamp is on?", "assistant_response": "The hall's."}
+    assert [message["role"] for message in proposed(hint(row), row).messages] == ["system", "user", "assistant"]
+    for more in ({"ctxs": [{"title": "Lamps", "text": PASSAGE}]}, {"answers": ["the hall's", "that of the hall"]}):
+        said = hint({"question": "Which lamp is on?", **more})
+        assert "completion: ANSWER" in said
+        assert "rows of its own" not in said
+        assert "in turn" not in said
+    assert guessed_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
+    assert guessed_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
 
 
 def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():

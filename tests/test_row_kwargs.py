@@ -19,6 +19,8 @@ from sft_play.data.process import process
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
+from sft_play.finished.answer.infer import read_prompts
+from sft_play.finished.answer.respond import Responder
 from tests.models import make_tokenizer
 
 pytestmark = pytest.mark.build
@@ -66,6 +68,20 @@ def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
         ids = made.prompt_ids(Chat("f:1", MESSAGES, template_kwargs=own))
         asked = made.question_ids(Chat("f:1", turns, template_kwargs=own))
         assert tokenizer.decode(asked[1]) == "light off<|im_end|>"  # the last answer alone
+        expected = tokenizer.apply_chat_template(
+            list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
+        )
+        assert tokenizer.decode(ids) == expected
+
+
+def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
+    path, responder = tmp_path / "prompts.jsonl", object.__new__(Responder)
+    responder.renderer, responder._is_text = renderer(tokenizer, chat_template_kwargs={"tone": "calm"}), False
+    for own in ({}, {"tone": "loud"}, {"enable_thinking": False}):
+        path.write_text(json.dumps({"prompt": "hello there", "chat_template_kwargs": own}) + "\n")
+        [prompt] = read_prompts(path)
+        assert prompt.line.get("chat_template_kwargs", {}) == own
+        ids = responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs)
         expected = tokenizer.apply_chat_template(
             list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
         )

@@ -331,6 +331,45 @@ def test_a_number_of_rows_is_a_number_of_rows_here(text, sources):
     assert [(source.path, source.max_rows) for source in config_of(text).data.sources] == sources
 
 
+def test_a_share_of_each_data_set_is_not_taken_for_its_share_of_the_mix():
+    """alignment-handbook's weight is the share of a data set's own rows; TRL's fraction is that of the mixture."""
+    for text in (
+        "model_name_or_path: a/b\ndataset_mixture: {datasets: [{id: o/d, weight: 0.1}, {id: o/e, weight: 1.0}]}\n",
+        "model_name_or_path: a/b\ndataset_mixer: {o/d: 0.1, o/e: 1.0}\n",
+    ):
+        assert [(source.path, source.weight) for source in config_of(text).data.sources] == [
+            ("hub:o/d", None), ("hub:o/e", None),
+        ]  # fmt: skip
+        assert re.search(r"share \(value 0\.1\): alignment-handbook's weight takes this share", comments(text))
+        assert "value 1.0" not in comments(text)
+    text = f"{TRL}datasets: [{{path: o/d, fraction: 3}}, {{path: o/e, fraction: 1}}]\n".replace("dataset_name", "x")
+    assert [source.weight for source in config_of(text).data.sources] == [3, 1]
+    assert "datasets[0].fraction (value 3)" in comments(text)
+
+
+def test_every_file_of_a_data_set_is_taken_and_a_list_of_data_sets_is_no_file():
+    text = f"{AXOLOTL}datasets:\n  - {{path: json, data_files: [a.jsonl, b.jsonl]}}\n"
+    assert [source.path for source in config_of(text).data.sources] == ["a.jsonl", "b.jsonl"]
+    text = f"{AXOLOTL}datasets:\n  - {{path: json, data_files: {{train: a.jsonl, test: b.jsonl}}}}\n"
+    assert config_of(text).data.train_path == "a.jsonl"
+    assert "held-out ones are named by data.val_path" in comments(text)
+    text = "model: a/b\nmodel_class: llm\ntrain_dataset: data/v1_sft_demo.yaml\n"
+    assert "data.train_path" not in translated(text).settings
+    assert "not by a name in a registry" in comments(text)
+
+
+def test_a_key_of_two_names_is_answered_by_both():
+    text = f"{NEMO}compile: {{enabled: true, mode: default}}\ndevice: cuda\n"
+    assert "compile.mode (value default): train.compile compiles each block" in comments(text).replace('"', "")
+    assert "device" not in comments(text)
+    assert config_of(f"{TUNE}device: cpu\n").train.device == "cpu"
+
+
+def test_the_words_of_a_mode_are_said_where_it_is_the_mode():
+    assert "all weights, not adapters" in comments(TRL)
+    assert "all weights, not adapters" not in comments(f"{NEMO}peft: {{dim: 4}}\n")
+
+
 def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
     text = f"{AXOLOTL}datasets:\n  - {{path: o/d, split: test}}\n  - {{path: o/e, split: train_sft}}\n"
     assert config_of(text).data.train_path == "hub:o/e"

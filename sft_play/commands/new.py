@@ -15,7 +15,6 @@ from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.checks import missed_columns
 from sft_play.data.first_look import Count, by_characters, first_look
-from sft_play.data.sources.files import data_paths
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
@@ -41,7 +40,7 @@ def run(request: Request) -> Answer:
     text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
-        missed = missed_columns(data_paths(config.data).train, config.data, task_mode=config.task_mode)
+        missed = missed_columns(config.data, task_mode=config.task_mode)
         text = "".join(f"# {line}\n" for line in missed) + text
     try:
         atomic.write(out, text)

@@ -244,7 +244,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     refuse_source(target, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
     unseen = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
-    columns = missed_columns(path, config.data, task_mode=config.task_mode)
+    columns = missed_columns(config.data, task_mode=config.task_mode)
     notes = (*of_stage, *tools.notes, *unseen, *columns)
     about = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",

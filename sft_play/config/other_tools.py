@@ -140,6 +140,8 @@ def say(words: str) -> Meaning:
 OFF = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|txt|gz)$", re.IGNORECASE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+# a file or a folder, or a name on the hub; a YAML is another tool's list of data sets
+_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
 
 
 def spelled(value: Plain) -> str:
@@ -173,13 +175,16 @@ DATA = ("data.train_path", "data.val_path")  # where data sets are named
 
 def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
     """The data sets of `data_sets`: one as a path; several, or a part of one, as sources; `more` settings beside."""
-    entries = [_source_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
+    entries = [_sources_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
     # by their paths, since no source may be there twice
-    sources = list({source["path"]: source for source in entries if source}.values())
+    sources = list({source["path"]: source for entry in entries for source in entry}.values())
     if not sources:
         return say("it names no file, and of the hub no data set in the split that is read here")
-    if not all(re.match(r"hub:|[./~]|.*/", source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
-        return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
+    if not all(_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
+        return say(
+            "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
+            f"{path} (several: data.sources)"
+        )
     if path == DATA[0] and (len(sources) > 1 or len(sources[0]) > 1):
         return Meaning((("data.sources", list(sources)), *more), "a weight in each sets its share of an epoch")
     several = "one file is taken, not several: make process joins them"
@@ -190,9 +195,13 @@ def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
 def data_sets(value: Any) -> list[dict[str, Any]]:
     """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
     if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
-        value = [{"path": name, "fraction": share} for name, share in value.items()]  # the handbook's dataset_mixer
+        value = [{"id": name, "weight": share} for name, share in value.items()]  # the handbook's dataset_mixer
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
+    # the handbook's entries have an `id`, and a `weight` that is the share of the data set's own rows
+    entries = [
+        {"share" if "id" in entry and key == "weight" else key: entry[key] for key in entry} for entry in entries
+    ]
     return [
         _file("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
         | entry
@@ -205,23 +214,27 @@ def _source(value: str) -> str:
     return f"hub:{value}" if is_hub_id else value
 
 
-def _source_of(entry: Mapping[str, Any], read_split: str) -> dict[str, Any]:
-    """A data set as an entry of data.sources; empty where no text names it, or it is another split of the hub."""
+def _sources_of(entry: Mapping[str, Any], read_split: str) -> list[dict[str, Any]]:
+    """The files of a data set, or its name on the hub, as entries of data.sources; empty where no text names it, or it
+    is another split of the hub."""
     at = next((name for name in table().data_set["path"] if entry.get(name)), "path")
     rest = {key: value for key, value in entry.items() if key != at and value}
     parts = {part: next((rest[one] for one in names if one in rest), None) for part, names in table().data_set.items()}
-    files = rest.get("data_files")
-    is_builder = entry.get(at) in ("json", "csv", "parquet", "arrow", "text")  # of `datasets`, for files
-    path = (files[0] if isinstance(files, list) else files) if is_builder else entry.get(at)
-    text, split = path.strip() if isinstance(path, str) else "", str(parts["split"] or read_split)
-    source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
-    if not source or (source.startswith("hub:") and not re.match(read_split, split)):
-        return {}
-    config = f":{parts['config']}" if parts["config"] and source.startswith("hub:") and source.count(":") == 1 else ""
-    # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
-    cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
-    numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
-    return {"path": source + config} | {key: number for key, number in numbers.items() if type(number) in (int, float)}
+    named, split = entry.get(at), str(parts["split"] or read_split)
+    if named in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
+        files = rest.get("data_files")
+        named = files.get(split, files) if isinstance(files, dict) else files
+    sources: list[dict[str, Any]] = []
+    for path in named if isinstance(named, list) else [named]:
+        text = path.strip() if isinstance(path, str) else ""
+        source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
+        config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
+        # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
+        cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
+        numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
+        if source and (not source.startswith("hub:") or re.match(read_split, split)):
+            sources.append({"path": source + config} | {k: v for k, v in numbers.items() if type(v) in (int, float)})
+    return sources
 
 
 def _template(value: Any, _: str) -> Meaning | None:

@@ -194,7 +194,9 @@ def _take_default(key: Foreign, result: Translation, rows: str) -> None:
         if accepts(path, ours) and (path == "tuning.mode" or ours != leaves()[path].default):
             result.settings[path] = ours
             result.defaults.append(path)
-    words = key.meaning.words if key.meaning else ""
+    # what is said of a mode is that of training the whole
+    is_of_mode = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
+    words = key.meaning.words if key.meaning and not is_of_mode else ""
     if words and not _REMOVE.search(words) and (not key.settings or (undecided and _LESS.search(words))):
         result.left_out.append((f"{dotted(key.path)} (not in the file)", words))
 

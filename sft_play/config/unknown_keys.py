@@ -91,7 +91,11 @@ def _places(parts: tuple[str, ...], section: str | None) -> list[str]:
 def meant(parts: tuple[str, ...], value: Plain) -> other_tools.Meaning | None:
     """What the table of other tools answers; None without an answer, or where our own key says more than words."""
     row = other_tools.known(parts)
-    return None if row is None or (homes(parts[-1]) and row.only_words) else other_tools.answer(row, value)
+    # a row for both names (compile.mode) says more than the home of the last one (tuning.mode)
+    is_for_both = len(parts) > 1 and ".".join(parts[-2:]).lower() in other_tools.table().rows
+    if row is None or (homes(parts[-1]) and row.only_words and not is_for_both):
+        return None
+    return other_tools.answer(row, value)
 
 
 def _is_known(path: Path_) -> bool:

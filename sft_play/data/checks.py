@@ -14,7 +14,7 @@ from sft_play.data.build.stats import RowStats, note_shared, rows_text, ways_to_
 from sft_play.data.build.survey import TEMPLATE, survey_rows
 from sft_play.data.masks.token_row import METHODS
 from sft_play.data.sources.columns import unused_words
-from sft_play.data.sources.files import AnySource
+from sft_play.data.sources.files import data_paths, split_of
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB
@@ -62,13 +62,17 @@ def judge_columns(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
 _FIRST_ROWS = 1_000
 
 
-def missed_columns(source: AnySource, data: DataConfig, *, task_mode: str) -> list[str]:
-    """A line on the columns of a source's first rows that are not read and would be missed; none where there are none,
-    or the source is the hub's. Raises DataError where the rows cannot be read."""
-    if str(source).startswith(HUB):
-        return []
-    survey = survey_rows(source, data, "train", text_wanted=task_mode == "cpt", most=_FIRST_ROWS)
-    return [f"Columns {finding.found}" for finding in judge_columns(survey, data) if finding.verdict == "WARN"]
+def missed_columns(data: DataConfig, *, task_mode: str) -> list[str]:
+    """A line on the columns of each training source's first rows that are not read and would be missed; sources of the
+    hub are not read for it. Raises DataError where rows cannot be read."""
+    lines: list[str] = []
+    for name, source in data_paths(data).files():
+        is_trained = split_of(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
+        if is_trained and not str(source).startswith(HUB):
+            survey = survey_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", most=_FIRST_ROWS)
+            of = "" if name == "train" else f" of {name}"
+            lines += [f"Columns{of} {one.found}" for one in judge_columns(survey, data) if one.verdict == "WARN"]
+    return lines
 
 
 def _bad(

@@ -78,7 +78,7 @@ def count_if_quick(
     for part in loaded.parts:
         config = part.config
         with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
-            for line in missed_columns(data_paths(config.data).train, config.data, task_mode=config.task_mode):
+            for line in missed_columns(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue

@@ -46,7 +46,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    questions = _named(texts, "question")
+    questions = _named(texts, "question") or _named(texts, "task")
     answers = _named([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
         return {"messages": turns[0]}
@@ -62,7 +62,10 @@ def way_to_read(row: Mapping[str, Any]) -> str:
     if columns:
         return f"Map them: {columns_setting(columns)}"
     shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
-    name = next((name for name, shape in shapes.items() if shape in _TABLE["hints"]), None)
+    # lists beside a question are what it is about, or its answers
+    texts = [name for name, shape in shapes.items() if shape == "text"]
+    hints = {"turns", "tree", "rendered"} if _named(texts, "question") else _TABLE["hints"]
+    name = next((name for name, shape in shapes.items() if shape in hints), None)
     if name is not None:
         hint: str = _TABLE["hints"][shapes[name]]
         return hint.format(name=name, setting=columns_setting({"messages": name}))
@@ -92,7 +95,8 @@ def _named(names: list[str], kind: str) -> list[str]:
 
 @functools.lru_cache(maxsize=10_000)
 def kinds_of_name(name: str) -> frozenset[str]:
-    """The kinds of columns that a name speaks of; none where it only describes the row, as `question_id` does."""
+    """The kinds of columns that a name speaks of; `about` and no other where it only describes the row, as
+    `question_id` does, but that `image_path` names pictures too."""
     whole = name.strip().lower()
     # `toolDefs` and `tool_defs` have two words; a letter that is not alone (`model_a`) is none
     parts = re.split(r"[\W_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower())
@@ -100,7 +104,9 @@ def kinds_of_name(name: str) -> frozenset[str]:
     # words of scripts without spaces, or with endings, stand inside others
     spelled.update(word for words in _WORDS.values() for word in words if not word.isascii() and word in whole)
     kinds = frozenset(kind for kind, words in _WORDS.items() if not words.isdisjoint(spelled))
-    return frozenset() if "about" in kinds else kinds
+    if "about" in kinds:
+        return kinds & {"about", "media"}
+    return kinds - {"question"} if "system" in kinds else kinds  # a prompt that is the system's is no question
 
 
 def columns_setting(columns: Mapping[str, str]) -> str:
@@ -121,8 +127,11 @@ Unused = tuple[str, str, tuple[tuple[str, str], ...]]
 # words from which a text with a telling name is missed: one alone is a flag or a level (`reasoning: high`), and a
 # user's name has two
 _FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
-# words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case
+# words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case; of
+# one that describes the row both
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
+# a file, an address, or the thing itself
+_MEDIA = re.compile(r"\S+\.\w{2,5}|(?:data|https?):\S+")
 _BITS = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 
@@ -144,9 +153,12 @@ def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> s
         return "label"
     texts = list(texts_in(value))
     counts = [len(WORD.findall(text[:_ENOUGH_CHARS])) for text in texts]
+    if "media" in kinds and not is_text and any(map(_MEDIA.fullmatch, texts)):
+        return "media"
     named = next((kind for kind, fewest in _FEWEST_WORDS.items() if kind in kinds and sum(counts) >= fewest), "")
+    fewest_beside = _VERY_LONG_WORDS if "about" in kinds else _LONG_WORDS
     is_long = any(
-        count >= _VERY_LONG_WORDS or (count >= _LONG_WORDS and len(text) >= answer_chars)
+        (len(text) >= answer_chars and count >= fewest_beside) or ("about" not in kinds and count >= _VERY_LONG_WORDS)
         for count, text in zip(counts, texts, strict=True)
     )
     return named or ("long" if is_long else "")

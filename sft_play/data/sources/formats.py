@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.columns import KINDS, Unused, missed_kind, way_to_read
+from sft_play.data.sources.columns import KINDS, Unused, kinds_of_name, missed_kind, way_to_read
 from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
     GIVEN,
@@ -537,7 +537,10 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
         # what every row needs is in the first; what a row may lack, in one of the first
         if not awaited <= may_lack or (shape is not None and not awaited) or seen == FIRST_ROWS:
             break
-    if first is not None and awaited:
+    # a file may lack what rows may lack, where it has no column that could be meant (a misspelt name)
+    names = {name for row in read if isinstance(row, RawRow) for name in row.data if "about" not in kinds_of_name(name)}
+    names -= _expected_columns(shape).union(shape.may_have, data.columns.values()) if shape is not None else set()
+    if first is not None and awaited and (names or not awaited <= may_lack):
         absent = next(name for name in data.columns.values() if name in awaited)
         raise DataError(f"{first.where}: data.columns names {one_line(absent)}; the columns are: {_columns(first)}")
     if first is not None and shape is None:

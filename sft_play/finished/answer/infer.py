@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import FORMATS, Chat, rename_columns, to_example
+from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise, rename_columns, to_example
 from sft_play.data.sources.messages import Message, shown, unpacked, without_given
 from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
@@ -35,12 +35,13 @@ _OWN_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 @dataclass(frozen=True)
 class Prompt:
     """A row of the file. `line` is what stands beside its answer: further columns of the row, `messages` before the
-    answer, `tools` and `reference` where there are some."""
+    answer, `tools`, `chat_template_kwargs` and `reference` where there are some."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     reference: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def line(self) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class Prompt:
         columns = {f"input_{name}" if name in _OWN_COLUMNS else name: value for name, value in self.columns.items()}
         line = {**columns, "messages": without_given(self.messages)}
         line |= {"tools": self.tools} if self.tools else {}
+        line |= {TEMPLATE_KWARGS: self.template_kwargs} if self.template_kwargs else {}
         line |= {} if self.reference is None else {"reference": self.reference}
         return dict(json.loads(json.dumps(line, default=str)))
 
@@ -93,7 +95,9 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
     """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
         return str(raw).removeprefix(f"{raw.where}: ")
-    row = rename_columns(raw, {known: given for known, given in columns.items() if given in raw.data}).data
+    mapped = {known: given for known, given in columns.items() if given in raw.data}
+    renamed = rename_columns(raw, mapped)
+    row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
     # as training recognises rows, but the answer may be missing, and plain text asks nothing
     fitting = [shape for shape in FORMATS if shape.kind != "text" and shape.needs[0] in row]
     whole = (shape for shape in fitting if all(row.get(key) is not None for key in shape.needs))
@@ -102,12 +106,13 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
         found = one_line(", ".join(map(str, row)) or "none", limit=200)
         taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {found}); {taken}"
+    shape = recognise(shape.needs, mapped) or shape  # with what data.columns maps beside its own columns
     asked, *answers = shape.needs
     value = unpacked(row[asked], "[")
     if not isinstance(value, (str, list)):
         return f"{asked} is {shown(value)}, and has to be text or a list of messages"
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
-    used = {key: one for key, one in row.items() if key in shape.needs or key in shape.may_have}
+    used = {key: one for key, one in row.items() if key in {*shape.needs, *shape.may_have} - {"reasoning"}}
     if shape.kind == "turns":
         # a list of [question, answer] is never open
         is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
@@ -123,7 +128,13 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
         messages, reference = messages[:-1], str(messages[-1].get("content") or "")
     if not messages:
         return f"{asked} holds nothing that an answer can follow"
-    return Prompt(messages, example.tools, reference, {key: one for key, one in row.items() if key not in used})
+    return Prompt(
+        messages,
+        example.tools,
+        reference,
+        {mapped.get(key, key): one for key, one in renamed.data.items() if key not in used},
+        example.template_kwargs,
+    )
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:
@@ -140,7 +151,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
         with writing(target), target.open("a", encoding="utf-8") as file:
             for start in range(done, len(prompts), _AT_ONCE):
                 chunk = prompts[start : start + _AT_ONCE]
-                ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]
+                ids = [responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk]
                 for prompt, answer in zip(chunk, responder.answer_all(ids, max_new_tokens=max_new_tokens), strict=True):
                     line = {**prompt.line, "answer": answer, "by": by}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,20 @@ class Responder:
         self._is_text = run.config.task_mode == "cpt"
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_stops(self.model))
 
-    def prompt_ids(self, messages: Sequence[Message], tools: tuple[Any, ...] = ()) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: tuple[Any, ...] = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
         raises DataError where the chat template refuses these messages."""
         if self._is_text:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
-        asked = Chat("", (*messages, {"role": "assistant", "content": "."}), tools)  # the answer itself is not rendered
+        asked = Chat(
+            "",
+            (*messages, {"role": "assistant", "content": "."}),  # the answer itself is not rendered
+            tools,
+            template_kwargs=template_kwargs or {},
+        )
         prompt = self.renderer.prompt_ids(asked)
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)

@@ -19,6 +19,7 @@ from sft_play.finished.export.merge import record_test
 from sft_play.finished.export.places import MERGED, require_merged
 from sft_play.finished.load import evenly_spaced, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome, next_line
+from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -81,9 +82,11 @@ class MergeTest(Outcome):
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) -> MergeTest:
     """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows. Raises
-    RunFolderError where there is no merged model, or the run has no adapter; DataError where the run's data is gone."""
+    RunFolderError where there is no merged model, or the run has no adapter; ModelError where the model is not what was
+    merged; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED
     require_merged(run, target)
+    require_sealed(target)
     quiet_libraries()
     data = held_out(run)
     chosen = spaced(data.split.rows, rows)
