@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError
 from sft_play.finished.answer import infer as infer_module
 from sft_play.finished.answer.infer import infer, read_prompts
@@ -114,7 +115,7 @@ def test_prompts_of_every_kind_of_file_are_read(tmp_path):
 def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, reference, columns):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    [prompt] = read_prompts(path, {"prompt": "frage"})
+    [prompt] = read_prompts(path, DataConfig(columns={"prompt": "frage"}))
     assert "|".join(message["content"] for message in prompt.messages) == said
     assert (prompt.reference, prompt.columns) == (reference, columns)
 
@@ -123,7 +124,7 @@ def test_a_prompt_has_what_a_row_of_training_has_before_its_answer(tmp_path):
     """What data.columns maps beside a question was trained with it; a cell that says NaN holds no question."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"question": "q", "passage": "p", "cot": "think", "id": 1}) + "\n")
-    [prompt] = read_prompts(path, {"context": "passage", "reasoning": "cot"})
+    [prompt] = read_prompts(path, DataConfig(columns={"context": "passage", "reasoning": "cot"}))
     assert [message["content"] for message in prompt.messages] == ["q\np"]
     assert prompt.columns == {"id": 1, "cot": "think"}
     table = tmp_path / "prompts.csv"
@@ -217,6 +218,22 @@ def test_every_row_that_is_no_prompt_is_named_with_what_it_holds(tmp_path):
     rows.write_text(json.dumps({"prompt": 5}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: prompt is 5, and has to be text or a list of messages"):
         read_prompts(rows)
+
+
+def test_prompts_have_the_system_prompt_that_rows_of_training_had(tmp_path):
+    data = DataConfig.model_validate({"style": {"system": "Be terse.", "how": "prepend"}})
+    text, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("q\n")
+    turns = [{"role": "system", "content": "own"}, *question("q")]
+    written = {"id": "1", "messages": turns, "source": "a.jsonl:1", "styled": True}  # by make style
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "q"}, {"messages": turns}, written)))
+
+    def first_texts(path, data=None):
+        return [prompt.messages[0]["content"] for prompt in read_prompts(path, data)]
+
+    assert first_texts(text, data) == ["Be terse."]
+    assert first_texts(rows, data) == ["Be terse.", "Be terse.\n\nown", "own"]
+    assert first_texts(rows) == ["q", "own", "own"]
 
 
 def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):

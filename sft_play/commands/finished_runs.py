@@ -139,10 +139,12 @@ def _chat(request: Request) -> Answer:
             show,
             max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
             temperature=request.temperature or 0.0,
-            system=request.system,
+            system=finished.config.data.style.system if request.system is None else request.system,
         )
         if is_terminal:
             show(f"{finished.folder.path.name}: {finished.config.model.name}. {KEYS}\n")
+            if conversation.system:
+                show(f"(the system prompt: {conversation.system})\n")
         while not conversation.has_ended:
             try:
                 # input() for its line editing; from a pipe it would write the prompt into the output

@@ -74,13 +74,17 @@ def example_of(row: RawRow | BadRow, shape: Format | None, data: DataConfig) -> 
         return row
     if shape is None:
         return BadRow(row.where, "no known format")
-    example = to_example(rename_columns(row, data.columns), shape, data)
+    return styled(to_example(rename_columns(row, data.columns), shape, data), row, data.style)
+
+
+def styled(example: Example | BadRow, row: RawRow, style: StyleConfig) -> Example | BadRow:
+    """The example of a row with the system prompt that data.style gives it; unchanged where `make style` wrote it."""
     was_processed = is_processed(row.data)
     is_styled = was_processed and bool(row.data.get(STYLED))
-    if isinstance(example, BadRow) or is_styled or not (data.style.system or data.style.per_source):
+    if isinstance(example, BadRow) or is_styled or not (style.system or style.per_source):
         return example
     source = str(row.data["source"]) if was_processed else row.where
-    return with_system_prompt(example, data.style, prompt_for(source, data.style)[0])[0]
+    return with_system_prompt(example, style, prompt_for(source, style)[0])[0]
 
 
 # The system prompts of data.style: those that `make style` writes are those of rows that a run reads.

@@ -6,12 +6,13 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.examples import styled
 from sft_play.data.sources.files import find_source, read_rows
 from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise, rename_columns, to_example
 from sft_play.data.sources.messages import Message, shown, unpacked, without_given
@@ -68,21 +69,25 @@ class Inferred(Outcome):
         return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
 
 
-def read_prompts(path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
     """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with their last answer or
-    without it; `columns` are the user's names of them (data.columns). Raises DataError where a row is not a prompt."""
+    without it; of `data`, the run's, data.columns and data.style apply as in training. Raises DataError where a row is
+    not a prompt."""
+    data = data or DataConfig()
     if path.suffix == ".txt":
-        lines = "".join(text_blocks(path)).split("\n")
-        prompts = [Prompt(({"role": "user", "content": line.removesuffix("\r")},)) for line in lines if line.strip()]
+        lines = enumerate("".join(text_blocks(path)).split("\n"), start=1)
+        texts = [(f"{path}:{number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
+        rows: list[RawRow | BadRow] = [RawRow(where, {"prompt": text}) for where, text in texts]
     else:
-        prompts = _from_rows(path, columns or {})
+        rows = list(read_rows(find_source(str(path)), split="train"))
+    prompts = _from_rows(rows, data)
     if not prompts:
         raise DataError(f"INPUT={one_line(str(path))} holds no prompts")
     return prompts
 
 
-def _from_rows(path: Path, columns: Mapping[str, str]) -> list[Prompt]:
-    read = [(raw.where, _prompt_of(raw, columns)) for raw in read_rows(find_source(str(path)), split="train")]
+def _from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt]:
+    read = [(raw.where, _prompt_of(raw, data)) for raw in rows]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:
         more = [f"and {len(bad) - _SHOWN_ROWS} more"] if len(bad) > _SHOWN_ROWS else []
@@ -91,11 +96,11 @@ def _from_rows(path: Path, columns: Mapping[str, str]) -> list[Prompt]:
     return [found for _, found in read if isinstance(found, Prompt)]
 
 
-def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str:
+def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
         return str(raw).removeprefix(f"{raw.where}: ")
-    mapped = {known: given for known, given in columns.items() if given in raw.data}
+    mapped = {known: given for known, given in data.columns.items() if given in raw.data}
     renamed = rename_columns(raw, mapped)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
     # as training recognises rows, but the answer may be missing, and plain text asks nothing
@@ -120,7 +125,7 @@ def _prompt_of(raw: RawRow | BadRow, columns: Mapping[str, str]) -> Prompt | str
     else:
         is_open = row.get(answers[0]) is None
         used |= {answers[0]: "."} if is_open else {}
-    example = to_example(RawRow(raw.where, used), shape, DataConfig())
+    example = styled(to_example(RawRow(raw.where, used), shape, DataConfig()), raw, data.style)
     if not isinstance(example, Chat):
         return str(example).removeprefix(f"{raw.where}: ")
     messages, reference = example.messages[: -1 if is_open else None], None
@@ -141,7 +146,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
     """Answer every prompt of `source`, greedily, into the JSONL `target`: what `Prompt.line` has, `answer`, and `by`
     (run, weights, limit). One that was begun so is continued. Raises DataError where a row is not a prompt, or the
     target holds answers to other prompts or of other weights."""
-    prompts = read_prompts(source, run.config.data.columns)
+    prompts = read_prompts(source, run.config.data)
     # weights and not only the name: a run of the same name may have been trained again
     digest = weights_facts(str(run.weights), None)["sha256"]
     by = f"{run.folder.path.name} {str(digest)[:12]} max_new_tokens={max_new_tokens}"

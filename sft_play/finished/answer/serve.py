@@ -72,6 +72,14 @@ class Serving(Outcome):
         ]
 
 
+def _notes(run: FinishedRun, model: str) -> str:
+    """What clients should know of how the run was trained; empty where there is nothing."""
+    notes = [context_of(run, model)[1]]
+    if run.config.data.style.system:
+        notes.append("System prompt: rows of training had that of data.style.system, and requests bring their own")
+    return "; ".join(filter(None, notes))
+
+
 def read_port(text: str | None) -> int:
     """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
     if text is None:
@@ -145,7 +153,7 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_S)
-        _, note = context_of(run, run.config.model.name if run.is_adapter else str(run.weights))
+        note = _notes(run, run.config.model.name if run.is_adapter else str(run.weights))
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
 
     def wait(self) -> int:
@@ -200,7 +208,7 @@ class VllmService:
         self._words += ["--port", str(self._port), "--dtype", dtype]
         self._words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(self._words))
-        _, note = context_of(self._run, str(weights))
+        note = _notes(self._run, str(weights))
         return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
 
     def wait(self) -> NoReturn:
