@@ -113,6 +113,28 @@ def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trained_copy_of_the_head_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, on_gpu: bool) -> None:
+    """In the backward pass the next tile's weights are cast while the last one's are still held: as many words as two
+    tiles have, or the vocabulary where it has no more, once tokens or words take several tiles."""
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record, trace_step
+
+    draw, precision = random.Random(seed), PRECISIONS[1]
+    words = ((2_000, WORD_TILE), (WORD_TILE + 1, 2 * WORD_TILE), (2 * WORD_TILE, 120_000))[seed % 3]
+    words = words if on_gpu else (WORD_TILE, 120_000)
+    model = config_json(draw, words=words, tied=False) | {"hidden_size": 512, "num_attention_heads": 16}
+    text = "model: {name: m}\ntuning: {mode: lora, lora: {modules_to_save: [lm_head]}}\n"
+    config, shape = config_from_text(text, name="x"), parse_config(model, name="m")
+    length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
+    step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
+    predicted = estimate(config, shape, precision, step)
+    settings = settings_of(config, model, shape, precision, step)
+    traced = trace_step(settings).allocated if on_gpu else record(settings).peak
+    assert predicted.allocated == pytest.approx(traced, rel=0.013), predicted.moments
+
+
 ALONE = """
 import json, sys
 import psutil, torch
