@@ -49,7 +49,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     summary = read_json(path)
     figures = [summary.get(name) or {} for name in ("before", "after", "peak_bytes")]
     try:
-        figures += [*(summary.get("peak_bytes_by_moment") or {}).values(), *(summary.get("evaluations") or ())]
+        figures += (summary.get("peak_bytes_by_moment") or {}).values()
         numbers = [summary.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s", "steps", "wall_s", "exit")]
         numbers += [value for part in figures for name, value in part.items() if name != "moment"]
         numbers += [bool(sample.get("right")) for sample in summary.get("samples") or ()]

@@ -170,7 +170,10 @@ class MemoryEstimate:
     def peak_words(self) -> str:
         """The predicted peak as a run's last line has it beside the measured one: reserved, on a CPU resident."""
         moment = max(self.by_moment, key=lambda name: self.of_moment(name)[1] or 0)
-        return f"{(self.of_moment(moment)[1] or 0) / GIB:.2f} GiB in {moment}"
+        reserved = self.of_moment(moment)[1] or 0
+        # on a CPU: they are not required, so that the peak may be more than what is
+        has_pages = moment == "loading" and reserved > self.load_bytes
+        return f"{reserved / GIB:.2f} GiB in {moment}{', with pages of files that can be dropped' if has_pages else ''}"
 
     @property
     def required_to_load(self) -> int:
@@ -217,7 +220,8 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
     loaded = sum(loading_terms(walk).values())
     by_moment["generation"] = sums[peak], reserved
     # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
-    pages = 0 if walk.shape.stored_dtype == walk.precision.load and not walk.nf4 else 2 * walk.shape.params
+    as_stored = walk.shape.stored_dtype == walk.precision.load and not walk.nf4
+    pages = 0 if as_stored else (4 if walk.shape.stored_dtype == "float32" else 2) * walk.shape.params
     by_moment["loading"] = loaded, loaded + (0 if step.on_gpu else CPU_LATE_BYTES + pages)
     margin = margin_of(walk)
     # not a share: what other processes take does not grow with the run
