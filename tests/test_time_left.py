@@ -63,7 +63,7 @@ def trainer(took_s: dict[str, list[float]], **state: int) -> Any:
     return SimpleNamespace(args=arguments, took_s=took_s, state=TrainerState(max_steps=10, **state))
 
 
-def eval_set(name: str, rows: Any = object()) -> EvalSet:
+def eval_set(name: str, rows: Any = ()) -> EvalSet:
     return EvalSet(rows, name, [], [])
 
 

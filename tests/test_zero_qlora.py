@@ -87,7 +87,7 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
     told = "\n".join(plan_lines(plan, config, command="make train"))
     memory = plan.memory
     load, step, ram = (size / 2**30 for size in (memory.load_bytes, memory.allocated, memory.host_load_bytes))
-    assert f"(tensors {step:.2f}: " in told
+    assert f"(tensors of a step {step:.2f}: " in told
     assert f"; {load:.2f} GiB and {ram:.2f} GiB of RAM while loading" in told
     assert "until then each rank holds all of them" not in told
     assert plan.as_json()["peak_bytes"]["load"] == memory.load_bytes < memory.allocated
