@@ -17,7 +17,13 @@ from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.memory.block import WORD_TILE
-from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, estimate, evaluation_rows
+from sft_play.planner.memory.estimate import (
+    MOST_EVALUATION_ROWS,
+    answer_tokens,
+    estimate,
+    estimate_of,
+    evaluation_rows,
+)
 from sft_play.planner.memory.step_memory import LossName, Step, Walk
 from sft_play.planner.precision import Precision
 from sft_play.units import MIB
@@ -113,6 +119,30 @@ def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("copied", [True, False], ids=["a trained copy", "frozen in fp32"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, on_gpu: bool, copied: bool) -> None:
+    """In the backward pass the next tile's weights are cast while the last one's are still held: as many words as two
+    tiles have, or the vocabulary where it has no more, once tokens or words take several tiles."""
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record, trace_step
+
+    draw, precision = random.Random(seed), PRECISIONS[1] if copied else Precision("bfloat16", "float32", "")
+    words = ((2_000, WORD_TILE), (WORD_TILE + 1, 2 * WORD_TILE), (2 * WORD_TILE, 120_000))[seed % 3]
+    words = words if on_gpu else (WORD_TILE, 120_000)
+    model = config_json(draw, words=words, tied=False) | {"hidden_size": 512, "num_attention_heads": 16}
+    more = ", lora: {modules_to_save: [lm_head]}" if copied else ""
+    config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: lora{more}}}\n", name="x")
+    shape = parse_config(model, name="m")
+    length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
+    step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
+    predicted = estimate(config, shape, precision, step)
+    settings = settings_of(config, model, shape, precision, step)
+    traced = trace_step(settings).allocated if on_gpu else record(settings).peak
+    assert predicted.allocated == pytest.approx(traced, rel=0.013), predicted.moments
+
+
 ALONE = """
 import json, sys
 import psutil, torch
@@ -172,6 +202,27 @@ def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int)
     if rows < MOST_EVALUATION_ROWS:
         evaluation, training = taken(rows + 1)
         assert evaluation > training
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_of_many_short_rows_need_no_more_than_a_training_step(seed: int) -> None:
+    """`generate` has the logits of one token of each row, in the model's dtype and twice in fp32: with many words and
+    little width they are more than what its tokens keep."""
+    draw = random.Random(seed)
+    model = config_json(draw, words=(500, 150_000), tied=True)
+    shape, precision, new = parse_config(model, name="m"), PRECISIONS[seed % 2], draw.choice((1, 8, 64))
+    config = config_from_text(
+        f"model: {{name: m}}\ntuning: {{mode: lora}}\neval: {{max_new_tokens: {new}}}\n", name="x"
+    )
+    step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
+    walk = Walk(config, shape, precision, step)
+    walk.step = replace(step, eval_batch=evaluation_rows(walk))
+    memory = estimate_of(walk)
+    tokens = answer_tokens(walk, memory)
+    width = 4 if precision.compute == "float32" else 2
+    rows = tokens // (new + 1)  # at the fewest tokens a row: one of its prompt
+    taken = rows * ((width + 8) * shape.vocab_size + (new + 1) * 2 * width * shape.kv_width)
+    assert taken <= memory.allocated - memory.stays
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import MemoryEstimate, RunMoment
 from sft_play.training.measure import peaks as peaks_module
 from sft_play.training.measure.peaks import SAMPLE_S, MemoryMeter, Peaks
+from sft_play.training.measure.summary import _memory_line
+from sft_play.units import GIB
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build
@@ -112,6 +114,33 @@ def test_nothing_is_counted_after_the_end_and_a_stage_begins_anew(card):
     assert found.by_moment() == {"training": (4, 4)}
     found.forget()
     assert found.by_moment() == {}
+
+
+def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
+    memory = MemoryEstimate(reserved=70, by_moment={"training": (40, 50), "evaluation": (60, 70)})
+    plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cuda"), memory=memory)
+    meter = MemoryMeter(plan)
+    meter.peaks.start("training")
+    card.take(30)
+    with meter.peaks.during("evaluation"):
+        card.take(50)
+        card.give(50)
+    figures = {"predicted_allocated": 60, "measured_allocated": 80, "predicted_reserved": 70, "measured_reserved": 80}
+    assert (
+        meter.peak()
+        == {"moment": "evaluation", **figures}
+        == {"moment": "evaluation", **meter.by_moment()["evaluation"]}
+    )
+    line = _memory_line({name: GIB * size if name != "moment" else size for name, size in meter.peak().items()})
+    assert line == "Peak memory reserved on a GPU, in evaluation: 70.00 GiB predicted, 80.00 GiB measured"
+
+
+def test_a_predicted_peak_in_loading_says_that_pages_of_files_can_be_dropped() -> None:
+    """They are not required, so that a CPU's peak may be more than what is."""
+    on_cpu = MemoryEstimate(load_bytes=2 * GIB, by_moment={"training": (GIB, GIB), "loading": (2 * GIB, 4 * GIB)})
+    assert on_cpu.peak_words == "4.00 GiB in loading, with pages of files that can be dropped"
+    on_gpu = MemoryEstimate(load_bytes=4 * GIB, by_moment={"training": (GIB, GIB), "loading": (4 * GIB, 4 * GIB)})
+    assert on_gpu.peak_words == "4.00 GiB in loading"
 
 
 ALONE = """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import list_runs
 from sft_play.finished.report import charts as charts_module
@@ -31,9 +32,10 @@ from sft_play.finished.report.compare import results_of
 from sft_play.finished.report.record import lead_of, read_record
 from sft_play.finished.report.report import report, report_at_end, reported, sections_of
 from sft_play.finished.run import find_any
-from sft_play.runs.files import read_summary
+from sft_play.runs.files import evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.card import figures_of
+from sft_play.training.loop.curriculum import _whole
 from sft_play.training.measure.evaluate import Figures
 from sft_play.training.measure.exact_match import Answer, Question
 from sft_play.training.measure.summary import KEPT_SAMPLES, samples
@@ -236,6 +238,18 @@ def test_a_number_that_is_none_is_left_out_with_a_warning_and_the_rest_is_shown(
             assert "summary.json is damaged" in caplog.text, way
             assert way[-1] not in functools.reduce(operator.getitem, way[:-1], summary)
             assert {name for name in SUMMARY if name not in summary} <= {way[0]}
+
+
+def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(tmp_path, caplog):
+    """Evaluations name their stage, and a loss that is not finite is text there: nobody counts with them."""
+    lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
+    folder = recorded_run(tmp_path / "one", metrics=lines)
+    stage = {**SUMMARY, "name": "short", "evaluations": evaluations(folder.metrics_path, stage="short")}
+    summary = _whole([stage], [config_from_text("model: {name: m}\n", name="x")])
+    assert [one["loss"] for one in summary["evaluations"]] == ["nan", 1.0]
+    (folder.path / "summary.json").write_text(json.dumps(summary))
+    assert read_summary(folder.path) == json.loads(json.dumps(summary))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("verb", ["runs", "report", "compare", "prune"])

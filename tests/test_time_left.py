@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import time
@@ -18,7 +17,7 @@ from sft_play.process import waiting
 from sft_play.training.loop.callbacks import Progress
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
-from sft_play.training.measure.evaluate import EvalSet, seconds_to_come, visits_left
+from sft_play.training.measure.evaluate import EvalSet, to_come, visits_left
 from tests.conftest import Command, chat
 
 pytestmark = pytest.mark.build
@@ -46,13 +45,12 @@ def visits(strategy: str, every: int, *, steps: int, per_epoch: int) -> list[tup
 def test_what_is_still_to_come_is_what_the_trainer_does_from_there_on(seed: int) -> None:
     draw = random.Random(seed)
     strategy, per_epoch = ("steps", "epoch", "no")[seed % 3], draw.randint(1, 12)
-    epochs = draw.randint(1, 5)
-    steps, every = per_epoch * epochs, draw.randint(1, 15)
-    if strategy == "steps":
-        steps = draw.randint(1, steps)
+    steps, every = draw.randint(1, 5 * per_epoch), draw.randint(1, 15)
+    passes = 4 * per_epoch - draw.randint(0, 3)  # of an epoch: its last step may have fewer than four
     all_visits = visits(strategy, every, steps=steps, per_epoch=per_epoch)
     for step in range(1, steps + 1):
-        state = TrainerState(max_steps=steps, global_step=step, num_train_epochs=math.ceil(steps / per_epoch))
+        whole, rest = divmod(step, per_epoch)
+        state = TrainerState(max_steps=steps, global_step=step, epoch=whole + 4 * rest / passes)
         left = visits_left(strategy, every if strategy == "steps" else None, state)
         assert left == sum(at >= step for at, _ in all_visits), (strategy, every, per_epoch, step)
 
@@ -65,29 +63,42 @@ def trainer(took_s: dict[str, list[float]], **state: int) -> Any:
     return SimpleNamespace(args=arguments, took_s=took_s, state=TrainerState(max_steps=10, **state))
 
 
-def eval_set(name: str) -> EvalSet:
-    return EvalSet(None, name, [], [])
+def eval_set(name: str, rows: Any = ()) -> EvalSet:
+    return EvalSet(rows, name, [], [])
 
 
 def test_what_was_measured_last_is_what_the_rest_takes() -> None:
     took_s = {"eval": [9.0, 7.0], "checkpoint": [2.0], "test": [60.0], "profile": [35.0]}
     # three evaluations (after 4, 8 and 10), two checkpoints and the weights; the last evaluation is that of the run
-    assert seconds_to_come(trainer(took_s, global_step=1), eval_set("val")) == 3 * 7 + 3 * 2
-    assert seconds_to_come(trainer(took_s, global_step=10), eval_set("val")) == 1 * 7 + 2 * 2
+    assert to_come(trainer(took_s, global_step=1), eval_set("val")) == (3 * 7 + 3 * 2, "")
+    assert to_come(trainer(took_s, global_step=10), eval_set("val")) == (1 * 7 + 2 * 2, "")
     # test rows are evaluated after training besides
-    assert seconds_to_come(trainer(took_s, global_step=10), eval_set("test")) == 7 + 4 + 60
+    assert to_come(trainer(took_s, global_step=10), eval_set("test")) == (7 + 4 + 60, "")
     best = trainer(took_s, global_step=10)
     best.args.load_best_model_at_end = True
-    assert seconds_to_come(best, eval_set("val")) == 2 * 7 + 4
+    assert to_come(best, eval_set("val")) == (2 * 7 + 4, "")
     without = trainer(took_s, global_step=10)
     without.args.eval_strategy = "no"
-    assert seconds_to_come(without, eval_set("val")) == 7 + 4
-    assert seconds_to_come(trainer({}, global_step=1), eval_set("test")) == 0  # nothing is known yet
+    assert to_come(without, eval_set("val")) == (7 + 4, "")
+    assert to_come(without, eval_set("val", None)) == (4, "")  # there are no rows to evaluate
+
+
+def test_rows_that_were_not_evaluated_yet_take_what_the_others_did_and_unknown_ones_are_named() -> None:
+    # validation in training comes after the test rows were measured first, or the other way round
+    assert to_come(trainer({"test": [60.0]}, global_step=10), eval_set("test")) == (60 + 60, "")
+    assert to_come(trainer({"eval": [7.0]}, global_step=10), eval_set("test")) == (7 + 7, "")
+    # of a resumed run, and without eval.before_training, nothing is known: `1 second left` would be all but minutes
+    unknown = ", evaluations not counted"
+    assert to_come(trainer({"checkpoint": [2.0]}, global_step=10), eval_set("test")) == (4, unknown)
+    without = trainer({}, global_step=10)
+    without.args.eval_strategy = "no"
+    assert to_come(without, eval_set("val")) == (0, unknown)
+    assert to_come(without, eval_set("val", None)) == (0, "")
 
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
     clock = iter([1.0, 2.0, 6.0, 41.0, 45.0])
-    progress = Progress(tokens=lambda: 0, to_come=lambda: 70.0, now=lambda: next(clock))
+    progress = Progress(tokens=lambda: 0, to_come=lambda: (70.0, ""), now=lambda: next(clock))
     state: Any = TrainerState(max_steps=3)
     progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
@@ -98,6 +109,8 @@ def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
     progress.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert progress.training_s == 8
     assert progress.line(3, 3).endswith("70 seconds left")
+    progress._to_come = lambda: (0.0, ", evaluations not counted")
+    assert progress.line(3, 3).endswith(" left, evaluations not counted")
 
 
 def run_yaml(folder: Path, model: Path, more: str) -> Path:

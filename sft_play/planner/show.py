@@ -15,6 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.advice.questions import Largest
 from sft_play.planner.candidates import Candidate
+from sft_play.planner.memory.estimate import RUN_MOMENTS
 from sft_play.planner.parameters import parameters_line
 from sft_play.planner.plan import Plan
 from sft_play.units import GIB, duration_of
@@ -97,13 +98,13 @@ def share_lines(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def memory_line(plan: Plan) -> str:
-    """The predicted peak of one rank, the terms of a step's, and what must be free for it, in GiB."""
+    """The predicted peak of one rank, the terms of its tensors, and what must be free for it, in GiB."""
     memory = plan.memory
     large = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
     terms = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large.items())
-    beside = "context" if plan.hardware.gpus else "libraries"
+    beside, of = "context" if plan.hardware.gpus else "libraries", RUN_MOMENTS.get(memory.moment, "a step")
     return (
-        f"Predicted peak: {memory.peak_words} (tensors of a step {memory.allocated / GIB:.2f}: {terms})"
+        f"Predicted peak: {memory.peak_words} (tensors of {of} {memory.allocated / GIB:.2f}: {terms})"
         f"{loading_words(plan.choice)}; with margin and {beside} {memory.required / GIB:.2f} of "
         f"{plan.budget_bytes / GIB:.1f} GiB"
     )

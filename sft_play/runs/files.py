@@ -69,17 +69,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _of_kind(value: Any, kinds: Mapping[str, Any], items: type = object) -> Any:
+def _of_kind(value: Any, kinds: Mapping[str, Any]) -> Any:
+    """A value of JSON without what is of another kind than its key has."""
     if isinstance(value, list):
-        return [_of_kind(one, kinds) for one in value if isinstance(one, items)]
+        return [_of_kind(one, kinds) for one in value]
     if not isinstance(value, dict):
         return value
-    known = {name: one for name, one in value.items() if one is None or isinstance(one, kinds.get(name, object))}
-    return {
-        # in samples `before` and `after` are answers
-        name: _of_kind(one, {} if name == "samples" else kinds, dict if kinds.get(name) is list else object)
-        for name, one in known.items()
-    }
+    known = {}
+    for name, one in value.items():
+        kind = kinds.get(name, object)
+        if one is not None and not isinstance(one, kind):
+            continue
+        if kind is list and one is not None:
+            one = [item for item in one if isinstance(item, dict)]
+        # `before` and `after` of samples are answers, and a loss of evaluations may be "nan"
+        known[name] = _of_kind(one, {} if name in ("samples", "evaluations") else kinds)
+    return known
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -23,13 +23,7 @@ from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
-from sft_play.training.measure.evaluate import (
-    BeforeTraining,
-    EvalSet,
-    eval_set_of,
-    evaluate,
-    seconds_to_come,
-)
+from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate, to_come
 from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Trained, finish, summary_of
@@ -135,7 +129,7 @@ def _train(
     train = job.loaded.config.train
     stop = StopAfter(train.stop_after_steps, hours=train.max_hours, took_s=trainer.took_s)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: seconds_to_come(trainer, before.eval_set))
+    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: to_come(trainer, before.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
         compiler.waiting.append(progress.wait)

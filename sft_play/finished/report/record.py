@@ -243,7 +243,7 @@ def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
             measured = int(logged * GIB)
             kind, predicted = ("allocated", planned.get("allocated")) if part.on_gpu else (kind, predicted)
     # runs of earlier versions have the peak of their training steps
-    return f"{kind}, in {peak.get('moment', 'training')}" if peak else f"{kind} so far", predicted, measured
+    return f"{kind}, in {peak.get('moment') or 'training'}" if peak else f"{kind} so far", predicted, measured
 
 
 def off_by(predicted: float | None, measured: float | None) -> str:

@@ -227,10 +227,10 @@ class Progress(TrainerCallback):
         self,
         *,
         tokens: Callable[[], int],
-        to_come: Callable[[], float] = lambda: 0.0,
+        to_come: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`to_come`: seconds of what follows besides the steps that are left."""
+        """`to_come`: seconds of what follows besides the steps that are left, and in words what these lack."""
         self._tokens, self._to_come, self._now = tokens, to_come, now
         self._loss = self._speed = self._memory = None
         self.first_step = 0
@@ -283,8 +283,9 @@ class Progress(TrainerCallback):
     def line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
         done = max(1, step - self.first_step)
-        left = self.training_s / done * (steps - step) + self._to_come()
+        seconds, lacks = self._to_come()
+        left = self.training_s / done * (steps - step) + seconds
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{duration_of(left)} left"
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{duration_of(left)} left{lacks}"

@@ -347,7 +347,7 @@ class PlannedLoop(CheckpointedLoop):
         found = self.step_memory.tried(lambda: step(model, inputs, *args, **options), rows)
         if found is not None:
             if self._evaluating is not None:  # all ranks evaluate as many
-                self._evaluating.add(rows * self.args.world_size // self._layout.context_parallel)
+                self._evaluating.add(rows * self._layout.data_parallel)
             return self._weighted(found[0], inputs), *found[1:]
         self._eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)

@@ -97,23 +97,32 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     )
 
 
-def seconds_to_come(trainer: PlannedLoop, eval_set: EvalSet) -> float:
+def to_come(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
     """Seconds of what follows besides the steps that are left, as long as each took last in this run: evaluations with
-    their answers, checkpoints, and the trained weights, which take about what a checkpoint does."""
+    their answers, checkpoints, and the trained weights, which take about what a checkpoint does. In words: what these
+    seconds lack."""
     args, last_s = trainer.args, {name: seconds[-1] for name, seconds in trainer.took_s.items()}
     evaluations = visits_left(args.eval_strategy, args.eval_steps, trainer.state)
     checkpoints = visits_left(args.save_strategy, args.save_steps, trainer.state)
     # training ends with an evaluation of the validation rows, which is then that of the trained model too
-    if eval_set.name == "val" and (evaluations == 0 or args.load_best_model_at_end):
+    if eval_set.name == "val" and eval_set.split is not None and (evaluations == 0 or args.load_best_model_at_end):
         evaluations += 1
-    counts = {"eval": evaluations, "checkpoint": checkpoints + 1, "test": int(eval_set.name == "test")}
-    return sum(count * last_s.get(name, 0.0) for name, count in counts.items())
+    counts = {"eval": evaluations, "test": int(eval_set.name == "test"), "checkpoint": checkpoints + 1}
+    for name, other in (("eval", "test"), ("test", "eval")):  # rows that were not evaluated yet, by those that were
+        if other in last_s:
+            last_s.setdefault(name, last_s[other])
+    # a resumed run, or one without eval.before_training, has timed none
+    is_unknown = "eval" not in last_s and counts["eval"] + counts["test"] > 0
+    seconds = sum(count * last_s.get(name, 0.0) for name, count in counts.items())
+    return seconds, ", evaluations not counted" if is_unknown else ""
 
 
 def visits_left(strategy: str, every: float | None, state: TrainerState) -> int:
     """How often something is still to come that a run does every so many `steps` and after the last, or once an epoch;
     what is due after the present step is to come."""
-    steps: float = {"steps": every, "no": math.inf}.get(strategy) or state.max_steps / max(1, state.num_train_epochs)
+    # `epoch` counts micro-batches, of which the last step of an epoch may have fewer
+    of_epoch = math.ceil(state.global_step / state.epoch - 1e-6) if state.epoch else math.inf
+    steps: float = {"steps": every, "no": math.inf}.get(strategy) or of_epoch
     return int(math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps))
 
 
