@@ -180,7 +180,7 @@ def holder(tmp_path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def taken(tmp_path, monkeypatch, caplog) -> Callable[[], threading.Thread]:
+def taken(tmp_path, monkeypatch, caplog) -> Callable[..., threading.Thread]:
     """Begins to wait for the lock, as a run of ours does, which looks more often here."""
     from torch.utils.file_baton import FileBaton
 
@@ -188,8 +188,8 @@ def taken(tmp_path, monkeypatch, caplog) -> Callable[[], threading.Thread]:
     caplog.set_level("INFO")
     distributed.remove_abandoned_locks()
 
-    def wait() -> threading.Thread:
-        waits = threading.Thread(target=FileBaton(str(tmp_path / "lock"), 0.005).try_acquire, daemon=True)
+    def wait(lock: Path = tmp_path / "lock") -> threading.Thread:
+        waits = threading.Thread(target=FileBaton(str(lock), 0.005).try_acquire, daemon=True)
         waits.start()
         return waits
 
@@ -223,11 +223,14 @@ def test_a_lock_that_is_released_is_taken_without_a_word(holder, taken, tmp_path
     assert "was left" not in caplog.text
 
 
-def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path):
-    """ninja goes on for a while where the process that runs it is killed."""
+@pytest.mark.parametrize("through", ["", "link"], ids=["its path", "a link, as many caches are"])
+def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path, through):
+    """ninja goes on for a while where the process that runs it is killed; the kernel knows its folder without links."""
     (tmp_path / "lock").touch()
+    if through:
+        (tmp_path / through).symlink_to(tmp_path)
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as ninja:
-        waits = taken()
+        waits = taken(tmp_path / through / "lock")
         waits.join(1.0)
         assert waits.is_alive()
         ninja.kill()
