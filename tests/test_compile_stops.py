@@ -232,8 +232,9 @@ def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path, t
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as ninja:
         waits = taken(tmp_path / through / "lock")
         waits.join(1.0)
-        assert waits.is_alive()
+        has_waited = waits.is_alive()
         ninja.kill()
+    assert has_waited
     waits.join(20)
     assert not waits.is_alive()
 
