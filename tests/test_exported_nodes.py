@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -288,6 +289,7 @@ def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, comm
     assert code == 0, printed
     assert "--nnodes 4 --node-rank 2" in printed
     assert "RANK=2 and WORLD_SIZE=4 in the environment, without LOCAL_RANK: this is node 2 of 4 nodes" in printed
+    assert "or RANK and WORLD_SIZE in the environment count ranks, 4 in all and 2 on each node: NNODES=2" in printed
 
 
 # --- variables that were left -----------------------------------------------------------------------------------------
@@ -399,6 +401,15 @@ def test_a_launch_that_starts_one_process_because_of_leftovers_says_so(config, t
 # --- what rank 0 decides ----------------------------------------------------------------------------------------------
 
 
+SERVES = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture
 def ranks_store(monkeypatch) -> None:
     """Two ranks, as threads, that meet in one store."""
@@ -434,7 +445,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.handed_over(launch_ranks.refused(error), is_last=True)
+        distributed.handed_over(launch_ranks.refused(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)
@@ -446,6 +457,20 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     assert raised.value.exit_code == error.exit_code
     first.join(5)
     assert left
+
+
+def test_a_rank_0_that_is_gone_is_named(monkeypatch):
+    """Without a launcher it serves the store."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as first:
+        assert first.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(first.stdout.readline()))
+        monkeypatch.setattr(distributed, "meeting_point", lambda name: dist.PrefixStore(name, store))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        threading.Timer(1, first.kill).start()
+        with pytest.raises(HardwareError, match="rank 0 ended before it had planned"):
+            distributed.handed_over(None)
 
 
 def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):

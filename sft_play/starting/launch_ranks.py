@@ -147,6 +147,9 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     if here.ranks == 1 or nodes.count % here.ranks:
         return options
     ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
+    if options.show_only:  # asks nobody
+        logger.info("Nodes: or %s: NNODES=%d says so", ranks, nodes.count // here.ranks)
+        return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
                 ranks, timeout_of(config, os.environ) * QUIET_SHARE)  # fmt: skip
     with about(f"{nodes.exported}, or {ranks}"):
@@ -167,10 +170,9 @@ def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, **more: boo
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
-    met = _meet(options, loaded.config, hardware)
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    joined = dataclasses.replace(launch, environment={**launch.environment, **met.variables(os.environ)})
-    code = run_ranks(joined, None)
+    of_meeting = _meet(options, loaded.config, hardware).variables(os.environ)
+    code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **of_meeting}), None)
     if code not in (0, Interrupted.exit_code) and options.nodes.exported:  # the agent has told why
         logger.warning("Nodes: %s", options.nodes.exported)
     return code

@@ -182,7 +182,7 @@ def _settled(asked: Asked) -> Asked:
     if asked.over_ranks and not asked.watched:
         # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
-        if options.nodes.exported and not options.show_only:
+        if options.nodes.exported:
             options = count_nodes(options, loaded.config)
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
@@ -273,7 +273,7 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     try:
         decided = _decide(asked, held)
     except SftPlayError as error:
-        handed_over(refused(error), is_last=True)
+        handed_over(refused(error))
         raise
     handed_over(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
     return decided

@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
 # How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move.
 PATIENCE = datetime.timedelta(days=7)
-# Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row. Where rank 0
-# ends, the store's connection or the launcher ends the others.
+# Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
 _LOOK_S = 0.2
-# How long a rank 0 that has refused the run waits at most for those that have not read why.
+# How long rank 0 waits at most for those that have not read what it hands over.
 _LEAVE_S = 10.0
 # Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
@@ -295,18 +294,21 @@ def gpus_of_all(world: int) -> list[str]:
     return [str(store.get(name), "utf-8") for name in names]
 
 
-def handed_over(text: str | None, *, is_last: bool = False) -> str:
-    """Rank 0's text, on every rank: rank 0 passes it, the others pass None and wait for it. `is_last`: rank 0 ends, and
-    may take the store with it: it stays until all have read."""
+def handed_over(text: str | None) -> str:
+    """Rank 0's text, on every rank: rank 0 passes it, and returns when the others have it, since it may end then, and
+    the store with it; the others pass None. Raises HardwareError where rank 0 ends without a text."""
     store, others = meeting_point("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
     if text is None:
-        while not store.check(["handed"]):  # a wait of the store itself would hear no request to stop
-            time.sleep(_LOOK_S)
-        text = str(store.get("handed"), "utf-8")
-        store.add("read", 1)
+        try:
+            while not store.check(["handed"]):  # a wait of the store itself would hear no request to stop
+                time.sleep(_LOOK_S)
+            text = str(store.get("handed"), "utf-8")
+            store.add("read", 1)
+        except dist.DistError:
+            raise HardwareError("rank 0 ended before it had planned the run: its own lines say why") from None
         return text
     store.set("handed", text)
     until = time.monotonic() + _LEAVE_S
-    while is_last and store.add("read", 0) < others and time.monotonic() < until:
+    while store.add("read", 0) < others and time.monotonic() < until:
         time.sleep(_LOOK_S)
     return text
