@@ -143,6 +143,42 @@ def test_a_compile_that_was_killed_with_all_processes_does_not_hold_up_the_next_
     assert not lock.exists()
 
 
+DEAF = """
+import datetime, sys
+from torch.distributed import TCPStore
+from sft_play.process import endings, failures
+endings.DEAF_S = 0.5
+endings.StopSignals(endings.interrupt).__enter__()
+endings.end_where_deaf(failures.leave_stopped)
+if sys.argv[1] == "begun":
+    endings.has_begun.set()
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print("waits", flush=True)
+store.wait(["what nobody sets"], datetime.timedelta(seconds=float(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(("when", "wait_s"), [("before", 60), ("begun", 4)])
+def test_a_stop_that_torch_does_not_hear_ends_what_has_nothing_to_save(when, wait_s):
+    """It waits for other ranks in native code. Once a step has begun, a wait is left alone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF, when, str(wait_s)], cwd=ROOT, env=clean_environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        began = time.monotonic()
+        process.terminate()
+        process.communicate(timeout=30)
+    took_s = time.monotonic() - began
+    if when == "before":
+        assert process.returncode == 130
+        assert took_s < 10
+    else:
+        assert process.returncode != 130
+        assert took_s > 2
+
+
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 HOLDS = """
