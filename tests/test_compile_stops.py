@@ -167,6 +167,7 @@ def test_a_stop_that_torch_does_not_hear_ends_what_has_nothing_to_save(when, wai
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
+        time.sleep(0.5)  # until torch's wait has begun
         began = time.monotonic()
         process.terminate()
         process.communicate(timeout=30)
