@@ -494,7 +494,8 @@ def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):
 def test_an_error_of_rank_0_ends_all_machines_at_once_and_names_the_reading(config):
     (config.parent / "outputs" / "taken").mkdir(parents=True)
     began = time.monotonic()
-    for ended in launch(config, "taken", 0, 2, world=4, words=["distributed.timeout_s=240"]):
+    words = ["distributed.timeout_s=240"]
+    for ended in launch(config, "taken", 0, 2, world=4, words=words, python=sys.executable):
         assert ended.code == 2, ended.printed
         assert ended.printed.count("error:") == 1
         after = ended.printed[ended.printed.index("error:") :]
