@@ -143,6 +143,43 @@ def test_a_compile_that_was_killed_with_all_processes_does_not_hold_up_the_next_
     assert not lock.exists()
 
 
+DEAF = """
+import datetime, sys
+from torch.distributed import TCPStore
+from sft_play.process import endings, failures
+endings.DEAF_S = 0.5
+endings.StopSignals(endings.interrupt).__enter__()
+endings.end_where_deaf(failures.leave_stopped)
+if sys.argv[1] == "begun":
+    endings.has_begun.set()
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print("waits", flush=True)
+store.wait(["what nobody sets"], datetime.timedelta(seconds=float(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(("when", "wait_s"), [("before", 60), ("begun", 4)])
+def test_a_stop_that_torch_does_not_hear_ends_what_has_nothing_to_save(when, wait_s):
+    """It waits for other ranks in native code. Once a step has begun, a wait is left alone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF, when, str(wait_s)], cwd=ROOT, env=clean_environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        time.sleep(0.5)  # until torch's wait has begun
+        began = time.monotonic()
+        process.terminate()
+        process.communicate(timeout=30)
+    took_s = time.monotonic() - began
+    if when == "before":
+        assert process.returncode == 130
+        assert took_s < 10
+    else:
+        assert process.returncode != 130
+        assert took_s > 2
+
+
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 HOLDS = """
@@ -180,7 +217,7 @@ def holder(tmp_path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def taken(tmp_path, monkeypatch, caplog) -> Callable[[], threading.Thread]:
+def taken(tmp_path, monkeypatch, caplog) -> Callable[..., threading.Thread]:
     """Begins to wait for the lock, as a run of ours does, which looks more often here."""
     from torch.utils.file_baton import FileBaton
 
@@ -188,8 +225,8 @@ def taken(tmp_path, monkeypatch, caplog) -> Callable[[], threading.Thread]:
     caplog.set_level("INFO")
     distributed.remove_abandoned_locks()
 
-    def wait() -> threading.Thread:
-        waits = threading.Thread(target=FileBaton(str(tmp_path / "lock"), 0.005).try_acquire, daemon=True)
+    def wait(lock: Path = tmp_path / "lock") -> threading.Thread:
+        waits = threading.Thread(target=FileBaton(str(lock), 0.005).try_acquire, daemon=True)
         waits.start()
         return waits
 
@@ -223,14 +260,18 @@ def test_a_lock_that_is_released_is_taken_without_a_word(holder, taken, tmp_path
     assert "was left" not in caplog.text
 
 
-def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path):
-    """ninja goes on for a while where the process that runs it is killed."""
+@pytest.mark.parametrize("through", ["", "link"], ids=["its path", "a link, as many caches are"])
+def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path, through):
+    """ninja goes on for a while where the process that runs it is killed; the kernel knows its folder without links."""
     (tmp_path / "lock").touch()
+    if through:
+        (tmp_path / through).symlink_to(tmp_path)
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as ninja:
-        waits = taken()
+        waits = taken(tmp_path / through / "lock")
         waits.join(1.0)
-        assert waits.is_alive()
+        has_waited = waits.is_alive()
         ninja.kill()
+    assert has_waited
     waits.join(20)
     assert not waits.is_alive()
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ import pytest
 import torch.distributed as dist
 
 from sft_play.config.load import load_config
-from sft_play.errors import ConfigError, HardwareError, SftPlayError
+from sft_play.data.sources.raw import NotUtf8
+from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.network import Nodes, own_addresses
 from sft_play.launch.exported import OF_RENDEZVOUS
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.starting import launch_ranks
+from sft_play.starting.launch_ranks import Decided
 from sft_play.training.ranks import distributed, node_meeting
 from sft_play.training.ranks.node_meeting import Met, card_of, meet
 from tests import warm
@@ -286,6 +289,7 @@ def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, comm
     assert code == 0, printed
     assert "--nnodes 4 --node-rank 2" in printed
     assert "RANK=2 and WORLD_SIZE=4 in the environment, without LOCAL_RANK: this is node 2 of 4 nodes" in printed
+    assert "or RANK and WORLD_SIZE in the environment count ranks, 4 in all and 2 on each node: NNODES=2" in printed
 
 
 # --- variables that were left -----------------------------------------------------------------------------------------
@@ -383,3 +387,118 @@ def test_ranks_that_do_not_come_are_one_message(monkeypatch, rank):
     said = rf"rank {rank} waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"
     with pytest.raises(HardwareError, match=said):
         distributed.say_gpu("", rank)
+
+
+def test_a_launch_that_starts_one_process_because_of_leftovers_says_so(config, tmp_path, command, monkeypatch):
+    for name, text in {**LEFT, "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, text)
+    words = ["--config", str(config), "train.max_steps=1", f"output.dir={tmp_path}"]
+    code, printed = command("train-distributed", *words)
+    assert code == 0, printed
+    assert "no others are started; without them: env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR make" in printed
+
+
+# --- what rank 0 decides ----------------------------------------------------------------------------------------------
+
+
+SERVES = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def ranks_store(monkeypatch) -> None:
+    """Two ranks, as threads, that meet in one store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(
+        distributed, "meeting_point", lambda name: dist.PrefixStore(name, dist.TCPStore("127.0.0.1", store.port))
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def test_a_rank_that_waits_for_the_plan_hears_a_stop(ranks_store):
+    """A wait of torch's store would hear it when it is over."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    late = threading.Timer(10, distributed.handed_over, ["the plan"])
+    late.start()
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            distributed.handed_over(None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        late.cancel()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such key"), DoesNotFit("9 of 8 GiB"), NotUtf8("byte 7")])
+def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, error):
+    began, left = time.monotonic(), []
+
+    def leave() -> None:
+        distributed.handed_over(launch_ranks.refused(error))
+        left.append(time.monotonic() - began)
+
+    first = threading.Thread(target=leave)
+    first.start()
+    time.sleep(1)
+    assert not left
+    with pytest.raises(SftPlayError, match=str(error)) as raised:
+        Decided.read(distributed.handed_over(None))
+    assert raised.value.exit_code == error.exit_code
+    first.join(5)
+    assert left
+
+
+def test_a_rank_0_that_is_gone_is_named(monkeypatch):
+    """Without a launcher it serves the store."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as first:
+        assert first.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(first.stdout.readline()))
+        monkeypatch.setattr(distributed, "meeting_point", lambda name: dist.PrefixStore(name, store))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        threading.Timer(1, first.kill).start()
+        with pytest.raises(HardwareError, match="rank 0 ended before it had planned"):
+            distributed.handed_over(None)
+
+
+def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):
+    """Rank 0 serves their store, and names the run folder, which is there."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a file").touch()
+    shared = {**LEFT, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
+    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config), f"output.dir={tmp_path}"]
+    running = [
+        subprocess.Popen([*words, "output.name=there"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         env=clean_environment(**{**shared, "RANK": rank, "LOCAL_RANK": rank}), text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    for process in running:
+        printed, _ = process.communicate(timeout=100)
+        assert process.returncode == 2, printed
+        assert f"error: the run folder {tmp_path}/there exists" in printed
+
+
+@pytest.mark.slow
+def test_an_error_of_rank_0_ends_all_machines_at_once_and_names_the_reading(config):
+    (config.parent / "outputs" / "taken").mkdir(parents=True)
+    began = time.monotonic()
+    words = ["distributed.timeout_s=240"]
+    for ended in launch(config, "taken", 0, 2, world=4, words=words, python=sys.executable):
+        assert ended.code == 2, ended.printed
+        assert ended.printed.count("error:") == 1
+        after = ended.printed[ended.printed.index("error:") :]
+        assert "/taken exists" in after
+        assert "count ranks, 4 in all and 2 on each node" in after
+    assert time.monotonic() - began < 120

@@ -47,6 +47,9 @@ from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
 
+# Commands that start ranks.
+_LAUNCHES = ("train-distributed", "train-deepspeed")
+
 
 def run(request: Request) -> Answer | int:
     """Train, or show how; the answer is the run's summary, whose lines are already in the log."""
@@ -67,7 +70,6 @@ def asked_for(request: Request) -> Asked:
     """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks; raises
     ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
-    launches = command in ("train-distributed", "train-deepspeed", "launch-command")
     if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
     ranks = _own_place() if command == "rank" else launched_ranks(request)
@@ -85,7 +87,9 @@ def asked_for(request: Request) -> Asked:
     if command == "resume":
         return as_it_was_spread(loaded, options, run=request.run, trusts=trusts)
     # the only process that another launcher started launches no others
-    return Asked(loaded, options, over_ranks=(launches and ranks_of(os.environ) is None) or _spreads(request, loaded))
+    return Asked(
+        loaded, options, over_ranks=(command in _LAUNCHES and ranks_of(os.environ) is None) or _spreads(request, loaded)
+    )
 
 
 def _own_place() -> Ranks:
@@ -155,10 +159,16 @@ def launched_ranks(request: Request) -> Ranks | None:
         asked = f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}"
         raise ConfigError(f"{asked}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
+    is_left = (
+        "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
+    )  # none we know set it
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
+        if is_left and request.command in _LAUNCHES:
+            logger.warning("RANK and WORLD_SIZE=1 in the environment make this the only rank of another launcher, and "
+                           "no others are started; without them: %s", alone)  # fmt: skip
         return None
     set_up_logging(request.command, rank=ranks.rank)
-    if "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys():  # of no launcher we know
+    if is_left:
         others = numbered([rank for rank in range(ranks.world_size) if rank != ranks.rank] or [0])
         place = {**meeting_variables(os.environ, nodes=ranks.nodes), **os.environ}
         logger.warning(

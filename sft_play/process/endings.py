@@ -110,6 +110,29 @@ _open = 0
 _heard = False
 
 
+# How long a request to stop may go unheard where there is nothing to save.
+DEAF_S = 5.0
+# Set when a step begins, after which there is something to save.
+has_begun = threading.Event()
+
+
+def end_where_deaf(end: Callable[[], object]) -> None:
+    """Call `end`, in a thread, for a request to stop that the main thread does not hear before the first step: it waits
+    in native code for others, which may be gone, and Python calls no handler meanwhile."""
+    heard, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(heard, 1)[0] not in STOPPING:
+            pass
+        time.sleep(DEAF_S)
+        if not (_heard or has_begun.is_set()):
+            end()
+
+    threading.Thread(target=watch, daemon=True, name="sft_play stop watch").start()
+
+
 def ctrl_c(number: int, frame: FrameType | None) -> None:
     """Python's own handler of SIGINT, which raises KeyboardInterrupt, with a note that the signal has come."""
     global _heard

@@ -188,6 +188,7 @@ def begin_process() -> None:
         _leave_with_launcher(os.environ)
         return
     endings.StopSignals(endings.interrupt).__enter__()  # for the life of the process
+    endings.end_where_deaf(leave_stopped)
     path = beside_error_file(FAULT_NAME)
     if path is not None:
         with contextlib.suppress(OSError):
@@ -195,6 +196,12 @@ def begin_process() -> None:
             faulthandler.enable(file=_fault_file, all_threads=False)
     endings.leave_with(os.getppid(), signal.SIGTERM)
     threading.Thread(target=_leave_after, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
+
+
+def leave_stopped() -> None:
+    """End this process, whose main thread does not hear that it was asked to stop."""
+    hand_over(KeyboardInterrupt())
+    os._exit(Interrupted.exit_code)
 
 
 def _leave_with_launcher(environment: Mapping[str, str]) -> None:

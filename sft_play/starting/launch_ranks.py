@@ -18,7 +18,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.errors import Interrupted, RunFolderError, about
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError, SftPlayError, about
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import QUIET_SHARE, Nodes, require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
@@ -147,6 +147,9 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     if here.ranks == 1 or nodes.count % here.ranks:
         return options
     ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
+    if options.show_only:  # asks nobody
+        logger.info("Nodes: or %s: NNODES=%d says so", ranks, nodes.count // here.ranks)
+        return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
                 ranks, timeout_of(config, os.environ) * QUIET_SHARE)  # fmt: skip
     with about(f"{nodes.exported}, or {ranks}"):
@@ -167,10 +170,12 @@ def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, **more: boo
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
-    met = _meet(options, loaded.config, hardware)
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    joined = dataclasses.replace(launch, environment={**launch.environment, **met.variables(os.environ)})
-    return run_ranks(joined, None)
+    of_meeting = _meet(options, loaded.config, hardware).variables(os.environ)
+    code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **of_meeting}), None)
+    if code not in (0, Interrupted.exit_code) and options.nodes.exported:  # the agent has told why
+        logger.warning("Nodes: %s", options.nodes.exported)
+    return code
 
 
 def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list[str]:
@@ -277,11 +282,18 @@ class Decided:
 
     @staticmethod
     def read(text: str) -> Decided:
-        """What a parent, or rank 0, has handed over."""
+        """What a parent, or rank 0, has handed over; raises the error with which rank 0 has refused the run."""
         handed = json.loads(text)
+        if "refused" in handed:
+            raise (DoesNotFit if handed["exit_code"] == DoesNotFit.exit_code else ConfigError)(handed["refused"])
         planned = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in handed["parts"]]
         folder, today = RunFolder(Path(handed["folder"])), date.fromisoformat(handed["today"])
         return Decided(folder, handed["resume"], planned, has_folder=handed["made"], today=today)
+
+
+def refused(error: SftPlayError) -> str:
+    """As JSON, for the ranks: what rank 0 has refused the run for, which each of them raises (`Decided.read`)."""
+    return json.dumps({"refused": str(error), "exit_code": error.exit_code})
 
 
 def placed(config: RunConfig, ranks: Ranks) -> Ranks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from sft_play.config.load import LoadedConfig
-from sft_play.errors import ConfigError, RunFolderError, about
+from sft_play.errors import ConfigError, RunFolderError, SftPlayError, about
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
@@ -46,6 +46,7 @@ from sft_play.starting.launch_ranks import (
     machine_of_ranks,
     placed,
     received,
+    refused,
 )
 from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
@@ -182,7 +183,7 @@ def _settled(asked: Asked) -> Asked:
     if asked.over_ranks and not asked.watched:
         # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
-        if options.nodes.exported and not options.show_only:
+        if options.nodes.exported:
             options = count_nodes(options, loaded.config)
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
@@ -224,7 +225,8 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
         refuse_mixing(folder, list(other_settings(folder, loaded.config).values()))
     # a command that is only shown may be typed on another machine
     machine = hardware if starts else dataclasses.replace(hardware, named=True)
-    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.rank == 0):
+    # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
+    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1):
         raise error
     unsloths = layout_in_unsloth(loaded, options, hardware)
     trains_here, mark = unsloths is not None or not asked.over_ranks, None
@@ -269,7 +271,11 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
         return handed
     from sft_play.training.ranks.distributed import handed_over
 
-    decided = _decide(asked, held)
+    try:
+        decided = _decide(asked, held)
+    except SftPlayError as error:
+        handed_over(refused(error))
+        raise
     handed_over(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
     return decided
 

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
 from sft_play.process import failures
-from sft_play.process.endings import StopSignals, elapsed_s, interrupt
+from sft_play.process.endings import StopSignals, elapsed_s, has_begun, interrupt
 from sft_play.process.waiting import waiting
 from sft_play.training.loop.finite import fp16_fault as _fp16_fault
 from sft_play.training.proofs.adapter_trial import pattern_of
@@ -168,6 +168,7 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
         self.has_begun = True
+        has_begun.set()
         self._step_began = self._elapsed_s()
 
     def _time_is_up(self) -> bool:

@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
 # How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move.
 PATIENCE = datetime.timedelta(days=7)
-# The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
-# connection or the launcher ends the others.
-_PLANNING = datetime.timedelta(days=1)
+# Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
+_LOOK_S = 0.2
+# How long rank 0 waits at most for those that have not read what it hands over.
+_LEAVE_S = 10.0
 # Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
 
@@ -246,7 +247,7 @@ def _wait_for_lock(baton: FileBaton) -> bool:
     """Take the lock, however long it takes: torch itself would go on once it is gone, as if its owner had compiled;
     where it has, ninja finds nothing left to do. A lock stays whose owner cannot be known: another user's, or one on a
     disk of several machines."""
-    lock, is_abandoned = Path(baton.lock_file_path).absolute(), False
+    lock, is_abandoned = Path(baton.lock_file_path).resolve(), False
     with waiting(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
         while not _take_lock(baton):
             was_abandoned, is_abandoned = is_abandoned, False
@@ -294,10 +295,20 @@ def gpus_of_all(world: int) -> list[str]:
 
 
 def handed_over(text: str | None) -> str:
-    """Rank 0's text, on every rank: rank 0 passes it, the others pass None and wait for it."""
-    store = meeting_point("sft_play")
-    if text is not None:
-        store.set("handed", text)
+    """Rank 0's text, on every rank: rank 0 passes it, and returns when the others have it, since it may end then, and
+    the store with it; the others pass None. Raises HardwareError where rank 0 ends without a text."""
+    store, others = meeting_point("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
+    if text is None:
+        try:
+            while not store.check(["handed"]):  # a wait of the store itself would hear no request to stop
+                time.sleep(_LOOK_S)
+            text = str(store.get("handed"), "utf-8")
+            store.add("read", 1)
+        except dist.DistError:
+            raise HardwareError("rank 0 ended before it had planned the run: its own lines say why") from None
         return text
-    store.wait(["handed"], _PLANNING)
-    return str(store.get("handed"), "utf-8")
+    store.set("handed", text)
+    until = time.monotonic() + _LEAVE_S
+    while store.add("read", 0) < others and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    return text

@@ -31,7 +31,7 @@ from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
-from sft_play.process.endings import STOPPING, StopSignals, leave_with_starter
+from sft_play.process.endings import STOPPING, StopSignals, end_where_deaf, leave_with_starter
 from sft_play.process.failures import Failure
 from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
@@ -162,6 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
     set_up_logging(COMMAND, stream=sys.stderr)
     stopping = _Stopping()
     StopSignals(stopping.pass_on, stopping.end).__enter__()  # as long as the process lives
+    end_where_deaf(failures.leave_stopped)
     torch_logger = logging.getLogger("torch.distributed.elastic")  # it would log every rank's end beside our report
     torch_logger.propagate = False
     torch_logger.addHandler(logging.NullHandler())

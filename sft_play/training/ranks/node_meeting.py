@@ -108,7 +108,7 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float, may_count_ranks: bool = Fa
         address = address_towards(str(nodes.address), nodes.port or 0)
     interface = interface_of(address) if address else None
     hosts = ", ".join(one_line(str(item.get("host"))) for item in cards)
-    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", nodes.count, nodes.place, hosts, nodes.rank,
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.place, hosts, nodes.rank,
                 address, f" on {interface}" if interface else "")  # fmt: skip
     return Met(cards, address)
 
