@@ -19,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch import nn
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -197,7 +198,7 @@ def _try_keeping(small: Any, *, trust_remote_code: bool = False) -> dict[str, st
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         _step(model, 0)
-    kept = [one for module in model.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
+    kept = [one for module in model.modules() for one in tree_iter(vars(module)) if isinstance(one, torch.Tensor)]
     return {"": "it keeps tensors that need a gradient"} if any(one.grad_fn is not None for one in kept) else {}
 
 
