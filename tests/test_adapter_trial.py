@@ -303,6 +303,23 @@ def test_a_run_without_router_logits_leaves_the_balance_loss_out_and_says_so(pre
     assert "aux_loss" not in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("flint", {}), ("qwen2_moe", {"mlp_only_layers": [0, 1]}), ("deepseek_v4", {})]
+)
+def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_gives(kind, changes):
+    """The class's own balance loss is an IndexError then, and the plan put adapters elsewhere than the run."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    places = []
+    for is_in_config in (False, True):
+        config = AutoConfig.for_model(kind, num_hidden_layers=2, output_router_logits=is_in_config, **changes)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        places.append(adapter_trial.adapter_places(model))
+    assert places[0] == places[1]
+    assert places[1][0].untried == ""
+
+
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     from transformers import AutoConfig

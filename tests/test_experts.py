@@ -471,6 +471,64 @@ def test_a_model_whose_last_blocks_alone_have_routers_keeps_its_balance_loss(kin
     assert balance_coefficient(config) == weight > 0
 
 
+LAYOUTS = {
+    "qwen3_moe": ("mlp_only_layers", "decoder_sparse_step"), "qwen2_moe": ("mlp_only_layers", "decoder_sparse_step"),
+    "flint": ("mlp_only_layers",), "ernie4_5_moe": ("moe_layer_start_index", "moe_layer_interval"),
+    "laguna": ("mlp_layer_types",), "jamba": ("expert_layer_period",),
+}  # fmt: skip
+"""Classes with a balance loss, and the fields of their configs that say which blocks have routers."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_logits(kind, seed):
+    """Random layouts of one to five blocks: the rule against the model of just these blocks."""
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.proofs.small_model import small_config
+
+    rng = random.Random(f"{kind} {seed}")
+    layers = rng.randint(1, 5)
+    dense = rng.randint(0, layers)
+    drawn = {
+        "mlp_only_layers": sorted(rng.sample(range(layers), dense)), "decoder_sparse_step": rng.randint(1, 3),
+        "moe_layer_start_index": dense, "moe_layer_interval": rng.randint(1, 2),
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense), "expert_layer_period": rng.randint(1, 7),
+    }  # fmt: skip
+    layout = {name: drawn[name] for name in LAYOUTS[kind]} | {"num_hidden_layers": layers}
+    config = small_config(AutoConfig.for_model(kind, **layout))
+    config.router_aux_loss_coef, config.output_router_logits = 0.01, rng.random() < 0.5
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(3, 35).reshape(2, 16)
+    has_routers = bool(model.model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits)
+    lines = fit_balance_loss(config)
+    assert len(lines) == (not has_routers)
+    assert balance_coefficient(config) == (0.01 if has_routers else 0.0)
+    model = AutoModelForCausalLM.from_config(config)
+    with fused_head(model):
+        found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True)
+    found.loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "aria_text", "dbrx", "deepseek_v3", "hunyuan_v1_moe", "qwen3_moe"])
+def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(kind):
+    """TRL's head would compute a balance loss of them: no class's name for the number of experts, or of no router."""
+    from benchmarks.registry import NEEDED
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import fit_balance_loss
+    from sft_play.training.proofs.small_model import small_config
+
+    config = small_config(AutoConfig.for_model(kind, **NEEDED.get(kind, {})))
+    config.output_router_logits = True
+    if hasattr(config, "router_aux_loss_coef"):
+        config.router_aux_loss_coef = 0.0
+    assert fit_balance_loss(config) == []
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(3, 35).reshape(2, 16)
+    with fused_head(model):
+        found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True)
+    assert found.aux_loss is None
+    found.loss.backward()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, 1, 2])
 def test_no_class_ends_in_a_balance_loss_of_nothing(layers):

@@ -227,10 +227,13 @@ def test_tensors_that_peft_alone_would_lose_are_merged_and_named(tmp_path):
     merged = merge_run(run)
     (line,) = (one for one in merged.lines() if one.startswith("Adapter: "))
     assert "PEFT alone would load it without 6 of 32 tensors" in line
-    expected = logits(load_as_trained(run))
+    trained = load_as_trained(run)
+    expected = logits(trained)
+    with trained.disable_adapter():
+        effect = (expected - logits(trained)).norm()
     with pytest.warns(UserWarning, match="Found missing adapter keys"):
         by_peft = PeftModel.from_pretrained(load_folder(base), str(run.weights))
-    assert (logits(by_peft) - expected).abs().max() > 0.01
+    assert (logits(by_peft) - expected).norm() / effect > 0.2
     torch.testing.assert_close(logits(load_folder(merged.path)), expected, rtol=1e-4, atol=1e-4)
 
 

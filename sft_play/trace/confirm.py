@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Part of the key of traces: raised whenever this package would give another number for the same settings.
 TRACE_VERSION = 20
 # The same for shapes.
-SHAPE_VERSION = 15
+SHAPE_VERSION = 16
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 # The layouts that a trace can run, by their names there.
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}

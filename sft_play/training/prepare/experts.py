@@ -69,6 +69,8 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
     where the config has a weight for one that this model does not compute. Returns the line that says so, if any."""
     weight, kind = balance_coefficient(hf_config), type(hf_config)
     if not weight:
+        if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
+            hf_config.output_router_logits = False
         return []
     for name, others in (("num_experts", EXPERT_COUNTS), ("num_experts_per_tok", ALIASES["num_experts_per_tok"])):
         given = next((other for other in others if isinstance(getattr(hf_config, other, None), int)), None)

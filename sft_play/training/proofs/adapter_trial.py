@@ -19,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch import nn
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -39,7 +40,7 @@ from sft_play.training.proofs.small_model import (
 
 _FOUND = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.
-VERSION = 5
+VERSION = 6
 LEARNS_NOTHING = "it gets no gradient"
 PAST_ADAPTER = "the class reads its weight past the adapter"
 # How far, of their spread, the last token of a row may move the outputs before it: rounding (of the causal classes of
@@ -49,7 +50,8 @@ AHEAD = 1e-3
 _LENGTH, _ROWS, _DRAWS = 24, 2, 4
 # Tokens of rows that are too short for what reads them in groups.
 _FEW = 3
-_SPREAD = 0.02  # of what moves a small model's first values: those at zero would pass no gradient on
+# Spread of what moves a small model's first values: those at zero would pass no gradient on.
+_SPREAD = 0.02
 # Fields of a config that say nothing of the class's code.
 _VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
 
@@ -196,7 +198,7 @@ def _try_keeping(small: Any, *, trust_remote_code: bool = False) -> dict[str, st
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         _step(model, 0)
-    kept = [one for module in model.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
+    kept = [one for module in model.modules() for one in tree_iter(vars(module)) if isinstance(one, torch.Tensor)]
     return {"": "it keeps tensors that need a gradient"} if any(one.grad_fn is not None for one in kept) else {}
 
 

@@ -172,8 +172,12 @@ def _short(hf_config: Any, *, is_whole: bool = False, longest: int | None = None
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
-    # Inkling 2's head has the second many rows from transformers 5.24 on
-    _set(small, {"vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, **_SPECIAL})
+    # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
+    # config.json may ask for, is an IndexError
+    _set(
+        small,
+        {"vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "output_router_logits": False, **_SPECIAL},
+    )
     layers = int(getattr(small, "num_hidden_layers", 0) or 0)
     if layers and not is_whole:
         _cut_layers(small, layers)
