@@ -263,13 +263,15 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
     rank = "" if mode == "full" else ", lora: {r: 8}"
     run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
     attentions: list[Literal["sdpa", "eager"]] = ["sdpa", "eager"] if shape.has_sdpa else ["eager"]
-    # a class may not run without a mask (a run pads its rows then), nor with sdpa's kernels (Inkling's biases)
+    # a class may not run without a mask (a run pads its rows then), nor with sdpa's kernels (Inkling's biases); what
+    # a run would take has to be planned
     for attention, masks in itertools.product(attentions, (False, True)):
         step = Step(
             8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers,
             loss="logits" if shape.own_logits else "chunked",
         )  # fmt: skip
-        with contextlib.suppress(TraceUnavailable, *(() if masks else (ModelError,))):
+        is_of_run = masks and attention == attentions[0]
+        with contextlib.suppress(TraceUnavailable, *(() if is_of_run else (ModelError,))):
             predicted = estimate(run, shape, BF16, step).allocated
             return round(predicted / record(settings_of(run, fields, shape, BF16, step)).peak - 1, 4)
     return None

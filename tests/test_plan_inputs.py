@@ -30,6 +30,8 @@ from sft_play.planner.layout import layouts_for
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, job_of
 from sft_play.planner.show import choice_line, detected_lines, speed_lines, table_lines, way_lines
+from sft_play.runs.folder import FORMAT
+from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_for
 from tests.conftest import ROOT, Command
 
@@ -481,6 +483,20 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
             code, said = command("train", *words)
             assert (code, f"{free:,} bytes" in said) == (2, True), said
             assert not Path("outputs").exists() or not list(Path("outputs").glob("*/manifest.json"))
+
+
+def test_the_checkpoints_of_a_run_that_is_resumed_need_no_room_again(command: Command, small_run, monkeypatch):
+    config = load_config(small_run).config
+    one = plan_for(config, detect()).memory.checkpoint_bytes
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=one + 10_000))
+    folder = output_dir(config.output) / "begun"
+    for number in (1, 2):  # a third one is written before the first is removed
+        (folder / "checkpoints" / f"checkpoint-{number}").mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT}))
+    for name, refused in [("begun", False), ("other", True)]:
+        _, said = command("plan", "--config", str(small_run), f"output.name={name}", "output.if_exists=resume")
+        assert ("there is no room for what the run writes" in said) is refused, said
 
 
 def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(small_run):

@@ -47,6 +47,7 @@ _RECORDED: dict[str, dict[Any, str]] = {
     "resolved.json": {
         _MAPPING: " ".join(path.rpartition(".")[2] for path in sections()), _MAPPINGS: "curriculum",
     },
+    "merge.json": {_MAPPING: "test", _NUMBER: "kl_merged kl_limit"},
     "summary.json": {
         _MAPPING: "before after peak_bytes peak_bytes_by_moment", _MAPPINGS: "samples evaluations",
         _NUMBER: "loss exact_match rows generated_rows tokens_per_s predicted_tokens_per_s step steps wall_s exit "

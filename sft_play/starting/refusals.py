@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from sft_play.planner.attention import require_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable
+from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable, resumes
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import size_of
@@ -46,7 +47,7 @@ def refusals(
     checks: list[Callable[[], object]] = [partial(require_here, part.config, hardware) for part in loaded.parts]
     checks += [partial(_require_folder, loaded, hardware)] if makes_folder else []
     checks += [partial(_require_rows, part, needs_rows=needs_rows) for part in loaded.parts]
-    checks += [] if plans is None else [partial(require_planned, loaded, hardware, plans)]
+    checks += [] if plans is None else [partial(require_planned, loaded, hardware, plans, _resumed(loaded))]
     for check in checks:
         try:
             check()
@@ -70,6 +71,15 @@ def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
         checked_name(output.name, key="output.name")
     if not hardware.named:
         require_writable(new_folder(output, config_path=loaded.path))
+
+
+def _resumed(loaded: LoadedConfig) -> RunFolder | None:
+    """The run that a start with this config resumes; None where it begins one, or is refused."""
+    output = loaded.config.output
+    with contextlib.suppress(SftPlayError):
+        folder = new_folder(output, config_path=loaded.path)
+        return folder if resumes(folder, output) else None
+    return None
 
 
 def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
