@@ -88,7 +88,7 @@ def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, 
     starter = config_of("resume")
     assert config_of("resume", RUN="mine") == starter  # its file is gone
     recorded.write_text("")
-    assert config_of("resume", RUN="mine") == config_of("resume", "--run", "mine") == str(recorded)
+    assert config_of("resume", RUN="mine") == config_of("resume", "--run", "mine") == "my.yaml"
     assert config_of("resume", RUN="mine", CONFIG="b.yaml") == "b.yaml"
     with pytest.raises(RunFolderError, match=r"there is no run other in outputs; the runs there: mine"):
         config_of("resume", RUN="other")

@@ -130,7 +130,7 @@ WIDTHS = {
     "adapter_rank", "additional_vocab_size", "attention_hidden_size", "block_multiple_of", "d_model",
     "decoder_ffn_dim", "dense_intermediate_size", "dff", "dim_model_base", "embed_dim", "ffn_dim",
     "ffn_hidden_size", "head_dim", "hidden_size", "intermediate_size", "intermediate_size_mlp", "kv_channels",
-    "laurel_rank", "make_ngram_vocab_size_divisible_by", "mamba_d_ssm", "moe_hidden_size",
+    "laurel_rank", "lru_width", "make_ngram_vocab_size_divisible_by", "mamba_d_ssm", "moe_hidden_size",
     "moe_shared_expert_intermediate_size", "n_embd",
     "n_routed_experts", "ngram_vocab_size_base", "num_experts", "num_sliding_attention_heads", "o_lora_rank",
     "ple_embed_dim", "share_expert_dim", "split_ngram_parts", "query_pre_attn_scalar", "router_hidden_size",

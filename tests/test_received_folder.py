@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -139,11 +140,12 @@ def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(recei
     path = str(folder / "theirs.yaml") if named == "theirs.yaml" else "/not/here.yaml"
     manifest |= {"status": "stopped", "overrides": overrides, "config_path": path, "started": manifest["ended"]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    for variables in ((), ("--config", str(folder.parent / "received.yaml"))):
-        code, said = command("resume", "--run", str(folder), *variables)
-        assert code == 2, said
-        # with a config of the user's own, its words count in place of the folder's
-        assert ("a run folder does not decide that" in said) is (not variables or bool(overrides)), said
-        assert not mark.exists()
-    command("resume", "--run", str(folder), "model.trust_remote_code=true")
+    another = shutil.copytree(folder, folder.parent / "another")
+    code, said = command("resume", "--run", str(folder))
+    assert (code, "a run folder does not decide that" in said, mark.exists()) == (2, True, False), said
+    # with a config of the user's own, its words count in place of the folder's, but not in place of its SET
+    code, said = command("resume", "--run", str(folder), "--config", str(folder.parent / "received.yaml"))
+    is_refused = "a run folder does not decide that" in said
+    assert (code, is_refused, mark.exists()) == (2 if overrides else 0, bool(overrides), False), said
+    command("resume", "--run", str(another), "model.trust_remote_code=true")
     assert mark.exists()

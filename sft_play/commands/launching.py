@@ -159,9 +159,8 @@ def launched_ranks(request: Request) -> Ranks | None:
         asked = f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}"
         raise ConfigError(f"{asked}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
-    is_left = (
-        "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
-    )  # none we know set it
+    # by no launcher that we know
+    is_left = "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
         if is_left and request.command in _LAUNCHES:
             logger.warning("RANK and WORLD_SIZE=1 in the environment make this the only rank of another launcher, and "

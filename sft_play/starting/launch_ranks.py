@@ -110,9 +110,8 @@ def _write_launch(
 
 def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
     hardware, processes = plan.hardware, plan.hardware.gpus_per_node
-    share = max(
-        1, hardware.cpu_cores // processes
-    )  # of the cores, for each CPU rank; a run that is repeated has its own
+    # of the cores, for each CPU rank; a run that is repeated has its own
+    share = max(1, hardware.cpu_cores // processes)
     launch = torchrun(
         rank_words(loaded, options, plan),
         processes=processes,

@@ -15,7 +15,6 @@ from sft_play.launch.exported import Ranks
 from sft_play.launch.machine import check_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
-from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
 from sft_play.process.heap import importing
@@ -81,23 +80,22 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     compiled = summary.get("compile") is not None
     if compiled != config.train.compile:
         return  # the plan's speed is that of compiled blocks, and the plain code ran
-    # moments whose batch the plan chooses; what loading and saving take says nothing of them
+    # The run's highest of the moments whose batch the plan chooses, predicted and measured, whichever moments they are:
+    # it is what a plan compares. What loading and saving take says nothing of a batch.
+    moments = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
+    predicted = [plan.memory.by_moment[name] for name in moments if name in plan.memory.by_moment]
+    measured = [summary["peak_bytes_by_moment"][name] for name in moments]
     key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
-    planned, of_run = plan.memory.by_moment, summary["peak_bytes_by_moment"]
-    peaks: dict[RunMoment, Any] = {
-        name: of_run[name] for name in planned if name in of_run and name in ("training", "evaluation")
-    }
-    moment: RunMoment = max(peaks, key=lambda name: peaks[name][key] or 0, default="training")
-    reserved = peaks[moment][key] if peaks else None
-    if not reserved or not summary["tokens_per_s"] or summary.get("ran_out"):
+    reserved = max((peak[key] or 0 for peak in measured), default=0)
+    if not reserved or not predicted or not summary["tokens_per_s"] or summary.get("ran_out"):
         return  # it stopped before a step was measured, or its steps were smaller than planned
     # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
     used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted = plan.kernels or CountedKernels()
     found = {
-        "predicted_allocated": planned[moment][0],
-        "predicted_reserved": planned[moment][1],
-        "measured_allocated": peaks[moment]["measured_allocated"] or 0,
+        "predicted_allocated": max(allocated for allocated, _ in predicted),
+        "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted),
+        "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured),
         "measured_reserved": reserved,
         "predicted_tokens_per_s": plan.choice.raw.tokens_per_s if counted.speed == used else 0.0,
         "measured_tokens_per_s": summary["tokens_per_s"],
