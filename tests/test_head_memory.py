@@ -232,7 +232,7 @@ def test_a_run_on_a_cpu_stays_within_its_plan_in_every_moment(tmp_path: Path) ->
     rows = [json.dumps(chat(f"what is {n}? " * 12, f"it is {n} " * 12)) + "\n" for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {model}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
+        f"model: {{name: {model}, max_seq_len: 256}}\ntuning: {{mode: lora}}\n"
         f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.4}}\n"
         "train: {effective_batch_size: 4, max_steps: 2, report_to: []}\n"
         f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
