@@ -150,6 +150,12 @@ def test_every_format_names_a_column_beside_it_that_holds_long_text():
             assert kinds({**row, name: words[0]}) == {name: ""}, shape
 
 
+def test_a_label_beside_an_answer_is_named_and_a_rejected_answer_beside_a_mapped_one_is_meant():
+    """A label is no question's, and is listed without a warning; what data.columns passes over was said before."""
+    row = {"prompt": "q", "chosen": "yes, that is so", "rejected": "no " * 60, "label": "easy"}
+    assert kinds(row, columns={"prompt": "prompt", "completion": "chosen"}) == {"label": ""}
+
+
 def test_of_two_columns_for_one_thing_the_one_that_is_not_read_is_named():
     both = {**TURNS, "system": "Be brief.", "system_instruction": "Speak like a pirate.", "tools": TOOLS}
     assert kinds(both) == {"system_instruction": "system"}

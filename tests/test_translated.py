@@ -436,6 +436,7 @@ def test_new_tokens_are_read_from_a_text_with_commas():
         ("lr_scheduler: cosine_with_min_lr", "it ends at 0, not at a min_lr"),
         ("optimizer: ademamix", "a second, slower average, is not supported"),
         ("optimizer: ademamix_8bit", "is not supported"),
+        ("optimizer: paged_adamw_32bit", "paged_adamw_8bit does"),
         ("optimizer: adamw_torch_4bit", "adamw_torch_4bit is not supported"),
         ("shuffle: false", "their order in the file is not kept"),
         ("lora_target_modules: 'layers.[0-9]+.mlp'", "a pattern is not read"),

@@ -35,7 +35,7 @@ from sft_play.data.sources.messages import (
     with_roles,
     without_given,
 )
-from sft_play.data.sources.other_kinds import CHOICES, TELLTALES, refuse_other_kind
+from sft_play.data.sources.other_kinds import NEGATIVES, REJECTED, TELLTALES, refuse_other_kind
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -438,8 +438,9 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
 @functools.lru_cache(maxsize=1_000)
 def _expected_columns(shape: Format) -> frozenset[str]:
     """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
-    refused = TELLTALES.difference(CHOICES) if shape.kind != "text" else frozenset()
-    columns = refused.union(shape.needs, shape.may_have, _MEDIA_KEYS, ("id", "source", STYLED))
+    # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
+    refused = (*REJECTED, *NEGATIVES) if shape.kind != "text" else ()
+    columns = frozenset((*shape.needs, *shape.may_have, *refused, *_MEDIA_KEYS, "id", "source", STYLED))
     return columns.difference(SYSTEM_KEYS, TOOL_KEYS)
 
 
