@@ -196,7 +196,8 @@ def data_sets(value: Any) -> list[dict[str, Any]]:
     """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
     if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
         value = [{"id": name, "weight": share} for name, share in value.items()]  # the handbook's dataset_mixer
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    listed = value.split(",") if isinstance(value, str) else value
+    items = listed if isinstance(listed, list) else [listed]
     entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
     # the handbook's entries have an `id`, and a `weight` that is the share of the data set's own rows
     entries = [

@@ -45,7 +45,7 @@ def is_hub_kernel(wanted: str) -> bool:
 
 def require_package(wanted: str) -> None:
     """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    package = "kernels" if is_hub_kernel(wanted) else "flash-attn" if wanted == "flash_attention_2" else None
+    package = {"flash_attention_2": "flash-attn"}.get(wanted, "kernels" if is_hub_kernel(wanted) else None)
     if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
             f"model.attn_implementation={wanted} needs the package {package}, which is not installed; pip install "

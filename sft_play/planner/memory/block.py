@@ -194,7 +194,8 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, *, on_gpu: bool) -> Ref:
     if not on_gpu:
         forward = max(cast, CPU_FORWARD * tokens * columns)
         # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
-        copied = tokens * columns + hidden * (max(columns, tokens) if trains else columns) if low != 4 else 0
+        height = max(columns, tokens) if trains else columns
+        copied = tokens * columns + hidden * height if low != 4 else 0
         backward_peak += max((CPU_BACKWARD + CPU_CAP * words.capped) * tokens * columns, 4 * copied)
     if cast:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
         next_columns = min(words.words - columns, WORD_TILE) or columns * (scored > TOKEN_TILE)

@@ -221,7 +221,8 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
     by_moment["generation"] = sums[peak], reserved
     # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
     as_stored = walk.shape.stored_dtype == walk.precision.load and not walk.nf4
-    pages = 0 if as_stored else (4 if walk.shape.stored_dtype == "float32" else 2) * walk.shape.params
+    stored = 4 if walk.shape.stored_dtype == "float32" else 2
+    pages = 0 if as_stored else stored * walk.shape.params
     by_moment["loading"] = loaded, loaded + (0 if step.on_gpu else CPU_LATE_BYTES + pages)
     margin = margin_of(walk)
     # not a share: what other processes take does not grow with the run
