@@ -106,7 +106,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     places, _ = adapter_trial.adapter_places(skeleton)
-    late = adapter_trial.of_long_rows(skeleton)
+    late = adapter_trial.late_gradients(skeleton)
     assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
     assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
     assert all(late.values())  # no gradient at all: under DDP ranks would wait for it
@@ -141,7 +141,7 @@ def test_what_is_multiplied_by_zeros_at_first_is_waited_for(mode, precision, com
 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", num_hidden_layers=2))
-    assert adapter_trial.of_long_rows(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
+    assert adapter_trial.late_gradients(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
     code, printed = trained(command, tmp_path, "doge", precision, mode, spread=0.0, num_hidden_layers=2)
     assert code == 0, printed
     assert ("4 trainable tensors had no gradient, and are as they were" in printed) == (mode == "lora")

@@ -24,20 +24,11 @@ from tests.bundled import template_of
 from tests.conftest import chat, shared
 from tests.models import CHATML, make_llama, make_tokenizer
 from tests.test_masks import forms
+from tests.test_recorded_data import TOOLS
 
 pytestmark = pytest.mark.build
 
 NO_LIMIT = 1 << 30
-TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
-        },
-    },
-)
 CALL = {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": {"place": "Rottmoor"}}}
 QUESTION = {"role": "user", "content": "Where is it?"}
 CASES: dict[str, tuple[list[dict[str, Any]], tuple[Any, ...]]] = {

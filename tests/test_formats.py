@@ -236,11 +236,11 @@ class TestMessages:
         }
         found = str(example(row))
         assert f'unknown role "{role}"' in found
-        assert "think text stands in reasoning_content of the answer behind it" in found
+        assert "put think text into reasoning_content of the answer that follows" in found
 
     def test_an_answer_without_content_and_calls_says_what_to_write(self):
         found = str(example(answer(content=None)))
-        assert 'an empty text is "", and calls of tools stand in tool_calls' in found
+        assert 'write an empty text as "", and tool calls into tool_calls' in found
 
     def test_further_keys_of_a_question_and_its_answer_are_noted(self):
         row = {"conversation": [{"human": "q", "assistant": "a", "thinking": "hm", "id": 3, "empty": ""}]}
@@ -334,7 +334,7 @@ class TestRows:
         row = {"question": "q", "answer": word}
         bad = read(row, ("answer",))
         assert bad.reason == "answer is missing"
-        assert "data.keep_default_na=false takes it as text" in bad.detail
+        assert "data.keep_default_na=false reads it as text" in bad.detail
         assert read(row, ("answer",), keep_default_na=False).messages[-1]["content"] == word
         assert read(row, ()).messages[-1]["content"] == word  # a row of JSON
         row = {"instruction": "q", "input": word, "output": "a", "score": word}

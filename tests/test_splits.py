@@ -314,6 +314,19 @@ class TestCache:
         build(path, recipe, split="train")
         assert len([item for item in cache.iterdir() if item.is_dir()]) == 2
 
+    def test_code_and_tables_of_rows_decide_the_cache_and_compiled_files_do_not(self, tmp_path):
+        """Python compiles modules as they are imported, so that a second start has more files than the first."""
+        (tmp_path / "masks" / "__pycache__").mkdir(parents=True)
+        (tmp_path / "masks" / "render.py").write_text("x = 1\n")
+        (tmp_path / "words.json").write_text("{}")
+        digest = build_module._code_digest(tmp_path)
+        (tmp_path / "masks" / "__pycache__" / "render.cpython-311.pyc").write_bytes(b"compiled")
+        assert build_module._code_digest(tmp_path) == digest
+        (tmp_path / "words.json").write_text("[]")
+        with_words = build_module._code_digest(tmp_path)
+        (tmp_path / "masks" / "render.py").write_text("x = 2\n")
+        assert len({digest, with_words, build_module._code_digest(tmp_path)}) == 3
+
     def test_options_that_change_no_token_find_the_same_cache(self, recipe, tmp_path, cache):
         import dataclasses
 

@@ -119,7 +119,7 @@ NEUTRAL = {
 def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
     """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
     names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
-    found = translate(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", given={"model.name": "a/b"})
+    found = translate(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", beside={"model.name": "a/b"})
     assert found.tool.name.startswith(TOOLS[tool]["name"])
     config = config_from_text(run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())

@@ -25,7 +25,7 @@ MODEL = {"model.name": "a/b"}
 
 
 def translated(text: str, *, rows: str = "") -> Translation:
-    return translate(text, name="theirs.yaml", given=MODEL, rows=rows)
+    return translate(text, name="theirs.yaml", beside=MODEL, rows=rows)
 
 
 def config_of(text: str, *, rows: str = "") -> RunConfig:
@@ -171,7 +171,7 @@ def test_an_adapter_that_is_continued_keeps_its_own_options():
 
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
-    found = translate(text, name="x.yaml", given={})
+    found = translate(text, name="x.yaml", beside={})
     assert (found.defaults, found.left_out) == ([], [])
     assert found.settings == {
         "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
@@ -475,7 +475,7 @@ def test_modules_and_modes_of_torchtune_are_ours():
     assert config_of(TUNE.replace("lora_llama3_1_8b,", "llama3_1_8b,")).tuning.mode == "full"
     # the folder of the weights, by OmegaConf's reference too
     text = TUNE.replace("/m}", "'${base}'}") + "base: /weights\n"
-    assert translate(text, name="x.yaml", given={}).settings["model.name"] == "/weights"
+    assert translate(text, name="x.yaml", beside={}).settings["model.name"] == "/weights"
 
 
 def test_options_of_two_keys_are_joined():
@@ -485,7 +485,7 @@ def test_options_of_two_keys_are_joined():
 
 def test_data_given_beside_the_file_is_the_data():
     text = f"{SWIFT}dataset: [a.jsonl#5, b.jsonl]\n"
-    found = translate(text, name="x.yaml", given={**MODEL, "data.train_path": "mine.jsonl"})
+    found = translate(text, name="x.yaml", beside={**MODEL, "data.train_path": "mine.jsonl"})
     assert "data.sources" not in found.settings
     assert found.settings["data.train_path"] == "mine.jsonl"
     assert "DATA= names the rows" in " ".join(found.comments())

@@ -60,10 +60,11 @@ def check(
         loaded = load_config(config_path, overrides=overrides)
         errors = refusals(loaded, machine_for(loaded.config, hardware), plans=())
         # of the rows the report knows more, since it reads them all
-        others = [failed("start", str(one), "fix what is named") for one in errors if not isinstance(one, DataError)]
-        said = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
-        new = [one for one in others if not any(found in one.found for found in said)]
-        return dataclasses.replace(report, findings=(*new, *report.findings))
+        texts = [str(error) for error in errors if not isinstance(error, DataError)]
+        failures = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
+        new = [text for text in texts if not any(failure in text for failure in failures)]
+        refused = [failed("start", text, "fix what is named") for text in new]
+        return dataclasses.replace(report, findings=(*refused, *report.findings))
     return report
 
 

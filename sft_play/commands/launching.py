@@ -148,10 +148,9 @@ def launched_ranks(request: Request) -> Ranks | None:
     refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
-    left_out = (word for name in OF_RENDEZVOUS if name in os.environ for word in ("-u", name))
-    alone = shlex.join(["env", *left_out, *make_words(request, request.command, request.overrides)])
     if options.nodes.exported:
-        logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s", alone)
+        logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s",
+                    _command_alone(request))  # fmt: skip
     if ranks is None or request.command == "launch-command":
         return None
     wanted, started = options.processes, ranks.local_world_size
@@ -159,23 +158,34 @@ def launched_ranks(request: Request) -> Ranks | None:
         asked = f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}"
         raise ConfigError(f"{asked}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
-    # by no launcher that we know
-    is_left = "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
+    # no launcher that is known here set RANK: it may be left from a notebook or another run
+    may_be_left_over = "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
-        if is_left and request.command in _LAUNCHES:
+        if may_be_left_over and request.command in _LAUNCHES:
             logger.warning("RANK and WORLD_SIZE=1 in the environment make this the only rank of another launcher, and "
-                           "no others are started; without them: %s", alone)  # fmt: skip
+                           "no others are started; without them: %s", _command_alone(request))  # fmt: skip
         return None
     set_up_logging(request.command, rank=ranks.rank)
-    if is_left:
-        others = numbered([rank for rank in range(ranks.world_size) if rank != ranks.rank] or [0])
-        place = {**meeting_variables(os.environ, nodes=ranks.nodes), **os.environ}
-        logger.warning(
-            "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, "
-            "%.0f s at most; alone: %s", ranks.rank, ranks.world_size, one_line(place["MASTER_ADDR"]),
-            one_line(place["MASTER_PORT"]), others, MEETING_S, alone,
-        )  # fmt: skip
+    if may_be_left_over:
+        _warn_of_the_wait(ranks, request)
     return ranks
+
+
+def _command_alone(request: Request) -> str:
+    """The command of a request without the variables that make this process one of several ranks or nodes."""
+    unset = [word for name in OF_RENDEZVOUS if name in os.environ for word in ("-u", name)]
+    return shlex.join(["env", *unset, *make_words(request, request.command, request.overrides)])
+
+
+def _warn_of_the_wait(ranks: Ranks, request: Request) -> None:
+    """Say, before the rendezvous, for which ranks this one waits, where and how long."""
+    others = numbered([rank for rank in range(ranks.world_size) if rank != ranks.rank] or [0])
+    place = {**meeting_variables(os.environ, nodes=ranks.nodes), **os.environ}
+    logger.warning(
+        "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, %.0f s "
+        "at most; alone: %s", ranks.rank, ranks.world_size, one_line(place["MASTER_ADDR"]),
+        one_line(place["MASTER_PORT"]), others, MEETING_S, _command_alone(request),
+    )  # fmt: skip
 
 
 def _setup_accelerate(request: Request) -> Answer:

@@ -80,14 +80,13 @@ def _named_after(request: Request) -> str:
 
 
 def _translated(request: Request, file: Path) -> _Written:
-    given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
+    settings: dict[str, Plain] = {"model.name": request.model} if request.model else {}
     look = first_look(request.data) if request.data else None
     if look is not None:
-        given |= {
-            path: one for path, one in look.settings.items() if re.match(r"data\.(\w+_path|columns|encoding)$", path)
-        }
+        of_files = re.compile(r"data\.(\w+_path|columns|encoding)")
+        settings |= {path: value for path, value in look.settings.items() if of_files.fullmatch(path)}
     text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
-    result = translate(text, name=str(file), given=given, rows=look.format if look else "")
+    result = translate(text, name=str(file), beside=settings, rows=look.format if look else "")
     head = f"From {one_line(str(file))}, a file of {result.tool.name}; what is not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []

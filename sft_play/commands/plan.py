@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -86,14 +86,11 @@ def run(request: Request) -> Answer:
         data["max"] = dataclasses.asdict(largest)
     refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
     plans = [one for *_, one in stages] or [plan]
-    errors = [*unusable, *refusals(whole_run, whole, needs_rows=False, plans=plans)]
-    because = list(dict.fromkeys(map(str, errors))) if refused is None else []
-    for why in because:
-        logger.warning("a run%s would stop: %s", "" if whole.named else " here", why)
-    starts = refused is None and not because
+    errors = () if refused else (*unusable, *refusals(whole_run, whole, needs_rows=False, plans=plans))
+    because = _warn_of_refusals(errors, whole)
     data |= {"refused_because": because} if because else {}
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
-    data["launch"] = launch_line(plan, loaded, file) if starts else None
+    data["launch"] = None if refused or because else launch_line(plan, loaded, file)
     lines = [
         *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),
         *show.stage_lines(stages),
@@ -109,6 +106,14 @@ def run(request: Request) -> Answer:
         if refused is None and not budget.cheapest:
             refused = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
+
+
+def _warn_of_refusals(errors: Iterable[SftPlayError], machine: Hardware) -> list[str]:
+    """Warn of each error for which a run would be refused on a machine; returns their texts."""
+    texts = list(dict.fromkeys(map(str, errors)))
+    for text in texts:
+        logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
+    return texts
 
 
 def _as_deepspeed_says(

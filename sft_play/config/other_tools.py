@@ -230,7 +230,7 @@ def _sources_of(entry: Mapping[str, Any], read_split: str) -> list[dict[str, Any
         text = path.strip() if isinstance(path, str) else ""
         source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
         config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
-        # a number of rows stands in ms-swift's FILE#500, and in a split such as train[:500]
+        # ms-swift writes a number of rows as FILE#500, `datasets` as train[:500]
         cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
         numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
         if source and (not source.startswith("hub:") or re.match(read_split, split)):

@@ -50,20 +50,22 @@ class Translation:
     def comments(self) -> list[str]:
         """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
         reasons = dict.fromkeys(why for _, why in self.left_out)
-        said = [f"{', '.join(what for what, why in self.left_out if why == reason)}: {reason}" for reason in reasons]
-        said += [f"empty, off, or without effect here: {', '.join(self.idle)}"] if self.idle else []
-        said += [f"not in the file, defaults of {self.tool.name}: {', '.join(self.defaults)}"] if self.defaults else []
+        texts = [f"{', '.join(what for what, why in self.left_out if why == reason)}: {reason}" for reason in reasons]
+        if self.idle:
+            texts.append(f"empty, off, or without effect here: {', '.join(self.idle)}")
+        if self.defaults:
+            texts.append(f"not in the file, defaults of {self.tool.name}: {', '.join(self.defaults)}")
         # no word is broken: a path or a command is meant to be copied
         wrapper = textwrap.TextWrapper(
             112, initial_indent="# ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
         )
-        return [line for text in said for line in wrapper.wrap(text)]
+        return [line for text in texts for line in wrapper.wrap(text)]
 
 
-def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "") -> Translation:
-    """The run that another tool's file describes, with settings that are `given` beside it; it loads. `rows` is the
-    format of the rows, where that is known. Raises ConfigError where the file is no YAML, names no model, or describes
-    another kind of training."""
+def translate(text: str, *, name: str, beside: Mapping[str, Plain], rows: str = "") -> Translation:
+    """Translate another tool's file into a run that loads. `beside` are settings of the user, which win over the
+    file's; `rows` is the format of the rows, if it is known. Raises ConfigError if the file is no YAML, names no model,
+    or describes another kind of training."""
     values = {dotted(path): str(value) for path, value in walk(parse(text, name=name).data)}
     # OmegaConf's references: ${output_dir}
     document = parse(re.sub(r"\$\{([\w.]+)\}", lambda ref: values.get(ref[1], ref[0]), text), name=name)
@@ -72,7 +74,7 @@ def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "
     _gather_data_sets(document)
     foreign = [key for _, keys in unknown_keys(document) for key in keys]
     parts = {str(part) for key in foreign for path, _ in walk(key.value, key.path) for part in path}
-    result = Translation(other_tools.tool_of(parts), dict(given))
+    result = Translation(other_tools.tool_of(parts), dict(beside))
     keys = [*foreign, *_where_ours_are(document, result)]
     keys += _keys_of_data_sets(keys)
     for at, key in enumerate(keys):
@@ -88,13 +90,13 @@ def translate(text: str, *, name: str, given: Mapping[str, Plain], rows: str = "
         _take_default(key, result, rows)
     if "model.name" not in result.settings:
         raise ConfigError(f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name")
-    _complete(result, given)
+    _complete(result, beside)
     _leave_out_what_is_refused(result)
     return result
 
 
 def _gather_data_sets(document: YamlDocument) -> None:
-    """Put what stands beside the key that names the data sets (`dataset_config`, `max_samples`) into each of them."""
+    """Move keys that describe all data sets (`dataset_config`, `max_samples`) into the entry of each one."""
     rows = {key: other_tools.known((key,)) for key, value in document.data.items() if value}
     named = [
         key

@@ -197,21 +197,18 @@ def together(keys: Sequence[Foreign]) -> list[Foreign]:
         first = min(asking, key=lambda key: _rank(option, key))
         value = first.settings[option]
         words = f"together with {first.name}: {show(first.value)}"
-        values = [key.settings[option] for key in asking if not key.is_default]
-        items = [item for given in values if isinstance(given, list) for item in given]
+        lists = [key.settings[option] for key in asking if not key.is_default]
+        items = [item for one in lists if isinstance(one, list) for item in one]
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
             value, words = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for at, key in enumerate(decided):
             if option in key.settings and other_tools.spelled(key.settings[option]) != other_tools.spelled(value):
-                # one name of a column holds for all data sets
-                process = (
-                    f"; make process SET='data.process.raw_path=FILE {option}={key.settings[option]}' writes its rows"
-                )
-                said = words + (process if option.startswith("data.columns.") else "")
-                meaning = other_tools.Meaning(
-                    tuple({**key.settings, option: value}.items()), "" if key.is_default else said
-                )
-                decided[at] = dataclasses.replace(key, meaning=meaning)
+                reason = "" if key.is_default else words
+                if reason and option.startswith("data.columns."):  # one name of a column holds for all data sets
+                    column = f"{option}={key.settings[option]}"
+                    reason += f"; make process SET='data.process.raw_path=FILE {column}' writes its rows"
+                settings = tuple({**key.settings, option: value}.items())
+                decided[at] = dataclasses.replace(key, meaning=other_tools.Meaning(settings, reason))
     return decided
 
 

@@ -76,39 +76,39 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
-    log lines about them; as `EXPORTED` that of RANK and WORLD_SIZE, which may count ranks; raises
-    ConfigError where the number of nodes is a range."""
+    log lines about them; as `EXPORTED` that of RANK and WORLD_SIZE, which may count ranks. Raises ConfigError where
+    the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
     there = {name: text for name in environment if (text := environment[name].strip())}
     is_named = "NNODES" in there or "NODE_RANK" in there
-    given = {
+    renamed = {
         name: there[theirs]
         for name, theirs in _NODE_SYNONYMS.items()
         if theirs in there and name not in there and (name.startswith("MASTER") or not is_named)
     }
     lines: list[str] = []
-    if ":" in given.get("NNODES", ""):
+    if ":" in renamed.get("NNODES", ""):
         raise ConfigError(
-            f"PET_NNODES={one_line(given['NNODES'])} is a range, but a run has a fixed number of nodes: give NNODES="
+            f"PET_NNODES={one_line(renamed['NNODES'])} is a range, but a run has a fixed number of nodes: give NNODES="
         )
-    if given.get("NNODES", "1") != "1":
-        lines.append(f"PET_NNODES={one_line(given['NNODES'])} in the environment: one run over that many nodes")
-    if not is_named and "NNODES" not in given and {"RANK", "WORLD_SIZE"} <= there.keys():
+    if renamed.get("NNODES", "1") != "1":
+        lines.append(f"PET_NNODES={one_line(renamed['NNODES'])} in the environment: one run over that many nodes")
+    if not is_named and "NNODES" not in renamed and {"RANK", "WORLD_SIZE"} <= there.keys():
         rank, world = there["RANK"], there["WORLD_SIZE"]
-        read = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK"
+        words = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK"
         line = (
-            f"{read}: this is node {one_line(rank)} of {one_line(world)} nodes (NNODES= and NODE_RANK= say otherwise)"
+            f"{words}: this is node {one_line(rank)} of {one_line(world)} nodes (NNODES= and NODE_RANK= say otherwise)"
         )
-        given |= {"NODE_RANK": rank, "NNODES": world, "EXPORTED": line}
+        renamed |= {"NODE_RANK": rank, "NNODES": world, "EXPORTED": line}
         if world != "1":
             lines.append(line)
     for name in _COUNTS:
         text = there.get(name, "gpu")
-        if text not in _ALL_GPUS and "NPROC" not in {**there, **given}:
-            given["NPROC"] = text
+        if text not in _ALL_GPUS and "NPROC" not in {**there, **renamed}:
+            renamed["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
-    return given, tuple(lines)
+    return renamed, tuple(lines)
 
 
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:

@@ -45,8 +45,13 @@ def is_hub_kernel(wanted: str) -> bool:
 
 def require_package(wanted: str) -> None:
     """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    package = {"flash_attention_2": "flash-attn"}.get(wanted, "kernels" if is_hub_kernel(wanted) else None)
-    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
+    if is_hub_kernel(wanted):
+        package = "kernels"
+    elif wanted == "flash_attention_2":
+        package = "flash-attn"
+    else:
+        return
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
             f"model.attn_implementation={wanted} needs the package {package}, which is not installed; pip install "
             f"{package}, or use auto"

@@ -34,26 +34,29 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 _OF_TORCH = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
 
 
-# `list` is one of mappings, and others are written as a tuple of the kind.
-_MAPPING, _MAPPINGS, _LIST, _NUMBER = dict, list, (list,), (int, float)
+# What JSON has for each kind of value; `mappings` are a list of mappings.
+_KINDS: dict[str, type | tuple[type, ...]] = {"mapping": dict, "mappings": list, "list": list, "number": (int, float)}
 # Of the files of a run the kinds of value that readers count on, with the keys that have them at whatever depth.
-_RECORDED: dict[str, dict[Any, str]] = {
+_RECORDED: dict[str, dict[str, str]] = {
     "manifest.json": {
-        _MAPPING: "hardware git data versions batch train val test text weights report dropped",
-        _MAPPINGS: "gpus", _LIST: "choices resumed",
-        _NUMBER: "ram_bytes total_bytes rows_kept rows_cut tokens tokens_trained",
+        "mapping": "hardware git data versions batch train val test text weights report dropped",
+        "mappings": "gpus",
+        "list": "choices resumed",
+        "number": "ram_bytes total_bytes rows_kept rows_cut tokens tokens_trained",
     },
-    "plan.json": {_MAPPING: "hardware run peak_bytes precision", _MAPPINGS: "gpus", _LIST: "reasons"},
+    "plan.json": {"mapping": "hardware run peak_bytes precision", "mappings": "gpus", "list": "reasons"},
     "resolved.json": {
-        _MAPPING: " ".join(path.rpartition(".")[2] for path in sections()), _MAPPINGS: "curriculum",
+        "mapping": " ".join(path.rpartition(".")[2] for path in sections()),
+        "mappings": "curriculum",
     },
-    "merge.json": {_MAPPING: "test", _NUMBER: "kl_merged kl_limit"},
+    "merge.json": {"mapping": "test", "number": "kl_merged kl_limit"},
     "summary.json": {
-        _MAPPING: "before after peak_bytes peak_bytes_by_moment", _MAPPINGS: "samples evaluations",
-        _NUMBER: "loss exact_match rows generated_rows tokens_per_s predicted_tokens_per_s step steps wall_s exit "
+        "mapping": "before after peak_bytes peak_bytes_by_moment",
+        "mappings": "samples evaluations",
+        "number": "loss exact_match rows generated_rows tokens_per_s predicted_tokens_per_s step steps wall_s exit "
         "predicted_allocated measured_allocated predicted_reserved measured_reserved measured_rss level_rss",
     },
-}  # fmt: skip
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -70,21 +73,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _of_kind(value: Any, kinds: Mapping[str, Any]) -> Any:
+def _of_kind(value: Any, kinds: Mapping[str, str]) -> Any:
     """A value of JSON without what is of another kind than its key has."""
     if isinstance(value, list):
-        return [_of_kind(one, kinds) for one in value]
+        return [_of_kind(item, kinds) for item in value]
     if not isinstance(value, dict):
         return value
     known = {}
-    for name, one in value.items():
-        kind = kinds.get(name, object)
-        if one is not None and not isinstance(one, kind):
-            continue
-        if kind is list and one is not None:
-            one = [item for item in one if isinstance(item, dict)]
+    for name, item in value.items():
+        kind = kinds.get(name)
+        if kind is not None and item is not None:
+            if not isinstance(item, _KINDS[kind]):
+                continue
+            if kind == "mappings" and isinstance(item, list):
+                item = [entry for entry in item if isinstance(entry, dict)]
         # `before` and `after` of samples are answers, and a loss of evaluations may be "nan"
-        known[name] = _of_kind(one, {} if name in ("samples", "evaluations") else kinds)
+        known[name] = _of_kind(item, {} if name in ("samples", "evaluations") else kinds)
     return known
 
 

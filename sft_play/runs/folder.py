@@ -39,10 +39,10 @@ def refuse_code(path: Path, *models: ModelConfig, trusts: Trust) -> None:
     for model in models:
         for key, code in code_keys(model).items():
             if not trusts(model, key):
-                said = f"model.{key}={json.dumps(getattr(model, key)).strip(chr(34))}"
+                setting = f"model.{key}={json.dumps(getattr(model, key)).strip(chr(34))}"
                 raise RunFolderError(
-                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
-                    f"the code, give the setting with this command: SET={said}"
+                    f"{path} says {setting}: {code} would run, and a run folder does not decide that. If you have read "
+                    f"the code, give the setting with this command: SET={setting}"
                 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import date
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
@@ -45,6 +45,9 @@ from sft_play.runs.locking import LAUNCHER, Lock
 from sft_play.runs.lookup import create_run, discard_run
 from sft_play.runs.manifest import first_day, new_manifest
 from sft_play.runs.ran_out import NOTE
+
+if TYPE_CHECKING:  # it imports torch
+    from sft_play.training.ranks.node_meeting import Met
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +80,13 @@ def launch_ranks(
     if folder is None or options.nodes.count > 1:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
-    own = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
+    environment = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
         log_file = write_log_to(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
-            code = run_ranks(dataclasses.replace(launch, environment=own), folder)
+            code = run_ranks(dataclasses.replace(launch, environment=environment), folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended
             note_end(folder, Interrupted.exit_code)
             raise
@@ -159,12 +162,12 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     return dataclasses.replace(options, nodes=nodes)
 
 
-def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, **more: bool) -> Any:
+def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, *, may_count_ranks: bool = False) -> Met:
     with importing():
         from sft_play.training.ranks.node_meeting import card_of, meet
 
     card = card_of(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    return meet(options.nodes, card, limit_s=timeout_of(config, os.environ), **more)
+    return meet(options.nodes, card, limit_s=timeout_of(config, os.environ), may_count_ranks=may_count_ranks)
 
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:

@@ -72,9 +72,9 @@ def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFold
 
 def resume_command(job: RunJob) -> str:
     """The command that resumes this run; its name alone is enough in the folder where every run is looked for."""
-    folder, kept = job.folder.whole.path, settings_to_keep(job.loaded.overrides)
-    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
-    words += [f"SET={shlex.join(kept)}"] if kept else []
+    folder, settings = job.folder.whole.path, settings_to_keep(job.loaded.overrides)
     # a run folder does not allow code that comes with a model, so that the command has to
-    is_short = folder.parent == Path(OutputConfig().dir) and not code_keys(job.loaded.config.model)
-    return shlex.join(["make", "resume", f"RUN={folder.name}"] if is_short else words)
+    if folder.parent == Path(OutputConfig().dir) and not code_keys(job.loaded.config.model):
+        return shlex.join(["make", "resume", f"RUN={folder.name}"])
+    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
+    return shlex.join([*words, f"SET={shlex.join(settings)}"] if settings else words)

@@ -103,7 +103,7 @@ def train(
         metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.told.append(functools.partial(_remember, job))
         with trainer.step_memory.noted():
-            check = GradientCheck(prepared.model_spec.of_long_rows)
+            check = GradientCheck(prepared.model_spec.late_gradients)
             trained = _train(job, trainer, before, watch, checkpoint, metrics, check)
             after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
         watch.beat.note(trainer.state.global_step, "saving the trained weights")

@@ -102,18 +102,22 @@ def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str =
 # The key.
 
 
+def _code_digest(package: Path) -> str:
+    """Digest of the code and tables of a package, so that cached rows need no version number. Compiled files are left
+    out: they appear as modules are imported."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -> str:
     import tokenizers
 
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
-    # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
-    code = hashlib.sha256(tokenizers.__version__.encode())
-    for path in sorted(
-        Path(__file__).parents[1].rglob("*.[pj][ys]*")
-    ):  # masks, sources and their words decide rows too
-        code.update(path.read_bytes())
     decides = {
-        "code": code.hexdigest(),
+        # a tokenizer's ids are the library's doing too
+        "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
         "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
         "options": options,
         "limit": recipe.max_seq_len,

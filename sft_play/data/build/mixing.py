@@ -17,7 +17,7 @@ from sft_play.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 
-# A mix that needs more passes over the same rows in one epoch is taken for a mistake.
+# A mix that needs more passes over the same rows in one epoch is refused as a mistake.
 MAX_PASSES = 1_000
 
 

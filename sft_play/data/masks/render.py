@@ -515,8 +515,8 @@ class Renderer:
         if before[: len(prompt)] == prompt:  # what stands untrained between them is given too: a block, a header
             return before, answer
         # the prompt may have closed the think text that the turn closes: it is not asked for a second time
-        given = next((size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0)
-        return prompt, answer[given:]
+        overlap = next((size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0)
+        return prompt, answer[overlap:]
 
     def _renderer_with(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
         """A renderer of rows that have these chat_template_kwargs; None where there are too many others."""

@@ -155,15 +155,15 @@ class TurnEnds:
         is_end = (is_text and 0 < len(words) <= _LONGEST_WORDS) or words.endswith(self.markers or ("\0",))
         return TurnEnd(words, is_words=True) if is_end else None
 
-    def _last_call_end(self, own: str, as_history: TurnEnd | None) -> TurnEnd | None:
-        """The end of a last turn that calls and that no control token ends: words that are known to end turns, or the
-        token that opens the next turn where it is history."""
-        end = self._first_end(own)
+    def _last_call_end(self, tail: str, as_history: TurnEnd | None) -> TurnEnd | None:
+        """Find the end of a last turn that calls a tool and that no control token ends: words that are known to end
+        turns, or the token that opens the next turn in a longer conversation. `tail` is the text behind the call."""
+        end = self._first_end(tail)
         opener = next((text for text in self.next_openers if as_history and as_history.text.endswith(text)), "")
         if end is not None or as_history is None or not opener:
             return end
         before = as_history.text.removesuffix(opener)
-        return TurnEnd(own.rstrip() + before[len(before.rstrip()) :] + opener, by_next=True)
+        return TurnEnd(tail.rstrip() + before[len(before.rstrip()) :] + opener, by_next=True)
 
     def _first_end(self, text: str, *more: str) -> TurnEnd | None:
         """The text through the first of the known ends in it, or of `more`; the longest of those that begin there."""

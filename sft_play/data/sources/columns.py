@@ -111,7 +111,7 @@ def kinds_of_name(name: str) -> frozenset[str]:
 
 def columns_setting(columns: Mapping[str, str]) -> str:
     """`data.columns={prompt: Frage, completion: Antwort}`."""
-    pairs = (f"{known}: {_quoted(given)}" for known, given in columns.items())
+    pairs = (f"{known}: {_quoted(theirs)}" for known, theirs in columns.items())
     return f"data.columns={{{', '.join(pairs)}}}"
 
 

@@ -52,8 +52,10 @@ NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
 NOTE_UNREAD_KEY = "the key {key} of a message is not read, but by a chat template that asks for it"
-NOTE_NA = "a cell says NaN, None or the like, and is taken for empty (data.keep_default_na=false takes it as text)"
-NOTE_TOOLS_IN_TEXT = "the tools stand in the system prompt, so the template is not given the row's tools a second time"
+NOTE_NA = "a cell is NaN, None or similar and counts as missing (data.keep_default_na=false reads it as text)"
+NOTE_TOOLS_IN_TEXT = (
+    "the tools are already in the system prompt, so the template is not given the row's tools a second time"
+)
 NOTE_USER_TRAINED = "a turn of another role than assistant asks to be trained, and is not"
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")

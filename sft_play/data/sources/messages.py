@@ -276,7 +276,7 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
     near = nearest(name, ROLES)
     hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
     hint = (
-        "; think text stands in reasoning_content of the answer behind it"
+        "; put think text into reasoning_content of the answer that follows"
         if "think" in name or "reason" in name
         else hint
     )
@@ -308,7 +308,7 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
     # an assistant's turn may have no content where it has calls
-    way = '; an empty text is "", and calls of tools stand in tool_calls' if value is None else ""
+    way = '; write an empty text as "", and tool calls into tool_calls' if value is None else ""
     raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string{way}")
 
 

@@ -35,8 +35,8 @@ _OWN_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the file. `line` is what stands beside its answer: further columns of the row, `messages` before the
-    answer, `tools`, `chat_template_kwargs` and `reference` where there are some."""
+    """A prompt of the file. `line` has what the output repeats of it: further columns of the row, `messages` before the
+    answer, and `tools`, `chat_template_kwargs` and `reference` if the row has them."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
@@ -100,7 +100,7 @@ def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
         return str(raw).removeprefix(f"{raw.where}: ")
-    mapped = {known: given for known, given in data.columns.items() if given in raw.data}
+    mapped = {known: theirs for known, theirs in data.columns.items() if theirs in raw.data}
     renamed = rename_columns(raw, mapped)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
     # as training recognises rows, but the answer may be missing, and plain text asks nothing
@@ -108,20 +108,20 @@ def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     whole = (shape for shape in fitting if all(row.get(key) is not None for key in shape.needs))
     shape = next(whole, next(iter(fitting), None))
     if shape is None:
-        found = one_line(", ".join(map(str, row)) or "none", limit=200)
+        names = one_line(", ".join(map(str, row)) or "none", limit=200)
         taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
-        return f"no column is a prompt (columns: {found}); {taken}"
+        return f"no column is a prompt (columns: {names}); {taken}"
     shape = recognise(shape.needs, mapped) or shape  # with what data.columns maps beside its own columns
-    asked, *answers = shape.needs
-    value = unpacked(row[asked], "[")
+    question, *answers = shape.needs
+    value = unpacked(row[question], "[")
     if not isinstance(value, (str, list)):
-        return f"{asked} is {shown(value)}, and has to be text or a list of messages"
+        return f"{question} is {shown(value)}, and has to be text or a list of messages"
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
     used = {key: one for key, one in row.items() if key in {*shape.needs, *shape.may_have} - {"reasoning"}}
     if shape.kind == "turns":
         # a list of [question, answer] is never open
         is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
-        used[asked] = [*value, {"role": "assistant", "content": "."}] if is_open else value
+        used[question] = [*value, {"role": "assistant", "content": "."}] if is_open else value
     else:
         is_open = row.get(answers[0]) is None
         used |= {answers[0]: "."} if is_open else {}
@@ -132,7 +132,7 @@ def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     if messages[-1:] and messages[-1]["role"] == "assistant":
         messages, reference = messages[:-1], str(messages[-1].get("content") or "")
     if not messages:
-        return f"{asked} holds nothing that an answer can follow"
+        return f"{question} holds nothing that an answer can follow"
     return Prompt(
         messages,
         example.tools,

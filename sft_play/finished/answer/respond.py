@@ -59,13 +59,8 @@ class Responder:
         if self._is_text:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
-        asked = Chat(
-            "",
-            (*messages, {"role": "assistant", "content": "."}),  # the answer itself is not rendered
-            tools,
-            template_kwargs=template_kwargs or {},
-        )
-        prompt = self.renderer.prompt_ids(asked)
+        turns = (*messages, {"role": "assistant", "content": "."})  # the answer itself is not rendered
+        prompt = self.renderer.prompt_ids(Chat("", turns, tools, template_kwargs=template_kwargs or {}))
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")

@@ -105,9 +105,9 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
 def _asked(run: FinishedRun, tokenizer: Any, split: Split, chosen: set[int]) -> list[AskedRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
     chats = {row: split.chats[number] for number, row in enumerate(split.chats.rows) if row in chosen}
-    asked = questions_of([*chats.values()], renderer_of(run, tokenizer), tokenizer)
+    questions = questions_of([*chats.values()], renderer_of(run, tokenizer), tokenizer)
     return [
         AskedRow(row, question, tuple(chat.messages[:-1]))
-        for (row, chat), question in zip(chats.items(), asked, strict=True)
+        for (row, chat), question in zip(chats.items(), questions, strict=True)
         if question is not None
     ]

@@ -74,8 +74,8 @@ def refuse_another_model(folder: Path, run: FinishedRun) -> None:
     test = record.get("test") or {}
     again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
     if test and not test.get("ok"):
-        found = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
-        how = f"merge-test found it {found}; {again} merges into what was trained"
+        divergence = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
+        how = f"merge-test found it {divergence}; {again} merges into what was trained"
         raise RunFolderError(f"{folder} is not the trained model: {how}")
     if not test and record.get("base") == "original":
         tried = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
@@ -88,8 +88,9 @@ def merge_words(folder: Path) -> str | None:
     record = merge_record(folder)
     if not record:
         return None
-    test = record.get("test")
-    tested = "merge-test has not been run" if not test else f"merge-test {'passed' if test.get('ok') else 'FAILED'}"
+    test, tested = record.get("test"), "merge-test has not been run"
+    if test:
+        tested = "merge-test passed" if test.get("ok") else "merge-test FAILED"
     into = f" into the {record['base']} base" if record.get("base") else ""
     return f"Merged{into} ({record.get('dtype')}); {tested}"
 

@@ -27,7 +27,7 @@ from sft_play.training.prepare.model_spec import ModelSpec, location
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-# What stands in the card's code for the repository, until it is uploaded.
+# Placeholder for the repository in the card's code, until it is uploaded.
 HERE = "USER/NAME"
 Kind = Literal["adapter", "model", "merged"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

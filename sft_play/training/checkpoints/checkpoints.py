@@ -91,11 +91,12 @@ def require_sealed(folder: Path) -> None:
     """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
     no digests, and what people edit (`_EDITED`) may change."""
     with waiting(f"Comparing {folder} with its digests"):
-        found = fault(folder, but=_EDITED) if (folder / COMPLETE).is_file() else None
-    if found is not None:
+        difference = fault(folder, but=_EDITED) if (folder / COMPLETE).is_file() else None
+    if difference is not None:
         raise ModelError(
-            f"{folder} is not what was written: {found}. Put back a copy of it, or write it again (make consolidate "
-            f"from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove {folder / COMPLETE}"
+            f"{folder} is not what was written: {difference}. Put back a copy of it, or write it again (make "
+            "consolidate from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove "
+            f"{folder / COMPLETE}"
         )
 
 

@@ -39,10 +39,10 @@ class GradientCheck(TrainerCallback):
     left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
     that only longer rows or later steps give one are waited for."""
 
-    def __init__(self, of_long_rows: Collection[str] = ()) -> None:
-        """`of_long_rows`: names of parameters, with * for numbers."""
+    def __init__(self, late_gradients: Collection[str] = ()) -> None:
+        """`late_gradients`: names of parameters, with * for numbers."""
         self._waiting: dict[str, nn.Parameter] | None = None
-        self._of_long_rows = of_long_rows
+        self._late_gradients = late_gradients
 
     @property
     def done(self) -> bool:
@@ -71,7 +71,7 @@ class GradientCheck(TrainerCallback):
         # any_rank is a collective: all ranks walk through the same names in the same order
         ready = [name for name in self._waiting if not self._is_early(name, named)]
         without = [name for name in ready if not _has_gradient(self._waiting[name])]
-        late = {name for name in without if pattern_of(name) in self._of_long_rows}
+        late = {name for name in without if pattern_of(name) in self._late_gradients}
         without, ready = ([name for name in names if name not in late] for names in (without, ready))
         if without:
             learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
@@ -88,7 +88,7 @@ class GradientCheck(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Say what no row was long enough for, or stayed beside a tensor of zeros."""
-        if late := [name for name in self._waiting or {} if pattern_of(name) in self._of_long_rows]:
+        if late := [name for name in self._waiting or {} if pattern_of(name) in self._late_gradients]:
             logger.warning("%d trainable tensors had no gradient, and are as they were: this class gives them one only "
                            "in longer rows, or once what it multiplies them by has left zero (%s)",
                            len(late), ", ".join(late[:3]))  # fmt: skip
@@ -168,7 +168,7 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
         self.has_begun = True
-        has_begun.set()
+        has_begun.set()  # of the process, for a wait in native code; the attribute is this stage's
         self._step_began = self._elapsed_s()
 
     def _time_is_up(self) -> bool:

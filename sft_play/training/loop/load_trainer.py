@@ -50,7 +50,7 @@ def load_trainer(
             config,
             layer_class=model_spec.layer_class,
             deepspeed=job.deepspeed,
-            skips=any(model_spec.of_long_rows.values()),
+            skips=any(model_spec.late_gradients.values()),
         ),
     )
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it

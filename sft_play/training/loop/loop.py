@@ -394,8 +394,8 @@ class PlannedLoop(CheckpointedLoop):
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
             match = metrics.get("eval_exact_match")
-            shown = "" if match is None else f", exact match {match:.1%} of {len(asked):,} rows"
-            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], shown)
+            of_answers = "" if match is None else f", exact match {match:.1%} of {len(asked):,} rows"
+            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], of_answers)
         return metrics
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:

@@ -94,11 +94,11 @@ def _why_no_balance(small: Any, *, trust_remote_code: bool = False) -> str:
     """Why TRL has no balance loss to add for a model: empty where its class computes one of its routers' logits."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small, "eager", trust_remote_code)
-        asked = {"input_ids": torch.arange(3, 19)[None], "output_router_logits": True, "use_cache": False}
+        inputs = {"input_ids": torch.arange(3, 19)[None], "output_router_logits": True, "use_cache": False}
         # TRL reads the decoder's, and computes with the first (an IndexError where there is none); so do classes
-        if not getattr(model.get_decoder()(**asked), "router_logits", None):
+        if not getattr(model.get_decoder()(**inputs), "router_logits", None):
             return "no block of this model gives router logits"
-        output = model(**asked, labels=asked["input_ids"])
+        output = model(**inputs, labels=inputs["input_ids"])
     return "" if isinstance(getattr(output, "aux_loss", None), torch.Tensor) else "its class computes none"
 
 

@@ -38,7 +38,7 @@ from sft_play.training.model.language_model import Tower, fit_ties, language_con
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
-from sft_play.training.proofs.adapter_trial import of_long_rows, without_gradient
+from sft_play.training.proofs.adapter_trial import late_gradients, without_gradient
 from sft_play.training.proofs.masking import boundaries_of, padding_of, require_packable
 
 
@@ -75,8 +75,8 @@ class ModelSpec:
     """How experts are multiplied; None where there are none."""
     untrained: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
-    of_long_rows: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that only longer rows or later steps give a gradient (`adapter_trial.of_long_rows`)."""
+    late_gradients: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that only longer rows or later steps give a gradient (`adapter_trial.late_gradients`)."""
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
     is_dequantised: bool = False
@@ -143,7 +143,7 @@ def build_model_spec(
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
         untrained,
-        of_long_rows(skeleton, trust_remote_code=config.model.trust_remote_code),
+        late_gradients(skeleton, trust_remote_code=config.model.trust_remote_code),
         new_rows,
         is_dequantised,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
     return frozenset(_shown(model.config, _try_in_full, trust_remote_code))
 
 
-def of_long_rows(model: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+def late_gradients(model: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """Names (* for numbers) of parameters that some steps give no gradient and later ones do, for which a run waits:
     what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
     what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
@@ -198,8 +198,9 @@ def _try_keeping(small: Any, *, trust_remote_code: bool = False) -> dict[str, st
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         _step(model, 0)
-    kept = [one for module in model.modules() for one in tree_iter(vars(module)) if isinstance(one, torch.Tensor)]
-    return {"": "it keeps tensors that need a gradient"} if any(one.grad_fn is not None for one in kept) else {}
+    values = (value for module in model.modules() for value in tree_iter(vars(module)))
+    keeps = any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+    return {"": "it keeps tensors that need a gradient"} if keeps else {}
 
 
 class _Untried(Exception):
