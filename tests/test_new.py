@@ -211,7 +211,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     assert out.name == "theirs_sft_play.yaml"
     assert "hf_secret" not in out.read_text()
     config = load_config(out).config
-    found = translate(text, name="theirs.yaml", given={}).settings
+    found = translate(text, name="theirs.yaml", beside={}).settings
     assert {path: found.get(path, "absent") for path in expected} == expected
     plan = plan_for(config, named("8xH100"), with_suggestions=False)
     assert plan.choice is not None
@@ -219,10 +219,10 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
 
 def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
     with pytest.raises(ConfigError, match=r"rl: .*preference tuning is not supported.*nothing is written"):
-        translate("base_model: a/b\nrl: dpo\n", name="x.yaml", given={})
+        translate("base_model: a/b\nrl: dpo\n", name="x.yaml", beside={})
     with pytest.raises(ConfigError, match=r"x\.yaml names no model.*FROM=x\.yaml MODEL=owner/name"):
-        translate("lora_r: 8\n", name="x.yaml", given={})
-    assert translate("lora_r: 8\n", name="x.yaml", given={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
+        translate("lora_r: 8\n", name="x.yaml", beside={})
+    assert translate("lora_r: 8\n", name="x.yaml", beside={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
 
 
 KEYS = sorted(other_tools.table().plain_keys)
@@ -237,7 +237,7 @@ VALUES = st.sampled_from(
 def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
     """The result loads, and no key of the file is lost without a word."""
     try:
-        found = translate(json.dumps(said) if said else "{}", name="x.yaml", given={"model.name": "a/b"})
+        found = translate(json.dumps(said) if said else "{}", name="x.yaml", beside={"model.name": "a/b"})
     except ConfigError as error:
         assert "preference tuning" in str(error)  # noqa: PT017  (others are faults)
         return
@@ -539,6 +539,6 @@ def test_the_settings_of_a_translation_are_options():
 
 def test_a_secret_is_in_no_comment_wherever_it_stands():
     text = "hub: {token: hf_0, api_key: zzz}\nsecrets: {HF_TOKEN: hf_1}\nhub_token: hf_2\nwandb: {wandb_token: w_3}\n"
-    said = "\n".join(translate(text, name="x.yaml", given={"model.name": "a/b"}).comments())
+    said = "\n".join(translate(text, name="x.yaml", beside={"model.name": "a/b"}).comments())
     assert not any(secret in said for secret in ("hf_0", "zzz", "hf_1", "hf_2", "w_3")), said
     assert said.count("not shown") >= 4
