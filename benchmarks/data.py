@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks.resident import Sampler
 from sft_play.facts.hardware import detect
-from sft_play.process.endings import ends_with_me, leave_with_starter
+from sft_play.process.signals import ends_with_me, leave_with_starter
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

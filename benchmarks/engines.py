@@ -26,7 +26,7 @@ from typing import Any
 
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import KNOWN_MODELS
-from sft_play.process.endings import ends_with_me
+from sft_play.process.signals import ends_with_me
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

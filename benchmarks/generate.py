@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import starter_language, what_fits
-from sft_play.config.leaves import leaves, sections, yaml_value
+from sft_play.config.options import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, Defaults
 from sft_play.process.variables import MAINTAINING, VARIABLES

@@ -277,7 +277,7 @@ def _watched(tree: Path, seen: Path | None) -> Iterator[None]:
 
 def _leave_with(parent: int) -> None:
     """Have this process end with its parent, a killed one included."""
-    from sft_play.process.endings import leave_with
+    from sft_play.process.signals import leave_with
 
     leave_with(parent, signal.SIGKILL)
 

@@ -35,7 +35,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import versions

@@ -55,8 +55,8 @@ from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.confirm import settings_of
 from sft_play.trace.settings import TraceUnavailable
 from sft_play.trace.step import record
-from sft_play.training.proofs import small_model
-from sft_play.training.proofs.small_model import small_config
+from sft_play.training.class_checks import small_model
+from sft_play.training.class_checks.small_model import small_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "registry.json"

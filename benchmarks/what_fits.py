@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from sft_play.config.load import load_config
 from sft_play.facts.hardware import named
 from sft_play.files import ROOT
-from sft_play.planner.advice.questions import largest_that_fits
+from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting.plan_run import shape_for
 

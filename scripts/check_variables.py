@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sft_play.ending import EXIT_USER, write_ending
+from sft_play.exit_codes import EXIT_USER, write_ending
 from sft_play.process.variables import about, refusal
 
 

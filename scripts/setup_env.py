@@ -35,7 +35,7 @@ from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
-from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending  # noqa: E402
+from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending  # noqa: E402
 
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
 EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added

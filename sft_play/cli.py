@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from sft_play import commands
 from sft_play.commands.answer import error_text, give, refuse_place
 from sft_play.commands.request import read_request
-from sft_play.ending import EXIT_FAULT, wants_json, with_ending, write_json_line
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, rephrased
+from sft_play.exit_codes import EXIT_FAULT, wants_json, with_ending, write_json_line
 from sft_play.log import escape_control, redact, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import allocator_setting, waiting_threads

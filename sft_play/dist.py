@@ -1,8 +1,8 @@
 """Small helpers for people's own training scripts and notebooks, over accelerate and DeepSpeed (docs/dist.md)."""
 
-from sft_play.own_loop.accelerator import get_accelerator, wrap_model_optimizer
-from sft_play.own_loop.one_process import NoOpAccelerator
-from sft_play.own_loop.saving import save_sharded
-from sft_play.own_loop.settings import DistConfig
+from sft_play.accelerate_helpers.accelerator import get_accelerator, wrap_model_optimizer
+from sft_play.accelerate_helpers.one_process import NoOpAccelerator
+from sft_play.accelerate_helpers.saving import save_sharded
+from sft_play.accelerate_helpers.settings import DistConfig
 
 __all__ = ["DistConfig", "NoOpAccelerator", "get_accelerator", "save_sharded", "wrap_model_optimizer"]

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_ending
+from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_ending
 
 TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(command: "Optional[str]" = None) -> int:
         from sft_play.cli import main as run
         from sft_play.cli import prepare
         from sft_play.log import output_failure, survive_lost_output
-        from sft_play.process.endings import ctrl_c
+        from sft_play.process.signals import ctrl_c
 
         prepare(words)
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from sft_play.ending import EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER
+from sft_play.exit_codes import EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER
 
 
 class SftPlayError(Exception):

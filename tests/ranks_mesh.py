@@ -21,9 +21,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sft_play.errors import ModelError
 from sft_play.planner.layout import Layout
+from sft_play.training.class_checks.adapter_trial import linear_layers
 from sft_play.training.loop.collate import Collator
 from sft_play.training.model import context_parallel, tensor_parallel
-from sft_play.training.proofs.adapter_trial import linear_layers
 from tests.ranks import write_found
 
 RANKS = 2

@@ -25,7 +25,7 @@ from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter
-from sft_play.training.proofs import adapter_trial, small_model
+from sft_play.training.class_checks import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer
 from tests.test_architecture import file_of
@@ -483,7 +483,7 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
 def test_tokens_of_known_classes_see_only_those_before_them(kind):
     from transformers import AutoConfig
 
-    from sft_play.training.proofs.small_model import on_small_model
+    from sft_play.training.class_checks.small_model import on_small_model
 
     def moved(small, *, trust_remote_code):
         return adapter_trial._moved_from_behind(adapter_trial._small_random(small, trust_remote_code))

@@ -16,12 +16,12 @@ from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.files import with_batch
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import suggestions
+from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, splits
 from sft_play.planner.layout import Stopped
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.show import batch_lines
+from sft_play.planner.plan_details import batch_lines
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from sft_play import ending, entry
+from sft_play import entry, exit_codes
 from sft_play.cli import main
 from sft_play.commands import FILES, help_line, load
 from sft_play.commands.answer import Answer, stdout_to_stderr
@@ -153,14 +153,18 @@ def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
 
 
 def test_kinds_are_those_of_the_schema():
-    assert set(schemas()["ending"]["properties"]["kind"]["enum"]) == {*ending.KINDS.values(), ending.DO_NOT_SHIP}
-    assert ending.with_ending([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
-    assert ending.with_ending({}, 77)["kind"] == "failed"
-    assert ending.with_ending({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
+    kinds = schemas()["ending"]["properties"]["kind"]["enum"]
+    assert set(kinds) == {
+        *exit_codes.KINDS.values(),
+        exit_codes.DO_NOT_SHIP,
+    }
+    assert exit_codes.with_ending([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
+    assert exit_codes.with_ending({}, 77)["kind"] == "failed"
+    assert exit_codes.with_ending({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
 
 
 def test_json_has_no_nan(capfd):
-    ending.write_json_line({"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": True})
+    exit_codes.write_json_line({"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": True})
     assert json.loads(capfd.readouterr().out, parse_constant=pytest.fail) == {
         "a": None, "b": [None, [1.5, {"c": None}]], "d": True,
     }  # fmt: skip
@@ -375,11 +379,11 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
         assert "hf_aaa" not in answer["error"]
     monkeypatch.setattr(load("gpu-info"), "run", raising(ZeroDivisionError("ours")))
     monkeypatch.setattr(sys, "argv", ["sft-play", "gpu-info", "--json"])
-    monkeypatch.setattr(ending, "_has_answered", False)
+    monkeypatch.setattr(exit_codes, "_has_answered", False)
     with pytest.raises(ZeroDivisionError):
         entry.main()
     assert json.loads(capfd.readouterr().out) == {"ok": False, "kind": "failed", "exit": 1, "error": "ours"}
-    monkeypatch.setattr(ending, "_has_answered", False)
+    monkeypatch.setattr(exit_codes, "_has_answered", False)
 
     def reworded(request):
         try:
@@ -391,7 +395,7 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
     assert entry.main() == 130
     answer = json.loads(capfd.readouterr().out)
     assert (answer["kind"], answer["exit"]) == ("stopped", 130)
-    monkeypatch.setattr(ending, "_has_answered", False)
+    monkeypatch.setattr(exit_codes, "_has_answered", False)
     monkeypatch.setattr(load("gpu-info"), "run", raising(SystemExit("a library gave up")))
     with pytest.raises(SystemExit):
         entry.main()

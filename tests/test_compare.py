@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.leaves import leaves
+from sft_play.config.options import leaves
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
 from sft_play.finished.report.charts import charts_of

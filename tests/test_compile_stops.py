@@ -146,12 +146,12 @@ def test_a_compile_that_was_killed_with_all_processes_does_not_hold_up_the_next_
 DEAF = """
 import datetime, sys
 from torch.distributed import TCPStore
-from sft_play.process import endings, failures
-endings.DEAF_S = 0.5
-endings.StopSignals(endings.interrupt).__enter__()
-endings.end_where_deaf(failures.leave_stopped)
+from sft_play.process import signals, failures
+signals.DEAF_S = 0.5
+signals.StopSignals(signals.interrupt).__enter__()
+signals.end_where_deaf(failures.leave_stopped)
 if sys.argv[1] == "begun":
-    endings.has_begun.set()
+    signals.has_begun.set()
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print("waits", flush=True)
 store.wait(["what nobody sets"], datetime.timedelta(seconds=float(sys.argv[2])))

@@ -17,10 +17,10 @@ from sft_play.facts.compiler import Toolchain, require_for_blocks
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.machine import require_machine
-from sft_play.planner import calibration, show
+from sft_play.planner import calibration, plan_details
 from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
 from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json
-from sft_play.planner.speed.other_code import TRAFFIC
+from sft_play.planner.speed.compile_and_liger import TRAFFIC
 from sft_play.planner.speed.throughput import predict_speed, rates_of
 from tests.test_plan_truth import measured
 
@@ -91,10 +91,10 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
     assert fast.hours * 3600 == pytest.approx(1000 * fast.speed.step_s + 103)
     assert plain.hours * 3600 == pytest.approx(1000 * plain.speed.step_s)
     assert plan_from_json(fast.as_json()).compile_s == 103.0
-    (line,) = [line for line in show.speed_lines(fast) if line.startswith("Run: ")]
+    (line,) = [line for line in plan_details.speed_lines(fast) if line.startswith("Run: ")]
     assert " with 103 s of compiling" in line
     assert any("train.compile: elementwise operations move 50%" in reason for reason in fast.reasons)
-    assert not any("compil" in text for text in (*plain.reasons, *show.speed_lines(plain)))
+    assert not any("compil" in text for text in (*plain.reasons, *plan_details.speed_lines(plain)))
 
 
 @pytest.mark.parametrize(

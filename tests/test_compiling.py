@@ -19,9 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play.config.load import config_from_text
+from sft_play.training.class_checks import compiling, proof
 from sft_play.training.model import adapter_inputs, varlen
 from sft_play.training.prepare import model_spec
-from sft_play.training.proofs import compiling, proof
 from tests.test_adapter_inputs import adapted
 
 pytestmark = pytest.mark.build

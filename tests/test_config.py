@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from benchmarks.generate import REFERENCE, SCHEMA, json_schema, reference_yaml
-from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text, differing_keys, load_config, resolved, split_overrides
+from sft_play.config.options import leaves, sections
 from sft_play.config.yaml_io import parse
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from sft_play.config.leaves import leaves
+from sft_play.config.options import leaves
 from sft_play.data.sources.formats import KNOWN_COLUMNS
 from tests.conftest import ROOT
 

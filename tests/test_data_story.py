@@ -13,8 +13,8 @@ import pytest
 
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
+from sft_play.data.managed_outputs import RECORD, OutputFolder
 from sft_play.data.sources.files import data_files
-from sft_play.data.written import RECORD, OutputFolder
 from sft_play.errors import DataError
 from tests.conftest import ROOT
 
@@ -197,7 +197,7 @@ class TestADiskThatIsFull:
         with OutputFolder(tmp_path, ("a.txt",), force=False, command="process") as folder:
             folder.open("a.txt").write("old")
         code = (
-            "import resource, sys; from pathlib import Path; from sft_play.data.written import OutputFolder\n"
+            "import resource, sys; from pathlib import Path; from sft_play.data.managed_outputs import OutputFolder\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
             f"with OutputFolder(Path({str(tmp_path)!r}), ('a.txt',), force=False, command='process') as folder:\n"
             "    file = folder.open('a.txt')\n"

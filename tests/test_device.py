@@ -15,8 +15,8 @@ from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
-from sft_play.facts.gpus import unseen
-from sft_play.facts.gpus.unseen import LEAST_VRAM, Nvml, torch_is_blind
+from sft_play.facts.gpus import unusable_accelerators
+from sft_play.facts.gpus.unusable_accelerators import LEAST_VRAM, Nvml, torch_is_blind
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch import machine as launched
 from sft_play.launch.command import visible_only
@@ -83,10 +83,10 @@ CASES: dict[str, tuple[dict[str, str], Nvml, dict[str, str], tuple[str, ...]]] =
 @pytest.mark.parametrize("name", CASES)
 def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, tmp_path):
     files, nvml, environment, words = CASES[name]
-    said = unseen.unseen(environment, root=build(tmp_path, files), nvml=nvml)
+    said = unusable_accelerators.unseen(environment, root=build(tmp_path, files), nvml=nvml)
     assert said is not None
     assert all(word in said for word in words), said
-    assert f"({unseen.torch_words()}): " in said
+    assert f"({unusable_accelerators.torch_words()}): " in said
     assert said.endswith("or train.device=cpu trains on the CPU")
 
 
@@ -109,7 +109,7 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
-    assert unseen.unseen(environment, root=build(tmp_path, files), nvml=Nvml()) is None
+    assert unusable_accelerators.unseen(environment, root=build(tmp_path, files), nvml=Nvml()) is None
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, DistConfig, asked
 from sft_play.config.yaml_io import parse
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
 from sft_play.files import atomic
-from sft_play.own_loop.settings import DEFAULT_CONFIG, DistConfig, asked
 from tests import warm
 from tests.conftest import ROOT
 
@@ -149,7 +149,7 @@ def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypat
     monkeypatch.chdir(tmp_path)
     found = asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True)
     assert found.settings == DistConfig()
-    monkeypatch.setattr("sft_play.own_loop.settings.PROJECT", tmp_path / "installed")
+    monkeypatch.setattr("sft_play.accelerate_helpers.settings.PROJECT", tmp_path / "installed")
     caplog.set_level("INFO")
     assert asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True).settings == DistConfig()
     assert "the defaults are used" in caplog.text
@@ -584,7 +584,7 @@ import json, os, signal, sys
 from pathlib import Path
 import torch
 from sft_play.dist import get_accelerator, save_sharded
-from sft_play.own_loop import saving
+from sft_play.accelerate_helpers import saving
 from sft_play.errors import TrainingError
 from tests.test_dist import tiny, train
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play.process import endings
+from sft_play.process import signals
 from tests.conftest import ROOT, clean_environment
 
 WAIT_S = 150
-WAITS = "import time; from sft_play.process.endings import leave_with_starter; leave_with_starter(); time.sleep(300)"
+WAITS = "import time; from sft_play.process.signals import leave_with_starter; leave_with_starter(); time.sleep(300)"
 
 
 def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
@@ -45,7 +45,7 @@ def is_alive(pid: int) -> bool:
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     found: list[str] = []
-    with endings.StopSignals(lambda n: found.append(f"first {n}"), lambda n: found.append(f"again {n}")):
+    with signals.StopSignals(lambda n: found.append(f"first {n}"), lambda n: found.append(f"again {n}")):
         yield found
 
 
@@ -53,7 +53,7 @@ def test_a_request_to_stop_is_told_from_its_echo(said, monkeypatch):
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)  # at the same time: a batch system signals every process
     assert said == ["first 15"]
-    monkeypatch.setattr(endings, "ECHO_S", 0.0)
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
     signal.raise_signal(signal.SIGHUP)  # a shell's second one, whenever it comes
     assert said == ["first 15"]
     signal.raise_signal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_each_of_the_four_is_a_request_of_its_own(said, number):
 def test_a_sighup_that_is_ignored_stays_ignored():
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
     try:
-        with endings.StopSignals(endings.interrupt):
+        with signals.StopSignals(signals.interrupt):
             signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -162,14 +162,14 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
 
 STARTS = """
 import os, subprocess, sys, time
-from sft_play.process.endings import ends_with_me
+from sft_play.process.signals import ends_with_me
 child = subprocess.Popen(sys.argv[1:], env=ends_with_me(os.environ))
 sys.stdout.write(f"{child.pid}\\n"); sys.stdout.flush()
 time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.process.endings", "waits_long"]])
+@pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.process.signals", "waits_long"]])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_child_ends_when_its_parent_is_killed_however_early(tmp_path, words, at_once):
     (tmp_path / "waits_long.py").write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(300)")
@@ -190,18 +190,18 @@ def _tethered(pid: int) -> bool:
 
 
 def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
-    monkeypatch.setenv(endings.PARENT_VARIABLE, f"{os.getppid()}:SIGTERM")
-    monkeypatch.setenv(endings.MAKE_VARIABLE, "1:1")
+    monkeypatch.setenv(signals.PARENT_VARIABLE, f"{os.getppid()}:SIGTERM")
+    monkeypatch.setenv(signals.MAKE_VARIABLE, "1:1")
     told = []
-    monkeypatch.setattr(endings, "leave_with", lambda *words: told.append(words))
-    endings.leave_with_starter()
+    monkeypatch.setattr(signals, "leave_with", lambda *words: told.append(words))
+    signals.leave_with_starter()
     assert told == [(os.getppid(), signal.SIGTERM)]
-    assert not {endings.PARENT_VARIABLE, endings.MAKE_VARIABLE} & set(os.environ)
-    monkeypatch.setenv(endings.MAKE_VARIABLE, f"123456789:{os.getpid()}")
-    endings.leave_with_starter()
+    assert not {signals.PARENT_VARIABLE, signals.MAKE_VARIABLE} & set(os.environ)
+    monkeypatch.setenv(signals.MAKE_VARIABLE, f"123456789:{os.getpid()}")
+    signals.leave_with_starter()
     assert told[1:] == [(123456789, signal.SIGTERM)]
-    monkeypatch.setenv(endings.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
-    endings.leave_with_starter()
+    monkeypatch.setenv(signals.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
+    signals.leave_with_starter()
     assert len(told) == 2
 
 
@@ -235,11 +235,11 @@ def test_a_ctrl_c_that_reached_the_command_too_is_not_passed_on(tmp_path):
     """As make does it: its handler puts the default action back, and it waits for its command."""
     command = (
         "import os, signal, sys, time\n"
-        "from sft_play.process import endings\n"
+        "from sft_play.process import signals\n"
         "got = []\n"
-        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(endings, '_heard', sys.argv[1] == 'heard')))\n"
-        "os.environ[endings.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"
-        "endings.leave_with_starter()\n"
+        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(signals, '_heard', sys.argv[1] == 'heard')))\n"
+        "os.environ[signals.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"
+        "signals.leave_with_starter()\n"
         "os.kill(os.getpid(), signal.SIGINT) if sys.argv[1] == 'heard' else None\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(3)\n"
@@ -275,7 +275,7 @@ ENDED_OTHERWISE = {
     "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
     "sft_play.commands.launching": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
-    "sft_play.process.endings": "run_beside, which sets the variable",
+    "sft_play.process.signals": "run_beside, which sets the variable",
     "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 
@@ -289,11 +289,11 @@ def test_every_process_that_the_package_starts_ends_with_it():
             r"\bsubprocess\.(Popen|run|call|check_)|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
         )
     }
-    careless = {name for name, source in starting.items() if "from sft_play.process.endings import" not in source}
+    careless = {name for name, source in starting.items() if "from sft_play.process.signals import" not in source}
     whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
-        assert "endings.ends_with_me(" in starting[name]
+        assert "signals.ends_with_me(" in starting[name]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
     assert len(starting) > 10
 
@@ -322,7 +322,7 @@ def test_a_process_beside_this_one_is_asked_to_stop_and_waited_for(tmp_path, ask
 
     if asked:
         threading.Thread(target=ask, daemon=True).start()
-    ended = endings.run_beside(
+    ended = signals.run_beside(
         "saves_here", [str(ready), "300" if asked else "0"], environment=environment, stdout=subprocess.PIPE
     )
-    assert ended == endings.Beside(code, written, was_stopped=asked)
+    assert ended == signals.Beside(code, written, was_stopped=asked)

@@ -175,7 +175,7 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice.questions"])
+@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice.what_if"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
     answer = program(*PLAN, "--json", code=INTERRUPT.format(name=name))
     assert answer.returncode == 130
@@ -301,7 +301,7 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 def test_what_any_python_reads_is_old_syntax():
     import ast
 
-    for name in ("sft_play/__main__.py", "sft_play/ending.py", "sft_play/entry.py", "sft_play/spelling.py",
+    for name in ("sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py", "sft_play/spelling.py",
                  "sft_play/process/variables.py",
                  "scripts/check_variables.py",
                  "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",

@@ -21,9 +21,9 @@ from sft_play.planner.memory.measured_walk import MeasuredPass
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import read_json
 from sft_play.trace.meta_shape import measure
+from sft_play.training.class_checks.masking import _PADDED
+from sft_play.training.class_checks.small_model import field_of, small_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
-from sft_play.training.proofs.masking import _PADDED
-from sft_play.training.proofs.small_model import field_of, small_config
 
 NOT_BUILT = {"emu3", "mllama"}
 """Types whose class cannot be built from its config's own defaults (transformers 5.23), of sound and images too."""

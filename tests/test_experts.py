@@ -398,9 +398,9 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
     """TRL looks for `num_experts` in the config, which some call otherwise; a class that computes none has none."""
     from transformers import AutoConfig
 
+    from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.proofs.small_model import small_config
 
     small = small_config(AutoConfig.for_model(kind))
     assert balance_coefficient(small) > 0
@@ -442,9 +442,9 @@ def test_a_model_without_router_logits_has_no_balance_loss(kind, is_in_config):
     """TRL and the classes compute it of the first block's: IndexError, also where config.json alone asks for them."""
     from transformers import AutoConfig
 
+    from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.proofs.small_model import small_config
 
     changes = {**WITHOUT_ROUTERS[kind], "output_router_logits": is_in_config}
     config = AutoConfig.for_model(kind, **changes)
@@ -483,9 +483,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_logits(kind, seed):
     """Random layouts of one to five blocks: the rule against the model of just these blocks."""
+    from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.proofs.small_model import small_config
 
     rng = random.Random(f"{kind} {seed}")
     layers = rng.randint(1, 5)
@@ -513,9 +513,9 @@ def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_log
 def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(kind):
     """TRL's head would compute a balance loss of them: no class's name for the number of experts, or of no router."""
     from benchmarks.registry import NEEDED
+    from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import fit_balance_loss
-    from sft_play.training.proofs.small_model import small_config
 
     config = small_config(AutoConfig.for_model(kind, **NEEDED.get(kind, {})))
     config.output_router_logits = True
@@ -536,9 +536,9 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from benchmarks.registry import NEEDED, kinds
+    from sft_play.training.class_checks.small_model import on_small_model, small_model
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.proofs.small_model import on_small_model, small_model
 
     def computes(small, *, trust_remote_code):
         model, ids = small_model(small, "eager", trust_remote_code), torch.arange(3, 35).reshape(2, 16)
@@ -578,8 +578,8 @@ def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch
 def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
+    from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import name_backbone
-    from sft_play.training.proofs.small_model import small_config
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

@@ -22,7 +22,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.advice.questions import largest_that_fits
+from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overflow_of
 from sft_play.trace.block_meter import planned_shape

@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from benchmarks.registry import CannotBuild, kinds, small_base, wide_config
 from sft_play.facts.models.families import FAMILIES
+from sft_play.training.class_checks import adapter_trial
+from sft_play.training.class_checks.small_model import VOCABULARY, on_small_model, small_config, small_model
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.language_model import language_config, tower_of
-from sft_play.training.proofs import adapter_trial
-from sft_play.training.proofs.small_model import VOCABULARY, on_small_model, small_config, small_model
 
 pytestmark = pytest.mark.build
 BEFORE_5_24 = Version(transformers.__version__) < Version("5.24")

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.training.proofs import kernels
-from sft_play.training.proofs.proof import FP32_GAP, HALF_RATIO
+from sft_play.training.class_checks import kernels
+from sft_play.training.class_checks.proof import FP32_GAP, HALF_RATIO
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")

@@ -20,6 +20,7 @@ from benchmarks.registry import small_base
 from sft_play.finished.load import load_folder
 from sft_play.training.checkpoints.full_state_dict import load_adapter
 from sft_play.training.checkpoints.model_saving import put_into_whole, write_weights
+from sft_play.training.class_checks.adapter_trial import linear_layers
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.model import language_model
 from sft_play.training.model.language_model import (
@@ -30,7 +31,6 @@ from sft_play.training.model.language_model import (
     lost_by_peft,
     tower_of,
 )
-from sft_play.training.proofs.adapter_trial import linear_layers
 from tests.test_merge import qwen3_5_moe_with_images
 
 WITHOUT_HEAD = (

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.leaves import leaves, training_options
+from sft_play.config.options import leaves, training_options
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "sft_play"
 
 LAYERS = {
     "_version": 0,
-    "ending": -1,
+    "exit_codes": -1,
     "errors": 0,
     "log": 0,
     "spelling": 0,
@@ -37,7 +37,7 @@ LAYERS = {
     "training": 5,
     "trace": 6,
     "diagnose": 6,
-    "own_loop": 6,
+    "accelerate_helpers": 6,
     "dist": 7,
     "starting": 8,
     "finished": 7,
@@ -57,7 +57,7 @@ STARTED = {
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
     "_version",
-    "ending",
+    "exit_codes",
     "errors",
     "log",
     "spelling",

@@ -28,7 +28,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.tape import OWN_SEGMENT, Tape
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.other_code import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.compile_and_liger import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.starting.train_here import remember
 from sft_play.trace.settings import StepSettings
@@ -393,7 +393,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_a_summary_says_what_was_used_and_counted() -> None:
-    from sft_play.training.proofs.kernels import Taken
+    from sft_play.training.class_checks.kernels import Taken
 
     plan = plan_of("auto")
     assert Taken(reason="they differ").as_json(plan) == {
@@ -405,7 +405,7 @@ def test_a_summary_says_what_was_used_and_counted() -> None:
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     from torch import nn
 
-    from sft_play.training.proofs import kernels
+    from sft_play.training.class_checks import kernels
 
     asked: list[dict[str, bool]] = []
 

@@ -75,7 +75,7 @@ def wide(kind, **more):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind in ("deepseek_v4", "flint"):  # sizes that depend on one another
-        from sft_play.training.proofs.small_model import small_config
+        from sft_play.training.class_checks.small_model import small_config
 
         config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     else:

@@ -25,8 +25,8 @@ from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_choices, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of

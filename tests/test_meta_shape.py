@@ -17,8 +17,8 @@ from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import StepSettings
+from sft_play.training.class_checks.small_model import small_config
 from sft_play.training.model.language_model import language_config
-from sft_play.training.proofs.small_model import small_config
 
 SMALL = {
     "hidden_size": 64,

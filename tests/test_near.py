@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.near import MARGIN, MISSED, Similar, Sketches, bands_of, shingles_of, similarity_of
+from sft_play.data.near_duplicates import MARGIN, MISSED, Similar, Sketches, bands_of, shingles_of, similarity_of
 from sft_play.data.process import process
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat

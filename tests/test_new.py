@@ -21,10 +21,10 @@ from sft_play.commands.diagnosing import check
 from sft_play.commands.preparing import run as prepare
 from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
-from sft_play.config.leaves import homes, leaves
 from sft_play.config.load import config_from_text, load_config
+from sft_play.config.options import homes, leaves
 from sft_play.config.translated import run_yaml, translate
-from sft_play.data.first_look import first_look
+from sft_play.data.infer_dataset import first_look
 from sft_play.data.sources.columns import guessed_columns
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths

@@ -319,8 +319,8 @@ def reset():
 def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     import torch
 
+    from sft_play.training.class_checks import proof
     from sft_play.training.model import varlen
-    from sft_play.training.proofs import proof
 
     asked = []
 
@@ -364,8 +364,8 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
 def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
     import torch
 
+    from sft_play.training.class_checks import proof
     from sft_play.training.model import varlen
-    from sft_play.training.proofs import proof
 
     monkeypatch.setattr(varlen, "flash", kernel)
     proof.trust_kernel(*prepared(), device=torch.device("cpu"))
@@ -383,8 +383,8 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
 def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     import torch
 
+    from sft_play.training.class_checks import proof
     from sft_play.training.model import varlen
-    from sft_play.training.proofs import proof
     from sft_play.training.ranks import distributed
 
     told = []
@@ -422,7 +422,7 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
 def test_the_heads_that_are_tried_are_the_models():
     from transformers import GPT2Config, LlamaConfig, MistralConfig
 
-    from sft_play.training.proofs.proof import _cases
+    from sft_play.training.class_checks.proof import _cases
 
     assert _cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
     llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)

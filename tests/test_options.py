@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
+from sft_play.config.options import leaves, sections
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths
@@ -271,7 +271,7 @@ def trainer(config: RunConfig) -> Facts:
 
 def kernels(config: RunConfig) -> Facts:
     """Which kernels replace the model's own, on a machine that can run them."""
-    from sft_play.training.proofs import kernels as module
+    from sft_play.training.class_checks import kernels as module
 
     model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
     with pytest.MonkeyPatch.context() as patch:
@@ -433,8 +433,8 @@ def origin(config: RunConfig) -> Facts:
     from peft import get_peft_model
 
     from sft_play.training.model.model_loading import read_model
+    from sft_play.training.prepare.base_adapter import origin_of
     from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.origin import origin_of
 
     precision = Precision("float32", "float32", "")
     spec = build_model_spec(config, precision, tokenizer_size=100)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections
 from sft_play.config.load import config_from_text
+from sft_play.config.options import accepts, homes, leaves, sections
 from sft_play.errors import ConfigError
 from sft_play.process.variables import OF_OTHERS, VARIABLES, targets
 

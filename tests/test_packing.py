@@ -355,7 +355,7 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import require_packable
+    from sft_play.training.class_checks.masking import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
@@ -368,7 +368,7 @@ def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
     """It chooses among tokens of all chats, or weighs them by their place in the row, from a size of its config on."""
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import require_packable
+    from sft_play.training.class_checks.masking import require_packable
 
     name = {"deepseek_v32": "index_topk", "doge": "keep_window_size", "llama4_text": "floor_scale"}[kind]
     size = random.Random(kind).randrange(64, 4096)
@@ -387,7 +387,7 @@ def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import require_packable
+    from sft_play.training.class_checks.masking import require_packable
 
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
@@ -400,7 +400,7 @@ def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
 def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import masking
+    from sft_play.training.class_checks import masking
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")

@@ -19,8 +19,8 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.parameters import Parameters, parameters_line, parameters_of
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.plan_details import plan_lines
 from sft_play.planner.precision import Precision
-from sft_play.planner.show import plan_lines
 
 FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")
 MASTERS = Precision("bfloat16", "float32", "")

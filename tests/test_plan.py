@@ -13,13 +13,13 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner import calibration
-from sft_play.planner.advice.questions import grid, largest, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.what_if import grid, largest, largest_that_fits
 from sft_play.planner.batching import divisors, splits
 from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.plan import PlanRequest, Traced, Work, make_plan, require_fit
+from sft_play.planner.plan_details import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.show import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
 
 GIB = 2**30
 

@@ -22,14 +22,14 @@ from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import detect, named
 from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
 from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.planner.advice import questions
-from sft_play.planner.advice.questions import grid, largest_that_fits
+from sft_play.planner.advice import what_if
 from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.what_if import grid, largest_that_fits
 from sft_play.planner.candidates import thriftiest, weigh
 from sft_play.planner.layout import layouts_for
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, job_of
-from sft_play.planner.show import choice_line, detected_lines, speed_lines, table_lines, way_lines
+from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, table_lines, way_lines
 from sft_play.runs.folder import FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_for
@@ -339,7 +339,7 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     code, printed = command("plan", "--config", LORA, "model.max_seq_len=512", "--hardware", "8xH200",
                             f"model.name={name}", "tuning.mode=qlora")  # fmt: skip
     assert (code, "stored in MXFP4" in printed, "Launch" in printed) == (0, True, True), printed
-    monkeypatch.setattr(questions, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
+    monkeypatch.setattr(what_if, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
     asked = config("model.max_seq_len=512", "tuning.mode=qlora")
     request = PlanRequest(asked, shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
     assert largest_that_fits("model", request).value == name
@@ -351,8 +351,8 @@ def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
             raise ModelError(name)
 
     known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
-    monkeypatch.setattr(questions, "KNOWN_MODELS", known)
-    monkeypatch.setattr(questions, "refuse_quantised", refuses)
+    monkeypatch.setattr(what_if, "KNOWN_MODELS", known)
+    monkeypatch.setattr(what_if, "refuse_quantised", refuses)
     request = PlanRequest(config("model.max_seq_len=512"), shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
     assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
 

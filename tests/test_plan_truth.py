@@ -18,13 +18,13 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner import calibration
-from sft_play.planner.advice.questions import QUESTIONS, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.what_if import QUESTIONS, largest_that_fits
 from sft_play.planner.candidates import choose
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.planner.plan_details import choice_line, detected_lines, grid_lines, largest_line, plan_lines
 from sft_play.planner.reasons import speed_words
-from sft_play.planner.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
 from sft_play.starting.train_here import remember
 from tests.conftest import Command
 

@@ -23,7 +23,7 @@ from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import layouts_for
 from sft_play.planner.plan import PlanRequest, job_of
-from sft_play.planner.show import bar_lines, plan_lines, table_lines, way_lines
+from sft_play.planner.plan_details import bar_lines, plan_lines, table_lines, way_lines
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")

@@ -14,10 +14,10 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.process import endings
+from sft_play.process import signals
 from sft_play.process.failures import Failure, Kind
 from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
-from sft_play.runs.ran_out import RanOut, leave
+from sft_play.runs.oom import RanOut, leave
 from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
 from sft_play.starting.start import Restarts
@@ -84,13 +84,13 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
     folder.path.mkdir()
 
     def begin(asked: starting.Asked) -> starting.Started:
-        began.append((asked.resume, asked.over_ranks, os.environ[endings.BEGAN_VARIABLE]))
+        began.append((asked.resume, asked.over_ranks, os.environ[signals.BEGAN_VARIABLE]))
         dies = len(began) <= fails
         failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
         return starting.Started(1 if dies else 0, folder)
 
     monkeypatch.setattr(starting, "_start", begin)
-    monkeypatch.setenv(endings.BEGAN_VARIABLE, "0.0")
+    monkeypatch.setenv(signals.BEGAN_VARIABLE, "0.0")
     asked = starting.Asked(load_config(config), LaunchOptions(restarts=most))
     assert starting.start(asked).code == (1 if fails > most else 0)
     assert len(began) == 1 + min(most, fails)

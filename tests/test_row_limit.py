@@ -31,7 +31,7 @@ from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
 from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.errors import DataError
-from sft_play.process import heap
+from sft_play.process import imports
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat
 
@@ -269,9 +269,9 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     """Without it the memory of check grew by 25 bytes a byte of plain text."""
     trimmed: list[int] = []
-    monkeypatch.setattr(heap, "give_back_free_memory", lambda: trimmed.append(0))
-    for longest in (0, heap.LONG_CHARS, heap.LONG_CHARS + 1, 10 * heap.LONG_CHARS):
-        heap.give_back(longest)
+    monkeypatch.setattr(imports, "give_back_free_memory", lambda: trimmed.append(0))
+    for longest in (0, imports.LONG_CHARS, imports.LONG_CHARS + 1, 10 * imports.LONG_CHARS):
+        imports.give_back(longest)
     assert trimmed == [0, 0]
 
 
@@ -328,7 +328,7 @@ def test_a_row_that_could_not_be_read_again_is_not_written(tmp_path):
 
 def test_a_command_that_is_killed_leaves_nothing_half_written(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from sft_play.data.written import OutputFolder\n"
+        "import os, signal, sys; from pathlib import Path; from sft_play.data.managed_outputs import OutputFolder\n"
         "with OutputFolder(Path(sys.argv[1]), ('a.jsonl',), force=False, command='process') as out:\n"
         "    file = out.open('a.jsonl'); file.write('x' * 1_000_000); file.flush()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

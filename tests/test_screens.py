@@ -19,7 +19,7 @@ from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import Plan, PlanRequest, Work
-from sft_play.planner.screen import FEW_STEPS, fit_line, plan_screen, warnings
+from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_screen, warnings
 from sft_play.process.variables import VARIABLES, is_taken
 from sft_play.units import duration_of
 from tests import warm

@@ -335,7 +335,7 @@ def ask_for_long(port: int) -> socket.socket:
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
 def test_a_second_ctrl_c_and_sigterm_do_not_wait_for_answers(world, numbers, monkeypatch):
-    monkeypatch.setattr("sft_play.process.endings.ECHO_S", 0.0)
+    monkeypatch.setattr("sft_play.process.signals.ECHO_S", 0.0)
     service = of_run(world / "endless")
     with started(service) as endpoint, ask_for_long(endpoint.port):
         begun = time.monotonic()

@@ -16,9 +16,9 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.plan_details import speed_lines
 from sft_play.planner.precision import Precision
 from sft_play.planner.reasons import because, speed_words
-from sft_play.planner.show import speed_lines
 from sft_play.planner.speed import throughput
 from sft_play.planner.speed.throughput import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
 from tests.conftest import ROOT

@@ -17,7 +17,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import DataError, RunFolderError
-from sft_play.process import heap
+from sft_play.process import imports
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.runs.locking import lock
@@ -238,7 +238,7 @@ def test_a_process_that_has_torch_is_left_as_it_is(caplog, monkeypatch):
     import torch  # noqa: F401
 
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))  # frozen objects that die are counted no more
-    with caplog.at_level("INFO"), heap.importing():
+    with caplog.at_level("INFO"), imports.importing():
         assert gc.isenabled()
     assert (gc.isenabled(), caplog.text) == (True, "")
 
@@ -249,7 +249,7 @@ def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatc
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     try:
-        with heap.importing():
+        with imports.importing():
             assert not gc.isenabled()
             if is_interrupted:
                 raise KeyboardInterrupt
@@ -265,7 +265,7 @@ def test_a_caller_without_collections_keeps_none(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
     gc.disable()
     try:
-        with heap.importing():
+        with imports.importing():
             pass
         assert not gc.isenabled()
     finally:

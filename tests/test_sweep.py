@@ -17,7 +17,7 @@ from sft_play.commands.sweep import cell_name, cells_of, plan_cells, plan_lines
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
-from sft_play.planner.advice.questions import grid
+from sft_play.planner.advice.what_if import grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import checked_name
 from tests import warm

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves
 from sft_play.config.load import config_from_text
+from sft_play.config.options import accepts, homes, leaves
 from sft_play.config.translated import run_yaml, translate
 from tests.tool_sources import WHEELS, default_in, installed_source, source_in_wheels, version_of_wheel, wheels
 

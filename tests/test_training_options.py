@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sft_play.config import leaves as leaves_module
+from sft_play.config import options as config_options
 from sft_play.config import other_tools, schema, unknown_keys
-from sft_play.config.leaves import homes, leaves, training_options
 from sft_play.config.load import config_from_text
+from sft_play.config.options import homes, training_options
 from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, training
 from sft_play.config.validation import cross_problems
 from sft_play.config.yaml_io import YamlDocument
@@ -36,9 +36,9 @@ class LongerRun(RunConfig):
 @pytest.fixture
 def longer(monkeypatch):
     """A run with train.adam_epsilon, while the schema has it."""
-    cached = (leaves_module.leaves, leaves_module.sections, leaves_module.listed, other_tools.table)
+    cached = (config_options.leaves, config_options.sections, config_options.listed, other_tools.table)
     monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
-    monkeypatch.setattr(leaves_module, "RunConfig", LongerRun)
+    monkeypatch.setattr(config_options, "RunConfig", LongerRun)
     for one in cached:
         one.cache_clear()
     yield LongerRun.model_validate_json('{"model": {"name": "a"}, "train": {"adam_epsilon": 1e-6}}')
@@ -117,7 +117,7 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
 
 def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
-    own = {path.rpartition(".")[2]: path for path in leaves() if not path.startswith("plan.")}
+    own = {path.rpartition(".")[2]: path for path in config_options.leaves() if not path.startswith("plan.")}
     own = {name: path for name, path in own.items() if len(homes(name)) == 1 and name not in unknown_keys._VAGUE}
     assert len(own) > 80
     for name in own:

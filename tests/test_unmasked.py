@@ -109,7 +109,7 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import padding_of
+    from sft_play.training.class_checks.masking import padding_of
 
     state = torch.random.get_rng_state()
     padding = padding_of(CONFIG_MAPPING[kind](), attention="sdpa")
@@ -132,7 +132,7 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
 def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import padding_of
+    from sft_play.training.class_checks.masking import padding_of
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     padding = padding_of(CONFIG_MAPPING[kind](**options), attention=attention)
@@ -145,7 +145,7 @@ def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
 def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import small_model
+    from sft_play.training.class_checks import small_model
 
     seen = []
 
@@ -166,7 +166,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
 def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import masking
+    from sft_play.training.class_checks import masking
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
@@ -229,9 +229,9 @@ def run_yaml(folder: Any, model: Any) -> Any:
 
 @pytest.mark.build
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+    from sft_play.training.class_checks import masking
     from sft_play.training.loop import collate
     from sft_play.training.prepare import model_spec
-    from sft_play.training.proofs import masking
 
     given: list[set[str]] = []
     real = collate.Collator.__call__

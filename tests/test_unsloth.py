@@ -23,8 +23,8 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
+from sft_play.config.options import leaves
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.facts.hardware import named
 from sft_play.planner.precision import Precision

@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.commands import FILES, INTERNAL
 from sft_play.commands.request import flags_of_commands, read_request, refuse_variables
-from sft_play.config.leaves import leaves
+from sft_play.config.options import leaves
 from sft_play.errors import ConfigError
 from sft_play.process import variables
 from tests.conftest import ROOT, chat
@@ -302,7 +302,7 @@ def test_the_flag_of_a_path_reads_as_a_path(tmp_path: Path):
 
 
 def test_a_setting_that_is_named_beside_a_variable_is_one():
-    from sft_play.config.leaves import leaves
+    from sft_play.config.options import leaves
 
     assert set(variables.SETTINGS.values()) <= set(leaves())
     assert not any(variables.is_taken(name, "train") for name in variables.SETTINGS)

@@ -155,7 +155,7 @@ def test_what_it_does_not_compute_is_refused(options, says):
 def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.masking import boundaries_of
+    from sft_play.training.class_checks.masking import boundaries_of
 
     found = boundaries_of(CONFIG_MAPPING[kind]())
     assert not found.needed, found.reason
@@ -165,7 +165,7 @@ def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
 def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     from transformers import CONFIG_MAPPING, LlamaConfig
 
-    from sft_play.training.proofs import masking
+    from sft_play.training.class_checks import masking
 
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
         found = masking.boundaries_of(CONFIG_MAPPING[kind]())

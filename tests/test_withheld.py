@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page, surroundings
-from sft_play.facts.gpus import unseen, visible_gpus
+from sft_play.facts.gpus import unusable_accelerators, visible_gpus
 from sft_play.facts.hardware import detect
 from sft_play.units import GIB, MIB
 
@@ -214,7 +214,7 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unseen.unseen({"CUDA_VISIBLE_DEVICES": "MIG-one"})
+        words = unusable_accelerators.unseen({"CUDA_VISIBLE_DEVICES": "MIG-one"})
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words

@@ -20,8 +20,8 @@ from sft_play.planner.memory.loading_and_saving import copied_in_ram, loading_te
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.plan_details import plan_lines
 from sft_play.planner.precision import Precision
-from sft_play.planner.show import plan_lines
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 from tests.test_going_on import tensors

@@ -14,8 +14,8 @@ import yaml
 
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import Judge, Wrong, command, own_surroundings, require_told
-from sft_play.config.leaves import accepts, leaves
 from sft_play.config.load import config_from_text, load_config, resolved
+from sft_play.config.options import accepts, leaves
 from sft_play.config.yaml_io import parse
 from sft_play.errors import SftPlayError
 from sft_play.files import ROOT

@@ -19,7 +19,7 @@ from benchmarks.gpu_selftest.material import LARGE
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import Bench, run
 from sft_play.facts import compiler
-from sft_play.facts.gpus import unseen
+from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries
 from sft_play.facts.models.architecture import shape_of
@@ -41,7 +41,7 @@ def device(hardware: Hardware) -> Part:
     if hardware.gpus:
         kinds = [f"{len(group)} x {group[0].name}" for group in hardware.alike]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    if there := unseen.unseen(os.environ):
+    if there := unusable_accelerators.unseen(os.environ):
         return Part(name, "fail", f"{there}; what follows ran on the CPU")
     return Part(
         name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sft_play.facts.hardware import detect
-from sft_play.process.endings import leave_with_starter
+from sft_play.process.signals import leave_with_starter
 
 MASKS = ("causal", "padding mask")
 HEADS = {"grouped heads": 2, "equal heads": 8}
@@ -110,9 +110,9 @@ def varlen() -> dict[str, Any]:
     there is none.
     """
     from sft_play.planner.attention import FLASH_SINCE
+    from sft_play.training.class_checks.proof import relative_error
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
-    from sft_play.training.proofs.proof import relative_error
 
     sdpa.switch(cudnn=False)
     on_gpu = device() == "cuda"

@@ -28,7 +28,7 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line, redact
 from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
-from sft_play.process import endings
+from sft_play.process import signals
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def selftest(
     book = open_book((out or OUT).expanduser(), hardware.as_json())
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of an interrupted self-test: continuing it")
-    with endings.StopSignals(endings.interrupt), _bench(book, hardware) as bench:
+    with signals.StopSignals(signals.interrupt), _bench(book, hardware) as bench:
         together_s = 0.0  # parts over several ranks have limits of their own, and take none of the trials' time
         for step in _steps(bench, hardware, book):
             if step.name in book.parts or not only(step.name):

@@ -19,13 +19,13 @@ from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems,
 from benchmarks.gpu_selftest.material import KINDS, ON_CPU, ON_GPU, Size
 from benchmarks.gpu_selftest.part import Part
 from sft_play.config.load import load_config
-from sft_play.facts.gpus.unseen import HIDING
+from sft_play.facts.gpus.unusable_accelerators import HIDING
 from sft_play.facts.hardware import detect
 from sft_play.log import one_line, redact
 from sft_play.planner.calibration import FILE as RECORD
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run
+from sft_play.process.signals import ends_with_me
 from sft_play.starting.plan_run import has_eval, shape_for
 
 MODES = ("qlora", "lora", "full")

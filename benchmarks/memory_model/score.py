@@ -28,7 +28,7 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 from sft_play.runs.manifest import versions
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from sft_play.units import GIB

@@ -30,8 +30,8 @@ from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import predict_speed, rates_of
-from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run
+from sft_play.process.signals import ends_with_me
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.unsloth.unsloth_environment import find_python

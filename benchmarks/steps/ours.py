@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.order import Order
-from sft_play.config.leaves import training_options
 from sft_play.config.load import load_config
+from sft_play.config.options import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
-from sft_play.process.endings import leave_with_starter
 from sft_play.process.environment import allocator_setting, waiting_threads
+from sft_play.process.signals import leave_with_starter
 
 SECONDS = "time_{}_s"
 """The monitor's figure of a part of a step."""

@@ -32,8 +32,8 @@ from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.precision import ROUNDS_ITSELF
-from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run
+from sft_play.process.signals import ends_with_me
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sft_play.commands.request import Request
-from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import ConfigError, SftPlayError
+from sft_play.exit_codes import with_ending, write_json_line
 from sft_play.log import escape_control, redact
 from sft_play.runs.files import write_json
 

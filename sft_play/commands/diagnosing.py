@@ -18,8 +18,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.diagnose.pages import CheckReport
-from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.exit_codes import with_ending, write_json_line
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed
 from sft_play.launch.accelerate import find_accelerate_file, read_found_file

@@ -14,13 +14,13 @@ from sft_play.config.load import config_from_text
 from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.checks import missed_columns
-from sft_play.data.first_look import Count, by_characters, first_look
+from sft_play.data.infer_dataset import Count, by_characters, first_look
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
-from sft_play.planner.screen import long_on_cpu
+from sft_play.planner.plan_summary import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.refusals import require_here
 

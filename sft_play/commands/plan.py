@@ -25,13 +25,13 @@ from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import CPU_PARAMS, machine_for
 from sft_play.log import escape_control
-from sft_play.planner import calibration, show
+from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.budget import Budget, budget_of, offer_of
-from sft_play.planner.advice.questions import Largest, Question, grid, question
 from sft_play.planner.advice.suggestions import look
+from sft_play.planner.advice.what_if import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
-from sft_play.planner.screen import plan_screen
+from sft_play.planner.plan_summary import plan_screen
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.refusals import refusals
@@ -93,9 +93,9 @@ def run(request: Request) -> Answer:
     data["launch"] = None if refused or because else launch_line(plan, loaded, file)
     lines = [
         *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),
-        *show.stage_lines(stages),
-        *show.grid_lines(cells),
-        *([show.largest_line(largest)] if largest else []),
+        *plan_details.stage_lines(stages),
+        *plan_details.grid_lines(cells),
+        *([plan_details.largest_line(largest)] if largest else []),
     ]
     if stages:
         why = "the one with the longest rows" if plan.fits else "which does not fit"
@@ -145,7 +145,7 @@ def _page(
     request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
 ) -> Sequence[str]:
     if request.why:
-        return [*absent, *show.plan_lines(plan, config, command=command, by_node=by_node)]
+        return [*absent, *plan_details.plan_lines(plan, config, command=command, by_node=by_node)]
     start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
     fallback = [line for line in absent if line.startswith("Backend")]
     traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
@@ -194,7 +194,7 @@ def _planned_cell(
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
-    from sft_play.planner.advice.questions import largest_that_fits
+    from sft_play.planner.advice.what_if import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
     evaluates, without = has_eval(config), missing_kernels()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.commands import FILES, INTERNAL, help_line
-from sft_play.config.leaves import sections
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
+from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_value

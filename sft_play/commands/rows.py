@@ -17,6 +17,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker
 from sft_play.data.checks import missed_columns
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.preview import (
     TERMINAL_PIECES,
     Shown,
@@ -32,7 +33,6 @@ from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader, look_at
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.data.written import OutputFolder
 from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
 from sft_play.errors import DataError
 from sft_play.log import one_line

@@ -33,10 +33,10 @@ from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
 from sft_play.launch.machine import machine_for
 from sft_play.log import one_line
-from sft_play.planner.advice.questions import grid
+from sft_play.planner.advice.what_if import grid
 from sft_play.planner.layout import LayoutName, layouts_over
 from sft_play.planner.plan import Plan, misfit_words
-from sft_play.process import endings
+from sft_play.process import signals
 from sft_play.process.environment import for_another_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
@@ -300,7 +300,7 @@ def _trained(cell: Cell, environment: Mapping[str, str]) -> Cell:
         return dataclasses.replace(cell, state="failed", error=changed)
     # its answer alone comes through the pipe; its log goes where this one's goes
     words = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
-    ended = endings.run_beside("sft_play", words, environment=environment, stdout=subprocess.PIPE, stderr=1)
+    ended = signals.run_beside("sft_play", words, environment=environment, stdout=subprocess.PIPE, stderr=1)
     if ended.was_stopped:
         raise Interrupted(f"stopped by the user in {cell.name}; the same command goes on from there")
     status = cell.folder.manifest().get("status") if cell.folder.manifest_path.is_file() else None

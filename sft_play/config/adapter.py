@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.leaves import accepts, leaves
+from sft_play.config.options import accepts, leaves
 from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
 from sft_play.errors import ConfigError
 from sft_play.log import one_line

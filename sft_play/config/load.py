@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.adapter import put_adapter
-from sft_play.config.leaves import leaves, sections
+from sft_play.config.options import leaves, sections
 from sft_play.config.schema import RunConfig, Section
 from sft_play.config.validation import cross_problems, validate
 from sft_play.config.yaml_io import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from sft_play.config.leaves import accepts, leaves, training_options
+from sft_play.config.options import accepts, leaves, training_options
 from sft_play.config.yaml_io import Plain, parse
 
 

@@ -98,7 +98,7 @@ class ModelConfig(Section):
     revision: Name | None = leaf(None, owner="training.prepare.model_spec")
     """Branch, tag or commit on the hub; null uses the default branch."""
 
-    adapter: Name | None = leaf(None, owner="training.prepare.origin")
+    adapter: Name | None = leaf(None, owner="training.prepare.base_adapter")
     """Adapter that training continues: a run's name in the output folder, its path, `last`, or an adapter's folder. Its
     rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
@@ -603,13 +603,13 @@ class TrainConfig(Section):
     in that many layers, from the first on. offload: in all layers, with what recomputation needs kept in RAM, for very
     long rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
 
-    kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.proofs.kernels")
+    kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.class_checks.kernels")
     """Kernels of norms, gated activations and rotary embeddings. liger: those of the package liger-kernel, on a CUDA
     GPU, if a comparison before the first step shows that they compute the same; else the plain ones, with a warning.
     auto: the same if the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger;
     for auto it counts the memory of the plain ones, which take more."""
 
-    compile: bool = leaf(False, owner="training.proofs.compiling")
+    compile: bool = leaf(False, owner="training.class_checks.compiling")
     """Compile each block of the model with torch.compile, for training passes of any length, if a comparison before the
     first step shows that it computes the same; else the plain code runs, with a warning. Evaluation and generation run
     the plain code. Compiling takes a minute or two at every start, which the plan counts. Not with DeepSpeed, tensor

@@ -13,7 +13,7 @@ from typing import Any, cast
 import yaml
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.options import accepts, homes, leaves, sections
 from sft_play.config.other_tools import Known, Meaning, Tool
 from sft_play.config.unknown_keys import Foreign, shown_value, together
 from sft_play.config.validation import cross_problems, unknown_keys, validate

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections, yaml_value
+from sft_play.config.options import accepts, homes, leaves, sections, yaml_value
 from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show, walk
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest

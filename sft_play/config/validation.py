@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import item_leaf, leaves, listed, sections, training_options
+from sft_play.config.options import item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
 from sft_play.config.unknown_keys import Foreign, answer_words, foreign_keys, together, unknown_problem
 from sft_play.config.yaml_io import (

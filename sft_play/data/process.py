@@ -18,7 +18,8 @@ from typing import Any, TextIO
 from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
 from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.checks import judge_columns
-from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
+from sft_play.data.managed_outputs import CannotWrite, OutputFolder
+from sft_play.data.near_duplicates import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.sources.examples import example_of, rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, walk
@@ -35,7 +36,6 @@ from sft_play.data.sources.formats import (
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
 from sft_play.data.sources.tables import split_names, split_of_name
-from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import Waiting, waiting

@@ -11,13 +11,13 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import rows_text
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.process import SPLITS, read_processed
 from sft_play.data.sources.examples import prompt_for, rows_of, with_system_prompt
 from sft_play.data.sources.files import Part
 from sft_play.data.sources.formats import STYLED, Text, recognise, to_example
 from sft_play.data.sources.messages import as_given
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting

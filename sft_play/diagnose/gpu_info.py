@@ -13,7 +13,7 @@ import psutil
 
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Seen
-from sft_play.facts.gpus.unseen import unseen
+from sft_play.facts.gpus.unusable_accelerators import unseen
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of

@@ -20,9 +20,9 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import LAUNCHER, Launch, torchrun
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
-from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import OF_LAUNCHERS
 from sft_play.process.failures import end_at_once, numbered
+from sft_play.process.signals import ends_with_me
 
 NAME, SPEED = "all-reduce", "bandwidth"
 MODULE = "sft_play.training.ranks.collective_check"
@@ -83,7 +83,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         kept = {name: value for name, value in environment.items() if name not in OF_LAUNCHERS}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
-                [*launch.words[:at], "sft_play.process.endings", *launch.words[at:]],  # so that it ends with the doctor
+                [*launch.words[:at], "sft_play.process.signals", *launch.words[at:]],  # so that it ends with the doctor
                 env=ends_with_me({**kept, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

@@ -30,7 +30,7 @@ from sft_play.launch.machine import require_machine
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.process.waiting import waiting
 
 # The lengths of the rows as training would have them; None where they could not be counted.
@@ -216,7 +216,7 @@ class _Checks:
         yield passed("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
 
     def _memory(self) -> Iterator[Finding]:
-        from sft_play.planner.show import choice_line, memory_line, share_lines
+        from sft_play.planner.plan_details import choice_line, memory_line, share_lines
 
         where = "the named machine" if self._hardware.named else "this machine"
         try:
@@ -281,8 +281,8 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
+        from sft_play.training.prepare.base_adapter import origin_of
         from sft_play.training.prepare.model_spec import build_model_spec
-        from sft_play.training.prepare.origin import origin_of
         from sft_play.training.prepare.tokenizer import added_rows
 
         try:

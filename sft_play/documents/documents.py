@@ -24,9 +24,9 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.build.workers import cores
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.sources.files import find_source, walk
 from sft_play.data.sources.formats import digest_share
-from sft_play.data.written import OutputFolder
 from sft_play.documents.reader import FENCE, HEADING, KINDS, ReaderProcess, Unreadable, chunks, join, paragraphs
 from sft_play.errors import DataError
 from sft_play.log import one_line

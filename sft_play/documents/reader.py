@@ -27,7 +27,7 @@ from sft_play.data.build.workers import without_program
 from sft_play.data.sources.raw import head, piece_end, text_pieces, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 from sft_play.units import MIB
 
 MAX_FILE_BYTES = 256 * MIB

@@ -14,8 +14,8 @@ from typing import Any
 from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.gpu_aliases import grammatical
 from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, key_of, nearest
-from sft_play.facts.gpus.spoken import grammatical
 from sft_play.facts.gpus.visible_gpus import Found, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line

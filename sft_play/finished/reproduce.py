@@ -29,7 +29,7 @@ from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_data, next_line
 from sft_play.log import one_line
-from sft_play.process import endings
+from sft_play.process import signals
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
 from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
@@ -195,7 +195,7 @@ def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> in
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
-    return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
+    return signals.run_beside("sft_play", words, environment=environment, cwd=place).code
 
 
 def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE) -> str:

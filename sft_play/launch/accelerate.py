@@ -17,9 +17,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sft_play.config.leaves import expects
+from sft_play.config.options import expects
 from sft_play.config.yaml_io import parse_value, read_text, show
-from sft_play.data.written import OutputFolder
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes, is_address

@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unseen import HIDING, ON_CPU, unseen
+from sft_play.facts.gpus.unusable_accelerators import HIDING, ON_CPU, unseen
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.facts.network import GLOO_VARIABLE, address_towards, interface_of

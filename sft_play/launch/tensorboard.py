@@ -2,7 +2,7 @@
 
 A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
 recorded on disk: a TensorBoard of this project carries `MARK` in its environment, which only its user can read, and
-the rest is in its command line. One that belongs to a run is started through `sft_play.process.endings`, so that it
+the rest is in its command line. One that belongs to a run is started through `sft_play.process.signals`, so that it
 ends after a kill -9 too. Flags and the route `/data/environment` are those of https://github.com/tensorflow/tensorboard:
 `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
@@ -34,8 +34,8 @@ from sft_play.errors import ConfigError
 from sft_play.facts.network import is_local
 from sft_play.files import cache_dir, locked
 from sft_play.log import one_line, redact
-from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run
+from sft_play.process.signals import ends_with_me
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ PORTS_TRIED = 100
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.endings"
+_MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.signals"
 
 
 @dataclass(frozen=True)

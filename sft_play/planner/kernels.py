@@ -58,10 +58,10 @@ _TYPES = {
 }
 # By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
 # MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
-# built, without losses, and without experts, which keep their own code (sft_play/training/proofs/kernels.py). Types
-# that the package knows and this table does not are planned with the plain code: those that no trace confirms
-# (Qwen3-Next, Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP
-# (EXAONE 4, OLMo 2 and 3), which the estimate of a block only approximates.
+# built, without losses, and without experts, which keep their own code (training/class_checks/kernels.py). Types that
+# the package knows and this table does not are planned with the plain code: those that no trace confirms (Qwen3-Next,
+# Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP (EXAONE 4,
+# OLMo 2 and 3), which the estimate of a block only approximates.
 REPLACED: Mapping[str, Replaced] = {kind: replaced for kinds, replaced in _TYPES.items() for kind in kinds.split()}
 
 

@@ -42,7 +42,7 @@ from sft_play.planner.micro_batches import MicroBatches, RowTokens
 from sft_play.planner.parameters import Parameters, parameters_of
 from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of, shown
-from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
+from sft_play.planner.speed.compile_and_liger import compile_s, refuse_beside_compiling
 from sft_play.planner.speed.throughput import Speed, SpeedError, rates_of, speed_error, utilisation
 from sft_play.units import GIB
 

@@ -30,7 +30,7 @@ from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import SHORT
-from sft_play.planner.speed.other_code import compiling_words
+from sft_play.planner.speed.compile_and_liger import compiling_words
 from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, speed_error
 from sft_play.units import GIB, gib
 

@@ -28,7 +28,7 @@ import psutil
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.files import atomic
 from sft_play.log import escape_control, redact
-from sft_play.process import endings
+from sft_play.process import signals
 
 # In a rank: the process id of our agent, which reports how its ranks ended.
 AGENT_VARIABLE = "SFT_PLAY_AGENT"
@@ -125,7 +125,7 @@ def write_down(
             return
         if under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
-            for number in endings.STOPPING:
+            for number in signals.STOPPING:
                 signal.signal(number, signal.SIG_IGN)
         failure = Failure(
             kind=kind,
@@ -183,18 +183,18 @@ def begin_process() -> None:
     """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told to stop before the
     training handles signals closes what is open, and records its end."""
     global _fault_file
-    endings.leave_with_starter()
+    signals.leave_with_starter()
     if not under_agent():
         _leave_with_launcher(os.environ)
         return
-    endings.StopSignals(endings.interrupt).__enter__()  # for the life of the process
-    endings.end_where_deaf(leave_stopped)
+    signals.StopSignals(signals.interrupt).__enter__()  # for the life of the process
+    signals.end_where_deaf(leave_stopped)
     path = beside_error_file(FAULT_NAME)
     if path is not None:
         with contextlib.suppress(OSError):
             _fault_file = path.open("w", encoding="utf-8")
             faulthandler.enable(file=_fault_file, all_threads=False)
-    endings.leave_with(os.getppid(), signal.SIGTERM)
+    signals.leave_with(os.getppid(), signal.SIGTERM)
     threading.Thread(target=_leave_after, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
 
 
@@ -211,7 +211,7 @@ def _leave_with_launcher(environment: Mapping[str, str]) -> None:
     if "RANK" in environment and agent.isdigit() and not psutil.pid_exists(int(agent)):
         os.kill(os.getpid(), signal.SIGTERM)
     if "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment):
-        endings.leave_with(os.getppid(), signal.SIGTERM)
+        signals.leave_with(os.getppid(), signal.SIGTERM)
 
 
 def _leave_after(agent: int) -> None:

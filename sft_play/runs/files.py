@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.leaves import sections
+from sft_play.config.options import sections
 from sft_play.errors import RunFolderError, SftPlayError
 from sft_play.facts.host import free_at
 from sft_play.files import atomic

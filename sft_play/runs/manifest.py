@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play._version import __version__
-from sft_play.config.leaves import leaves
 from sft_play.config.load import LoadedConfig, differing_keys, follows, load_config, resolved
+from sft_play.config.options import leaves
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import version_of

@@ -35,16 +35,16 @@ from sft_play.launch.machine import (
 )
 from sft_play.log import write_log_to
 from sft_play.planner.plan import Plan, Planned, plan_from_json
-from sft_play.process import endings, failures
+from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock
 from sft_play.runs.lookup import create_run, discard_run
 from sft_play.runs.manifest import first_day, new_manifest
-from sft_play.runs.ran_out import NOTE
+from sft_play.runs.oom import NOTE
 
 if TYPE_CHECKING:  # it imports torch
     from sft_play.training.ranks.node_meeting import Met
@@ -133,8 +133,8 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
+    from sft_play.training.prepare.base_adapter import origin_of
     from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.origin import origin_of
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     config, found = loaded.config, load_tokenizer(loaded.config)
@@ -199,13 +199,13 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
     """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
     passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
-    signals: list[int] = []
-    environment = endings.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
+    received_signals: list[int] = []
+    environment = signals.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
     # In a session of its own, so that a terminal's Ctrl-C reaches this process only, and the ranks hear of it once.
     process = subprocess.Popen(launch.watched, env=environment, start_new_session=True)
 
     def pass_on(number: int) -> None:
-        signals.append(number)
+        received_signals.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
         name = signal.Signals(number).name
@@ -213,14 +213,14 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
                        "second ends them at once", name)  # fmt: skip
 
     def end(number: int) -> None:
-        signals.append(number)
+        received_signals.append(number)
         failures.end_at_once(process.pid)
 
-    with endings.StopSignals(pass_on, end):
+    with signals.StopSignals(pass_on, end):
         code = process.wait()
         if code < 0:  # the agent is gone, on which its ranks save and stop by themselves
-            failures.end_leftovers(process.pid, patience_s=0 if len(signals) > 1 else failures.ORPHAN_S)
-    return _exit_code(code, folder, stopped=bool(signals))
+            failures.end_leftovers(process.pid, patience_s=0 if len(received_signals) > 1 else failures.ORPHAN_S)
+    return _exit_code(code, folder, stopped=bool(received_signals))
 
 
 def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:

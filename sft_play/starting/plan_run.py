@@ -30,7 +30,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import machine_for
-from sft_play.planner import calibration, show
+from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.suggestions import make_advised_plan, suggestions
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.candidates import Candidate
@@ -38,9 +38,9 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.memory.structure import asked_shape
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
+from sft_play.planner.plan_summary import fit_line, warnings
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates, choose_precision
-from sft_play.planner.screen import fit_line, warnings
-from sft_play.runs import ran_out
+from sft_play.runs import oom
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import FREE_TO_CHANGE
@@ -73,7 +73,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = (plan.get("precision") or {}).get("updates") if layout in ROUNDS_ITSELF else None
     known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    too_many = [event.micro_batch for event in ran_out.recorded(folder) if event.again in ("step", "run")]
+    too_many = [event.micro_batch for event in oom.recorded(folder) if event.again in ("step", "run")]
     batch_then = BatchPlan(micro, accum, ranks)
     return Stopped(known, batch_then, processes, updates, folder.has_trained, min(too_many, default=None))
 
@@ -316,9 +316,13 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
 def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
     batch is said when it begins."""
-    shown = show.known_lines(plan, config) if stage is None else []
+    shown = plan_details.known_lines(plan, config) if stage is None else []
     of_stage = "" if stage is None else f"Stage {stage}: "
-    for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
+    for line in [
+        plan_details.choice_line(plan),
+        *plan_details.share_lines(plan, config),
+        *plan_details.batch_lines(plan, config),
+    ]:
         logger.log(logging.INFO if line in shown else logging.DEBUG, "%s", line)
     logger.info("%s%s", of_stage, fit_line(plan, config))
     for warning in warnings(plan, config):

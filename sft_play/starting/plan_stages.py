@@ -28,7 +28,7 @@ from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import (

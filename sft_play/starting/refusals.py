@@ -14,7 +14,7 @@ from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
 from sft_play.diagnose.disk import LARGER, disk_use
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, in_stage
-from sft_play.facts.gpus.unseen import torch_is_blind
+from sft_play.facts.gpus.unusable_accelerators import torch_is_blind
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda
 from sft_play.launch.machine import require_machine

@@ -26,7 +26,7 @@ from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.models.architecture import local_folder, positions_of
 from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, row_tokens
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)

@@ -28,12 +28,12 @@ from sft_play.launch.launch_options import (
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu
 from sft_play.log import one_line, start_log_buffer, write_log_to
-from sft_play.planner import show
+from sft_play.planner import plan_details
 from sft_play.planner.layout import DEEPSPEED
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.plan import Plan
-from sft_play.process import endings
-from sft_play.runs import ran_out
+from sft_play.process import signals
+from sft_play.runs import oom
 from sft_play.runs.folder import DIED, RESTARTS, RunFolder, Trust
 from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
@@ -95,7 +95,7 @@ def start(asked: Asked) -> Started:
     """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
     with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
     before a library is imported."""
-    endings.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
+    signals.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
     restarts = Restarts(asked.options.restarts)
     if restarts.most and asked.ranks is None and not asked.over_ranks:
         options = dataclasses.replace(asked.options, processes=1)
@@ -111,7 +111,7 @@ def _start(asked: Asked) -> Started:
     stack."""
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
-            held.enter_context(endings.StopSignals(endings.interrupt))
+            held.enter_context(signals.StopSignals(signals.interrupt))
         buffer = start_log_buffer() if asked.ranks is None or asked.ranks.is_first else None
         if asked.tells:
             _log_base(asked.loaded)
@@ -217,7 +217,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
         log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
     folder, is_resumed = _folder(asked)
     if folder is not None and is_resumed and starts:
-        ran_out.take(folder)  # of a run whose launcher did not start it again
+        oom.take(folder)  # of a run whose launcher did not start it again
         take_death(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
@@ -248,7 +248,7 @@ def _machine(asked: Asked) -> Hardware:
     here = detect() if asked.over_ranks else machine_for(asked.loaded.config, detect())
     if asked.ranks is not None and not asked.over_ranks:
         return machine_of_ranks(here, asked.ranks)
-    for line in show.detected_lines(here):
+    for line in plan_details.detected_lines(here):
         logger.info("%s", line)
     return machine_of(asked.options, here) if asked.over_ranks else one_gpu(here)
 
@@ -292,7 +292,7 @@ class Restarts:
 
     def wanted(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
         """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
-        if event := ran_out.take(folder):
+        if event := oom.take(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True
         died = take_death(folder) if self.most else None

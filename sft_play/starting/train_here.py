@@ -16,8 +16,8 @@ from sft_play.launch.machine import check_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, Planned
-from sft_play.process import endings
-from sft_play.process.heap import importing
+from sft_play.process import signals
+from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
 from sft_play.starting.plan_run import advised
@@ -56,7 +56,7 @@ def train_here(
     timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
     by = WRITER if ranks is not None and ranks.folder is not None else None
     job = run_job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
-    with endings.StopSignals(endings.interrupt), beside, advised(loaded.config, plan):
+    with signals.StopSignals(signals.interrupt), beside, advised(loaded.config, plan):
         summary = run(job)
     if ranks is None or ranks.is_first:
         # the configs have the starter's name, as plans look it up

@@ -29,7 +29,7 @@ from sft_play.planner.memory.measured_walk import MeasuredPass, Way, between
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import Numbers
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.trace.confirm import cached_shape, row_mask, settings_of
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.units import GIB

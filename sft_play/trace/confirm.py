@@ -23,7 +23,7 @@ from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)

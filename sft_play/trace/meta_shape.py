@@ -27,16 +27,16 @@ from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
-from sft_play.training.model.language_model import language_config, without_kernels
-from sft_play.training.model.nf4_experts import ExpertQuantizer
-from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import (
+from sft_play.training.class_checks.adapter_trial import (
     adapter_places,
     any_number,
     keeps_graphs,
     own_logits,
     without_gradient,
 )
+from sft_play.training.model.language_model import language_config, without_kernels
+from sft_play.training.model.nf4_experts import ExpertQuantizer
+from sft_play.training.prepare.experts import is_routed
 
 # The dtype of weights in a model that is measured.
 _FOLLOWS = torch.bfloat16

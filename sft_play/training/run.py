@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play.planner import calibration
 from sft_play.planner.precision import SHORT
-from sft_play.runs import ran_out
+from sft_play.runs import oom
 from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
@@ -156,15 +156,15 @@ def _train(
     return Trained(stop, progress, updates, tokens / progress.training_s)
 
 
-def _remember(job: RunJob, event: ran_out.RanOut) -> None:
+def _remember(job: RunJob, event: oom.RanOut) -> None:
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):
         calibration.add(recorded(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
     if event.again == "run":
-        ran_out.leave(job.folder, event)
+        oom.leave(job.folder, event)
     elif distributed.is_first():
-        ran_out.record(job.folder, event)
+        oom.record(job.folder, event)
 
 
 def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:

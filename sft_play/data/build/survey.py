@@ -17,7 +17,7 @@ from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import rephrased
-from sft_play.process.heap import give_back
+from sft_play.process.imports import give_back
 
 # Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64

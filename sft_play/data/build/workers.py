@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from sft_play.data.sources.files import Part, split_part
 from sft_play.errors import DataError, rephrased
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
 FEW_BYTES = 4 << 20

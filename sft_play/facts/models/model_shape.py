@@ -31,7 +31,7 @@ class Linear:
     outputs: int
     bias: bool = False
     adaptable: bool = True
-    """Whether it takes an adapter (`families.why_no_adapter`, `training/proofs/adapter_trial`)."""
+    """Whether it takes an adapter (`families.why_no_adapter`, `training/class_checks/adapter_trial`)."""
     packs: bool = True
     """Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product."""
 

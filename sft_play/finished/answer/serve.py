@@ -26,8 +26,8 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, names_of
 from sft_play.finished.run import FinishedRun, Outcome, context_of, next_line
 from sft_play.log import one_line
-from sft_play.process.endings import StopSignals
 from sft_play.process.environment import for_another_run
+from sft_play.process.signals import StopSignals
 from sft_play.runs.files import read_json
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 
 from sft_play.finished.run import FinishedRun
+from sft_play.training.class_checks.adapter_trial import own_logits
 from sft_play.training.loop.collate import Collator
 from sft_play.training.loop.rows import lengths_of
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.model_loading import DTYPES
 from sft_play.training.prepare.device_checks import free_memory
-from sft_play.training.proofs.adapter_trial import own_logits
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, trained_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from sft_play.ending import DO_NOT_SHIP, KINDS
 from sft_play.errors import DataError, ModelError, SftPlayError
+from sft_play.exit_codes import DO_NOT_SHIP, KINDS
 from sft_play.facts.models.architecture import weights_facts
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule

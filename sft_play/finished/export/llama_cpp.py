@@ -21,7 +21,7 @@ from pathlib import Path
 from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, locked
 from sft_play.log import one_line
-from sft_play.process import endings
+from sft_play.process import signals
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +107,13 @@ def _download(folder: Path) -> Path:
     (build / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
     (build / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     words = [
-        *(sys.executable, "-m", "sft_play.process.endings", "pip", "download"),
+        *(sys.executable, "-m", "sft_play.process.signals", "pip", "download"),
         *("--no-deps", "--no-binary", PACKAGE, "--no-build-isolation"),
         *("--require-hashes", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"),
         *("-r", str(wanted), "-d", str(target)),
     ]
     path = os.pathsep.join(filter(None, [str(build), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = endings.ends_with_me({**os.environ, "PYTHONPATH": path})
+    environment = signals.ends_with_me({**os.environ, "PYTHONPATH": path})
     done = subprocess.run(
         words, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False
     )
@@ -173,12 +173,12 @@ def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subpr
     kept = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
     own = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.run(
-        [sys.executable, "-m", "sft_play.process.endings", sys.executable, *words],
+        [sys.executable, "-m", "sft_play.process.signals", sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=endings.ends_with_me({**kept, **own, **environment}),
+        env=signals.ends_with_me({**kept, **own, **environment}),
         check=False,
     )
 

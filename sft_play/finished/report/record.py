@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.leaves import leaves
+from sft_play.config.options import leaves
 from sft_play.finished.listing import Status, best_of, status_of
 from sft_play.runs.files import metric_lines, read_json, read_summary
 from sft_play.runs.folder import RunFolder

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.leaves import training_options
+from sft_play.config.options import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError

@@ -19,7 +19,7 @@ from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import LIGER
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.advice.questions import largest, largest_that_fits
+from sft_play.planner.advice.what_if import largest, largest_that_fits
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
 from sft_play.planner.kernels import REPLACED
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for

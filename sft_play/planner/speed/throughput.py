@@ -25,7 +25,7 @@ from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.micro_batches import Passes
 from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.speed.other_code import STARTS, STILL_MOVED, TRAFFIC, saved_bytes, saved_starts_s
+from sft_play.planner.speed.compile_and_liger import STARTS, STILL_MOVED, TRAFFIC, saved_bytes, saved_starts_s
 from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
 
 # Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds

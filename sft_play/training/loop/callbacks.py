@@ -19,10 +19,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
 from sft_play.process import failures
-from sft_play.process.endings import StopSignals, elapsed_s, has_begun, interrupt
+from sft_play.process.signals import StopSignals, elapsed_s, has_begun, interrupt
 from sft_play.process.waiting import waiting
+from sft_play.training.class_checks.adapter_trial import pattern_of
 from sft_play.training.loop.finite import fp16_fault as _fp16_fault
-from sft_play.training.proofs.adapter_trial import pattern_of
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
 from sft_play.units import duration_of

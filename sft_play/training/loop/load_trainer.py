@@ -13,6 +13,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import fill_adapter
+from sft_play.training.class_checks.adapter_trial import freeze
+from sft_play.training.class_checks.compiling import compile_blocks
+from sft_play.training.class_checks.kernels import take_kernels
+from sft_play.training.class_checks.proof import trust_kernel
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import SOURCES
@@ -27,10 +31,6 @@ from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import train_only
 from sft_play.training.prepare.model_spec import ModelSpec, grown
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.proofs.adapter_trial import freeze
-from sft_play.training.proofs.compiling import compile_blocks
-from sft_play.training.proofs.kernels import take_kernels
-from sft_play.training.proofs.proof import trust_kernel
 from sft_play.training.ranks import distributed, engines
 
 

@@ -26,10 +26,12 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import Plan
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 from sft_play.process.waiting import Waiting, waiting
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
+from sft_play.training.class_checks.compiling import Compiler
+from sft_play.training.class_checks.kernels import Taken
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums, evaluations_without_a_better
 from sft_play.training.loop.memory import TRAINING, StepMemory
@@ -49,8 +51,6 @@ from sft_play.training.loop.upstream import require_known
 from sft_play.training.measure.exact_match import Answer, Question, answers
 from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.model import context_parallel, sdpa, varlen
-from sft_play.training.proofs.compiling import Compiler
-from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.distributed import own_devices
 

@@ -2,7 +2,7 @@
 
 Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
 cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
-again (`runs.ran_out`).
+again (`runs.oom`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sft_play.errors import OutOfMemory
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.runs.ran_out import RanOut
+from sft_play.runs.oom import RanOut
 from sft_play.training.loop.rows import FILLER
 from sft_play.training.prepare.device_checks import free_memory, out_of_memory_message, ran_out
 from sft_play.training.ranks import distributed

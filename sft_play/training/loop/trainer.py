@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from sft_play.config.leaves import training_options
+from sft_play.config.options import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing

@@ -11,12 +11,12 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import rewrite_logs
 
-from sft_play.config.leaves import training_options
+from sft_play.config.options import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.ran_out import ENTRY, RanOut, recorded
+from sft_play.runs.oom import ENTRY, RanOut, recorded
 from sft_play.training.measure.exact_match import Answer
 
 SHOWN_ANSWERS = 5

@@ -21,7 +21,7 @@ import torch
 
 from sft_play.planner.memory.estimate import RunMoment
 from sft_play.planner.plan import Plan
-from sft_play.process.heap import give_back_free_memory
+from sft_play.process.imports import give_back_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
 
 # Seconds between two samples of resident memory; one takes 0.03 ms.

@@ -21,8 +21,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from sft_play.training.class_checks.adapter_trial import read_past
 from sft_play.training.prepare.experts import PACKED, stacked_experts
-from sft_play.training.proofs.adapter_trial import read_past
 
 
 # --- a packed weight --------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.leaves import leaves, plain
+from sft_play.config.options import leaves, plain
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 from sft_play.training.unsloth.unsloth_environment import UnslothAnswer, ask, find_python
 
 if TYPE_CHECKING:  # it imports torch, without which most of this is refused

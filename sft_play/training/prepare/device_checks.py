@@ -13,7 +13,7 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
-from sft_play.facts.gpus.unseen import ON_CPU, torch_is_blind
+from sft_play.facts.gpus.unusable_accelerators import ON_CPU, torch_is_blind
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.config_fields import ALIASES, EXPERT_COUNTS
 from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
-from sft_play.training.proofs.small_model import on_small_model, small_model
+from sft_play.training.class_checks.small_model import on_small_model, small_model
 
 # The name under which `grouped_mm_in_autocast` is registered in transformers.
 CASTING = "sft_play_grouped_mm"

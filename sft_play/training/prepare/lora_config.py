@@ -17,8 +17,8 @@ from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
+from sft_play.training.class_checks.adapter_trial import adapter_places, linear_layers, output_head
 from sft_play.training.prepare.experts import meant_experts
-from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
 # Pieces that stand for a glob.
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}

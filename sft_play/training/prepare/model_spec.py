@@ -33,13 +33,13 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import adapter_names
 from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.class_checks.adapter_trial import late_gradients, without_gradient
+from sft_play.training.class_checks.masking import boundaries_of, padding_of, require_packable
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.language_model import Tower, fit_ties, language_config, lost_by_peft, tower_of
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
-from sft_play.training.proofs.adapter_trial import late_gradients, without_gradient
-from sft_play.training.proofs.masking import boundaries_of, padding_of, require_packable
 
 
 @dataclass(frozen=True)

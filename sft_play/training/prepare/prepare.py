@@ -22,13 +22,13 @@ from sft_play.facts.installed import COMPUTING
 from sft_play.facts.models.architecture import check_available, weights_facts
 from sft_play.log import one_line
 from sft_play.runs.manifest import versions
+from sft_play.training.class_checks.kernels import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, model_problem
+from sft_play.training.prepare.base_adapter import Origin, origin_of
 from sft_play.training.prepare.device_checks import warn_of_need
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, lost_in_peft
-from sft_play.training.prepare.origin import Origin, origin_of
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
-from sft_play.training.proofs.kernels import check_kernels
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 
 
 def quiet_libraries() -> None:

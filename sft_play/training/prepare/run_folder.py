@@ -18,7 +18,7 @@ from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED, RESTARTS
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.lookup import create_run, discard_run, write_start
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.runs.ran_out import ENTRY
+from sft_play.runs.oom import ENTRY
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choices
 from sft_play.training.ranks import distributed

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import TokenizerError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
-from sft_play.process.heap import importing
+from sft_play.process.imports import importing
 
 # Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token.
 BUILT_IN_TEMPLATES = {

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sft_play.files import atomic
-from sft_play.process.endings import leave_with
+from sft_play.process.signals import leave_with
 from sft_play.units import MIB
 
 # Bytes that are reduced: DDP's buckets and FSDP's layers are in this range.

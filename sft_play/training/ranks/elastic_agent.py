@@ -27,12 +27,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import Interrupted, SftPlayError
+from sft_play.exit_codes import with_ending, write_json_line
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
-from sft_play.process.endings import STOPPING, StopSignals, end_where_deaf, leave_with_starter
 from sft_play.process.failures import Failure
+from sft_play.process.signals import STOPPING, StopSignals, end_where_deaf, leave_with_starter
 from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import noted

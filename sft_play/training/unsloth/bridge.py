@@ -28,7 +28,7 @@ from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
-from sft_play.process import endings, failures
+from sft_play.process import failures, signals
 from sft_play.runs.files import write_text
 from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
@@ -204,7 +204,7 @@ def _run(python: Path, document: Path, plan: Plan) -> None:
         asked.append(number)
         _tell(workers, signal.SIGKILL)
 
-    with endings.StopSignals(pass_on, end):
+    with signals.StopSignals(pass_on, end):
         for number, place in enumerate(_places(plan)):
             workers.append(_start(python, document, number, place))
             if asked:
@@ -239,7 +239,7 @@ def _start(python: Path, document: Path, number: int, place: dict[str, str]) -> 
     error_file = document.parent / "ranks" / str(number) / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
     told = {**worker_environment(os.environ), **place, failures.ERROR_FILE_VARIABLE: str(error_file)}
-    environment = endings.ends_with_me(told, number=signal.SIGTERM)
+    environment = signals.ends_with_me(told, number=signal.SIGTERM)
     words = [str(python), str(WORKER), str(document)]
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
     return _Worker(subprocess.Popen(words, env=environment, start_new_session=True), error_file)

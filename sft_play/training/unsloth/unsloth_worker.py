@@ -81,13 +81,13 @@ def start(path: Path) -> int:
     file that the parent named. Nothing here loads torch before Unsloth, whose errors become messages."""
     from sft_play.errors import BackendError, SftPlayError
     from sft_play.log import one_line, set_up_logging, survive_lost_output
-    from sft_play.process import endings, failures
+    from sft_play.process import failures, signals
 
     survive_lost_output()
     set_up_logging("train", rank=int(os.environ.get("RANK", "0")))
-    endings.leave_with_starter()
+    signals.leave_with_starter()
     try:
-        with endings.StopSignals(endings.interrupt):
+        with signals.StopSignals(signals.interrupt):
             try:
                 import unsloth  # noqa: F401
             except Exception as error:

@@ -17,10 +17,10 @@ from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.planner.plan import Plan
+from sft_play.training.class_checks.proof import Proof, agreed, attention_of, compared, in_dtype, numbers
+from sft_play.training.class_checks.small_model import small_config, small_model
 from sft_play.training.model import varlen
 from sft_play.training.prepare.model_spec import blocks_of
-from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers
-from sft_play.training.proofs.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
 

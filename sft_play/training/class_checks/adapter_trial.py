@@ -28,8 +28,7 @@ from sft_play.facts.installed import remembered
 from sft_play.facts.models.families import FAMILIES, why_no_adapter
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
-from sft_play.training.model.fused_head import fused_head
-from sft_play.training.proofs.small_model import (
+from sft_play.training.class_checks.small_model import (
     MOST_PARAMETERS,
     VOCABULARY,
     kind_of,
@@ -37,6 +36,7 @@ from sft_play.training.proofs.small_model import (
     on_small_model,
     small_model,
 )
+from sft_play.training.model.fused_head import fused_head
 
 _FOUND = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.

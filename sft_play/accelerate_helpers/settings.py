@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from sft_play.config.leaves import expects
+from sft_play.config.options import expects
 from sft_play.config.schema import Name, Section
 from sft_play.config.validation import hint_at
 from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show

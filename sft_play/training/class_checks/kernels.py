@@ -19,8 +19,8 @@ from sft_play.facts.installed import LIGER
 from sft_play.log import one_line
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
-from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers, worst
-from sft_play.training.proofs.small_model import small_config, small_model
+from sft_play.training.class_checks.proof import Proof, agreed, attention_of, compared, in_dtype, numbers, worst
+from sft_play.training.class_checks.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
 

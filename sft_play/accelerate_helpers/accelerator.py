@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sft_play.accelerate_helpers.one_process import NoOpAccelerator
+from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate import drop_accelerate, is_of_accelerate, refuse_too_few_processes
@@ -20,8 +22,6 @@ from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compi
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
-from sft_play.own_loop.one_process import NoOpAccelerator
-from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_alike
 

@@ -16,9 +16,7 @@ import torch
 
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError
-from sft_play.training.model import varlen
-from sft_play.training.prepare.experts import balance_coefficient
-from sft_play.training.proofs.small_model import (
+from sft_play.training.class_checks.small_model import (
     MOST_TRAINED,
     VOCABULARY,
     kind_of,
@@ -27,6 +25,8 @@ from sft_play.training.proofs.small_model import (
     passed,
     small_model,
 )
+from sft_play.training.model import varlen
+from sft_play.training.prepare.experts import balance_coefficient
 
 # Least difference that a chat's beginning must make to its end: in a model below it, no leak would show.
 TELLING = 0.05

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware
-from sft_play.planner.advice.questions import Largest
+from sft_play.planner.advice.what_if import Largest
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.memory.estimate import RUN_MOMENTS
 from sft_play.planner.parameters import parameters_line

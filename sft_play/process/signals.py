@@ -92,7 +92,7 @@ def _catches_ctrl_c(process: int) -> bool:
 
 
 def main() -> None:
-    """`python -m sft_play.process.endings MODULE WORDS...`: a third-party module that ends with the process that
+    """`python -m sft_play.process.signals MODULE WORDS...`: a third-party module that ends with the process that
     started it. A program's path in the place of the module runs that program; it ends so on Linux only."""
     leave_with_starter()
     del sys.argv[0]
