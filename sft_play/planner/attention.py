@@ -8,8 +8,8 @@ Hopper, and it builds a graph for every new shape of a batch: 0.03 to 1 s each
 off elsewhere; nor is it taken where its backward pass is not safe: for heads wider than 128, or of two widths.
 
 Masks are decided from shapes, and measured before a run by `training.class_checks.masking`. Attention is causal and
-padding is at the end, so no token of a chat sees a padded place. Chats that share a row are told apart by their boundaries:
-PyTorch's flash kernel takes those of many chats; where it does not run, each chat is a call of its own.
+padding is at the end, so no token of a chat sees a padded place. Chats that share a row are told apart by their
+boundaries: PyTorch's flash kernel takes those of many chats; where it does not run, each chat is a call of its own.
 """
 
 from __future__ import annotations
