@@ -21,8 +21,8 @@ from typing import Any, Literal
 import benchmarks.memory_model.closed  # noqa: F401  (which adds the loss of other scripts)
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import detect
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.hardware import detect_hardware
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
@@ -226,14 +226,14 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
     """The estimate's answer for a model's config.json."""
-    return estimate(setting.config, parse_config(dict(model), name=setting.model), setting.precision, setting.step)
+    return estimate(setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step)
 
 
 def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
     """The same step in the trace's words; of a mixture of experts in those of the plan's own trace."""
     config, step = setting.config, setting.step
-    shape = parse_config(dict(model), name=setting.model)
-    if any(kind.stacked for kind in shape.layers):
+    shape = parse_model_shape(dict(model), name=setting.model)
+    if any(kind.expert_weights for kind in shape.layers):
         return settings_of(config, model, shape, setting.precision, step)
     lora, name = config.tuning.lora, step.layout.name
     strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
@@ -324,7 +324,7 @@ def main() -> int:
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
-        report = {"machine": detect().as_json(), "versions": versions(), **summary(done), "runs": done}
+        report = {"machine": detect_hardware().as_json(), "versions": versions(), **summary(done), "runs": done}
         write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
     sys.stdout.write(json.dumps(summary(done)["error"], indent=1) + "\n")
     return 0

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident import Sampler
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.process.signals import ends_with_me, leave_with_starter
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
@@ -392,7 +392,7 @@ def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> I
 def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": detect().as_json(),
+        "machine": detect_hardware().as_json(),
         "versions": versions(),
         "rows_from": source,
         "tokenizer": Path(tokenizer).name,

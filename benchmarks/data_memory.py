@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident import Sampler
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
@@ -187,7 +187,7 @@ def bench(sizes: list[int], tokenizer: Path, out: Path, forms: list[str], worker
                 sys.stdout.flush()
                 answer = {
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "machine": detect().as_json(),
+                    "machine": detect_hardware().as_json(),
                     "versions": versions(),
                     "workers": workers,
                     "runs": runs,

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.signals import ends_with_me
 from sft_play.runs.files import write_json
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
     parser.add_argument("--scratch", default=None, help="folder for the models (kept); a temporary one otherwise")
     given = parser.parse_args()
-    out, hardware = Path(given.out), detect()
+    out, hardware = Path(given.out), detect_hardware()
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else {}
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(given.scratch or temporary)

@@ -13,13 +13,13 @@ from typing import Any
 from benchmarks import starter_language, what_fits
 from sft_play.config.options import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, Defaults
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.process.variables import MAINTAINING, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
 
-def defaults_text(table: dict[str, Defaults]) -> str:
+def defaults_text(table: dict[str, ClassDefaults]) -> str:
     """`class_defaults.json` of such a table: a line for each model type."""
     rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
     return "{\n" + ",\n".join(rows) + "\n}\n"
@@ -42,11 +42,11 @@ def generated() -> Iterator[tuple[Path, str]]:
             yield makefile, with_variables(text, maintaining=makefile.parent.name != "")
 
 
-def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
+def class_defaults(table: Mapping[str, ClassDefaults]) -> dict[str, ClassDefaults]:
     """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
     from transformers import CONFIG_MAPPING
 
-    renewed: dict[str, Defaults] = {}
+    renewed: dict[str, ClassDefaults] = {}
     for kind, fields in table.items():
         own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
         renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.steps import material
 from benchmarks.steps.bench import compare
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.log import one_line
 from sft_play.runs.files import write_json
@@ -174,7 +174,7 @@ def main() -> int:
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("benchmarks.steps").setLevel(logging.INFO)  # the last lines of a side that fails
-    began, machine = time.monotonic(), detect()
+    began, machine = time.monotonic(), detect_hardware()
     try:
         asked = chosen(given.only)
         if not machine.gpus:

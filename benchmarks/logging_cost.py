@@ -26,8 +26,8 @@ from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import Split
 from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.facts.hardware import detect
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import detect_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
@@ -93,8 +93,8 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         f"logging_steps: {1 if on else 1000}, report_to: {'[tensorboard]' if on else '[]'}}}\neval: {{steps: 0}}\n",
         name="logging",
     )
-    hardware = detect()
-    plan = make_plan(PlanRequest(config, shape_of(str(model_folder)), hardware, only=("single",)))
+    hardware = detect_hardware()
+    plan = make_plan(PlanRequest(config, load_model_shape(str(model_folder)), hardware, only=("single",)))
     ids = [7 + index % 50 for index in range(SEQ_LEN)]
     rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
     with tempfile.TemporaryDirectory() as place:
@@ -153,7 +153,7 @@ def main() -> None:
         Path(given.out).absolute(),
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": detect().as_json(),
+            "machine": detect_hardware().as_json(),
             "versions": versions(),
             "runs": runs,
             "ratios": {"on/off": on / off, "inside": statistics.median(one["inside"] for one in runs["on"])},

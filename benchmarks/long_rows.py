@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 
 MILLION = 2**20
@@ -56,8 +56,8 @@ def plan_of(row: LongRow) -> Plan:
         "tuning: {mode: full}\ntrain: {effective_batch_size: 1, gradient_checkpointing: offload}\n",
         name="long",
     )
-    shape = replace(shape_of(row.model), max_positions=tokens)
-    machine = named(f"{row.nodes}x8xH100,network=3200Gbps,ram=2TiB" if row.nodes > 1 else "8xH100,ram=2TiB")
+    shape = replace(load_model_shape(row.model), max_positions=tokens)
+    machine = parse_hardware(f"{row.nodes}x8xH100,network=3200Gbps,ram=2TiB" if row.nodes > 1 else "8xH100,ram=2TiB")
     return make_plan(PlanRequest(config, shape, machine, has_eval=False))
 
 

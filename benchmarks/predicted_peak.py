@@ -32,8 +32,8 @@ import psutil
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.process.signals import leave_with
 from sft_play.runs.files import write_json
@@ -112,13 +112,13 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
     if micro < 0:
         micro = 2 * planned(dataclasses.replace(row, micro_batch=0), scratch, hardware)[1].batch.micro_batch
     config = config_of(row, scratch, micro)
-    shape = shape_of(config.model.name)
+    shape = load_model_shape(config.model.name)
     return config, make_plan(PlanRequest(config, shape, hardware, only=("single",), has_eval=False))
 
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What estimate and trace say of the row, in bytes."""
-    from sft_play.facts.models.architecture import config_json
+    from sft_play.facts.models.architecture import load_config_json
     from sft_play.trace.confirm import cached_trace, settings_of
     from sft_play.trace.settings import TraceUnavailable
 
@@ -136,7 +136,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     if not hardware.gpus:
         return found
     settings = settings_of(
-        config, config_json(config.model.name), shape_of(config.model.name), plan.precision, plan.choice.step
+        config, load_config_json(config.model.name), load_model_shape(config.model.name), plan.precision, plan.choice.step
     )
     settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "model")
     try:
@@ -384,7 +384,7 @@ def main() -> int:
     words.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
     given = words.parse_args()
     runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
-    hardware = detect().first(1)
+    hardware = detect_hardware().limit_gpus(1)
     import sft_play.trace.step
     import sft_play.training.loop.trainer  # noqa: F401  (imported once, before the forks)
 

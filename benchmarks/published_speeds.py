@@ -20,8 +20,8 @@ from typing import Any
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import config_json
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_config_json
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
@@ -63,10 +63,10 @@ OTHER_MODELS = {
 @functools.cache
 def shape(name: str) -> ModelShape:
     """The shapes of a row's model."""
-    return planned_shape(OTHER_MODELS.get(name) or config_json(name), name=name)
+    return planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
-_named = functools.cache(named)
+_named = functools.cache(parse_hardware)
 
 
 @functools.cache

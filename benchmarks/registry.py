@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import (
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.finished.load import load_as_trained
@@ -252,7 +252,7 @@ def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: LoRA
     without, QLoRA and full weights with checkpointing; None where no trace runs."""
     shape = planned_shape(fields, name="m")
-    found: dict[str, Any] = {"plan": "known" if shape.meter is None else "measured"}
+    found: dict[str, Any] = {"plan": "known" if shape.block_meter is None else "measured"}
     for mode in MODES:
         layers = None if mode != "lora" and shape.can_checkpoint else 0
         found[f"trace_{mode}"] = _apart(fields, shape, mode, layers)
@@ -268,7 +268,7 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
     for attention, masks in itertools.product(attentions, (False, True)):
         step = Step(
             8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers,
-            loss="logits" if shape.own_logits else "chunked",
+            loss="logits" if shape.has_custom_logits else "chunked",
         )  # fmt: skip
         is_of_run = masks and attention == attentions[0]
         with contextlib.suppress(TraceUnavailable, *(() if is_of_run else (ModelError,))):
@@ -568,7 +568,7 @@ def main() -> None:
     torch.set_num_threads(1)
     book = read_json(words.out) if words.out.is_file() else {}
     if book.get("versions") != versions():
-        book = {"versions": versions(), "machine": detect().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        book = {"versions": versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     book["all"] = len(kinds())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, words.kinds.split(",")):

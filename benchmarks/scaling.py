@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import config_json
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -113,7 +113,7 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
     words = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
     hardware, config = _named(words), _config(point.mode)
-    shape = planned_shape(config_json(point.model), name=point.model)
+    shape = planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     step = Step(
         micro_batch=micro,
@@ -128,7 +128,7 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
     return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus
 
 
-_named = functools.cache(named)
+_named = functools.cache(parse_hardware)
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.runs.files import write_json
@@ -52,7 +52,7 @@ def plan_of(card: str, model: str, mode: str, batch: int, rows: RowTokens | None
     """The plan of one card."""
     text = f"model: {{name: {model}, max_seq_len: {LENGTH}}}\ntuning: {{mode: {mode}}}\n"
     config = config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="short.yaml")
-    request = PlanRequest(config, shape_of(model), named(f"1x{card}"), has_eval=False)
+    request = PlanRequest(config, load_model_shape(model), parse_hardware(f"1x{card}"), has_eval=False)
     return make_plan(replace(request, rows=rows))
 
 
@@ -62,7 +62,7 @@ def main(rows: Path, tokenizer: Path, out: Path) -> None:
     assert known is not None
     cards: list[dict[str, Any]] = []
     for batch in (32, 64):
-        for card in dict.fromkeys(entry.name for entry in ENTRIES):
+        for card in dict.fromkeys(entry.name for entry in CATALOG_ENTRIES):
             for model, mode in MODELS:
                 full = plan_of(card, model, mode, batch, None)
                 if full.fits and full.speed_known:

@@ -24,8 +24,8 @@ from benchmarks.long_rows import long_rows
 from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import detect, named
-from sft_play.facts.models.architecture import KNOWN_MODELS, config_json
+from sft_play.facts.hardware import detect_hardware, parse_hardware
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -47,8 +47,8 @@ def predicted(row: dict[str, str]) -> float | None:
         return None
     try:
         micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
-        hardware = named(f"{count}x{row['gpu']}")
-        shape = planned_shape(config_json(row["model"]), name=row["model"])
+        hardware = parse_hardware(f"{count}x{row['gpu']}")
+        shape = planned_shape(load_config_json(row["model"]), name=row["model"])
     except (ValueError, SftPlayError):
         return None
     rank = int(row["lora_r"]) if row["lora_r"].isdigit() else 16
@@ -119,7 +119,7 @@ def main() -> int:
     if os.environ.get("OUT"):
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": detect().as_json(),
+            "machine": detect_hardware().as_json(),
             "versions": versions(),
         }
         write_json(

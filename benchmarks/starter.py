@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.starter_base import digest
 from benchmarks.starter_language import FOLDER
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import for_another_run, waiting_threads
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
@@ -62,7 +62,7 @@ def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
         "loss": after["loss"],
         "fine_tuning_s": time.monotonic() - began,
         "load": os.getloadavg()[0],
-        "processor": detect().cpu_name,
+        "processor": detect_hardware().cpu_name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -88,7 +88,7 @@ def main() -> None:
             sys.stdout.flush()
             found = [one["exact_match"] for one in runs]
             summary = {"runs": len(runs), "worst": min(found), "median": statistics.median(found), "best": max(found)}
-            report = {"machine": detect().as_json(), "versions": versions(), "summary": summary, "runs": runs}
+            report = {"machine": detect_hardware().as_json(), "versions": versions(), "summary": summary, "runs": runs}
             write_json(out, report)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from benchmarks import starter_language as language
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.environment import for_another_run
 from sft_play.runs.files import write_json
@@ -125,7 +125,7 @@ def record() -> dict[str, Any]:
         "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())},
         "recipe": recipe(),
         "seed": SEED,
-        "machine": detect().as_json(),
+        "machine": detect_hardware().as_json(),
         "versions": versions(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

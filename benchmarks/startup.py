@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import for_another_run
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
@@ -155,7 +155,7 @@ def main() -> None:
                     starts += [one] if number else []  # round 0 compiles bytecode and fills caches
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": detect().as_json(),
+        "machine": detect_hardware().as_json(),
         "versions": versions(),
         "summary": summary(starts),
         "starts": [asdict(one) for one in starts],

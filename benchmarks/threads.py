@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import SLEEPING, SPINNING
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
@@ -202,7 +202,7 @@ def main() -> None:
             loop.kill()
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": detect().as_json(),
+        "machine": detect_hardware().as_json(),
         "versions": versions(),
         "settings": SETTINGS,
         "summary": summary(turns, quiet=given.quiet),

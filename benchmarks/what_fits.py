@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sft_play.config.load import load_config
-from sft_play.facts.hardware import named
+from sft_play.facts.hardware import parse_hardware
 from sft_play.files import ROOT
 from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
@@ -64,7 +64,7 @@ def cell(model: str, mode: str, card: str) -> Cell:
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
-    request = PlanRequest(config, shape_for(config), named(f"1x{card}"), ("single",), has_eval=False)
+    request = PlanRequest(config, shape_for(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False)
     longest = largest_that_fits("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None or not (plan := make_plan(request)).fits:

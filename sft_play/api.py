@@ -15,7 +15,7 @@ import os
 from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import machine_for
 from sft_play.planner.plan import Plan
@@ -32,7 +32,7 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
     says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
     tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
     HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
-    machine = detect() if hardware is None else named(hardware) if isinstance(hardware, str) else hardware
+    machine = detect_hardware() if hardware is None else parse_hardware(hardware) if isinstance(hardware, str) else hardware
     machine = machine_of_mesh(run.longest, machine_for(run.longest, machine))
     return plan_for(run.longest, machine, trace=trace)
 

@@ -43,7 +43,7 @@ def finished_run(
 
     from sft_play.api import plan
     from sft_play.config.load import load_config, resolved
-    from sft_play.facts.models.architecture import weights_facts
+    from sft_play.facts.models.architecture import base_weights_identity
     from sft_play.runs.files import write_json
     from sft_play.runs.folder import FORMAT
     from sft_play.training.checkpoints.model_saving import save_model
@@ -80,7 +80,7 @@ def finished_run(
     save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base=base)
     write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
-    facts = {"weights": weights_facts(str(base), spec.hf_config)}
+    facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
     ended = "2026-01-01T00:00:00+00:00"
     write_json(folder / "manifest.json", {"format": FORMAT, "status": "finished", "ended": ended, "data": facts})
     return folder

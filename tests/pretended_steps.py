@@ -27,7 +27,7 @@ from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import Split
 from sft_play.data.build.stats import RowStats
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
@@ -91,7 +91,7 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
         f"        logging_steps: 1, bf16: {str(precision == 'bf16').lower()}}}\n",
         name="run.yaml", overrides=ROWS[rows],
     )  # fmt: skip
-    plan = make_plan(PlanRequest(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34)))
+    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34)))
     cut = MicroBatches(2, tokens=96, padded=False) if rows == "joined" else MicroBatches(2)
     plan = dataclasses.replace(plan, micro_batches=cut, answer_tokens=64)
     tokenizer, has_masks = AutoTokenizer.from_pretrained(model), rows not in ("unmasked", "of sources")

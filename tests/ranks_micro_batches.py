@@ -18,7 +18,7 @@ from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import Split
 from sft_play.data.build.stats import RowStats
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
@@ -48,7 +48,7 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
     )
     config = config_from_text(text, name="run.yaml")
     plan = make_plan(
-        PlanRequest(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False)
+        PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False)
     )
     plan = dataclasses.replace(plan, micro_batches=cut)
     assert plan.batch.ranks == ranks

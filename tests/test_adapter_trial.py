@@ -18,8 +18,8 @@ from torch import nn
 from benchmarks.registry import NEEDED
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.models.families import FAMILIES
-from sft_play.facts.models.model_shape import AdapterPlaces
+from sft_play.facts.models.families import MODEL_FAMILIES
+from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.files import cache_dir
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
@@ -176,9 +176,9 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     spec = build_model_spec(config, precision, tokenizer_size=100)
     targets, shape = set(spec.peft_config.target_modules), shape_for(config)
     assert set(_adapter(config, shape)["target_modules"]) == targets
-    places = shape.adapters
-    if kind not in FAMILIES:
-        assert places.untried == ""
+    places = shape.adapter_placement
+    if kind not in MODEL_FAMILIES:
+        assert places.untried_reason == ""
         assert set(places.targets) == targets
     counted = sum(count for one, count in shape.linears if one.adaptable)
     with torch.device("meta"):
@@ -210,7 +210,7 @@ def test_classes_of_other_sizes_are_tried_too(kind):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
     places, lost = adapter_trial.adapter_places(model)
-    assert places.untried == ""
+    assert places.untried_reason == ""
     assert len(lost) < len(adapter_trial.linear_layers(model))
 
 
@@ -250,7 +250,7 @@ WITHOUT_DEFAULTS = {"hunyuan_v1_dense", "ministral"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - WITHOUT_DEFAULTS))
+@pytest.mark.parametrize("kind", sorted(set(MODEL_FAMILIES) - WITHOUT_DEFAULTS))
 def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -320,7 +320,7 @@ def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_
     assert places[1][0].untried == ""
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     from transformers import AutoConfig
 
@@ -346,7 +346,7 @@ def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command
     code, printed = command(*words, "tuning.lora.target_modules=[in_proj, out_proj]")
     assert (code, "out_proj: the class reads its weight past the adapter" in printed) == (2, True)
     # as if a later PEFT refused what was tried with this one
-    monkeypatch.setattr(AdapterPlaces, "given", lambda self, targets: ["in_proj", "out_proj"])
+    monkeypatch.setattr(AdapterPlacement, "resolve_targets", lambda self, targets: ["in_proj", "out_proj"])
     code, printed = command(*words, "--trace")
     assert (code, "PEFT refuses the adapters: " in printed, "Launch" in printed) == (2, True, False), printed
 
@@ -405,7 +405,7 @@ def test_a_class_that_cannot_be_tried_says_so_and_leaves_out_what_its_source_sho
     places, lost = adapter_trial.adapter_places(Odd(config))
     assert lost == {"past"}
     assert set(places.targets) == {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"}
-    assert places.words == [
+    assert places.notes == [
         f"none on past ({adapter_trial.PAST_ADAPTER})",
         "on every linear layer: odd could not be tried: it is too large",
     ]  # fmt: skip
@@ -450,15 +450,15 @@ def test_targets_match_the_chosen_layers_and_no_others():
 
 
 def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
-    places = AdapterPlaces(
+    places = AdapterPlacement(
         ("down_proj", "self_attn.kv_proj", "x.self_attn.q_proj"),
         (("model.layers.*.compressor.kv_proj", "why"), ("model.layers.*.self_attn.q_proj", "why")),
     )
-    assert places.given("auto") == list(places.targets)
-    assert places.given(("down_proj", "mlp.down_proj")) == ["down_proj", "mlp.down_proj"]
-    assert places.given(("kv_proj", "self_attn.kv_proj")) == ["self_attn.kv_proj"]
-    assert places.given(("q_proj",)) == ["x.self_attn.q_proj"]
-    assert places.given(("compressor.kv_proj",)) == []
+    assert places.resolve_targets("auto") == list(places.targets)
+    assert places.resolve_targets(("down_proj", "mlp.down_proj")) == ["down_proj", "mlp.down_proj"]
+    assert places.resolve_targets(("kv_proj", "self_attn.kv_proj")) == ["self_attn.kv_proj"]
+    assert places.resolve_targets(("q_proj",)) == ["x.self_attn.q_proj"]
+    assert places.resolve_targets(("compressor.kv_proj",)) == []
 
 
 # --- what tokens see --------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
         shape_on_meta(fields, name="m")
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_tokens_of_known_classes_see_only_those_before_them(kind):
     from transformers import AutoConfig
 

@@ -207,7 +207,7 @@ def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpo
 
 def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", more="", within, wide=False):
     """The estimate of a step beside the trace of it, two blocks deep."""
-    from sft_play.facts.models.decoder import parse_config
+    from sft_play.facts.models.decoder import parse_model_shape
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of
@@ -217,7 +217,7 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     config = config_from_text(
         f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}", name="run"
     )
-    plain = parse_config(model, name=name)
+    plain = parse_model_shape(model, name=name)
     shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
     precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
     planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)

@@ -13,10 +13,10 @@ import yaml
 
 from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import KNOWN_MODELS, positions_of, shape_of
-from sft_play.facts.models.config_fields import ALIASES, CLASS_DEFAULTS, DEFAULTS_FILE, UnknownArchitecture
-from sft_play.facts.models.decoder import parse_config
-from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_max_positions, load_model_shape
+from sft_play.facts.models.config_fields import FIELD_ALIASES, CLASS_DEFAULTS, DEFAULTS_FILE, UnknownArchitecture
+from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES, WRAPPED_TYPES
 from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
@@ -96,14 +96,14 @@ def as_in_the_table(shape: ModelShape) -> ModelShape:
 
 def _stacks(kind: LayerKind) -> set[tuple[str, int, tuple[int, ...]]]:
     """Stacks of experts; which of a matrix's sides are its inputs, its tensor does not tell."""
-    return {(one.path, one.experts, tuple(sorted((one.inputs, one.outputs)))) for one in kind.stacked}
+    return {(one.path, one.experts, tuple(sorted((one.inputs, one.outputs)))) for one in kind.expert_weights}
 
 
 def check(config: dict[str, Any]) -> None:
     """The parsed shape equals what the class has on the meta device, block by block and module by module."""
     from sft_play.trace.meta_shape import shape_on_meta
 
-    parsed, built = parse_config(config, name="m"), as_in_the_table(shape_on_meta(config, name="m"))
+    parsed, built = parse_model_shape(config, name="m"), as_in_the_table(shape_on_meta(config, name="m"))
     assert parsed.params == built.params
     for key in ("embedding_params", "head_params", "tied", "vocab_size", "num_layers", "layer_order", "expert_params"):
         assert getattr(parsed, key) == getattr(built, key), key
@@ -111,7 +111,7 @@ def check(config: dict[str, Any]) -> None:
     for mine, real in zip(parsed.layers, built.layers, strict=True):
         assert mine.count == real.count
         assert set(mine.linears) == set(real.linears)
-        assert sorted(mine.packable) == sorted(real.packable)
+        assert sorted(mine.packable_sizes) == sorted(real.packable_sizes)
         assert _stacks(mine) == _stacks(real)
         assert mine.params == real.params
         for key in (
@@ -129,7 +129,7 @@ def check(config: dict[str, Any]) -> None:
     assert parsed.attention_dropout == built.attention_dropout
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_small_sizes_give_the_modules_of_the_class(kind):
     check(file_of(kind))
 
@@ -139,7 +139,7 @@ def test_a_variant_gives_the_modules_of_the_class(kind, changes):
     check(file_of(kind, **changes))
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_fields_left_to_the_class_are_those_of_the_class(kind):
     width = CLASS_DEFAULTS[kind]["hidden_size"]
     check({"model_type": kind, "hidden_size": width, "num_hidden_layers": 3, **NO_DEFAULT.get(kind, {})})
@@ -160,7 +160,7 @@ def test_the_table_of_class_defaults_is_transformers_own():
             else:
                 assert own[key] == value, (kind, key)
             seen += 1
-    assert set(CLASS_DEFAULTS) == set(FAMILIES)
+    assert set(CLASS_DEFAULTS) == set(MODEL_FAMILIES)
     assert seen > 300
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
@@ -171,9 +171,9 @@ def test_the_table_of_class_defaults_is_transformers_own():
 def test_sizes_by_another_name_are_read_as_transformers_reads_them():
     from transformers import CONFIG_MAPPING
 
-    known = {other for others in ALIASES.values() for other in others} | {"num_local_experts", "num_experts"}
+    known = {other for others in FIELD_ALIASES.values() for other in others} | {"num_local_experts", "num_experts"}
     known |= {"n_routed_experts", "moe_num_experts", "qkv_bias", "bias", "num_mtp_layers", "num_nextn_predict_layers"}
-    for kind in FAMILIES:
+    for kind in MODEL_FAMILIES:
         for usual, own in CONFIG_MAPPING[kind].attribute_map.items():
             assert {usual, own} & known, (kind, usual, own)
 
@@ -181,22 +181,22 @@ def test_sizes_by_another_name_are_read_as_transformers_reads_them():
 def test_wrappers_have_the_language_model_that_transformers_gives_them():
     from transformers import CONFIG_MAPPING
 
-    for wrapper, kind in WRAPPERS.items():
+    for wrapper, kind in WRAPPED_TYPES.items():
         assert CONFIG_MAPPING[wrapper]().get_text_config().model_type == kind, wrapper
-    assert len(WRAPPERS) >= 8
+    assert len(WRAPPED_TYPES) >= 8
 
 
 def test_what_is_called_no_decoder_is_a_type_of_transformers():
     from transformers import CONFIG_MAPPING
 
-    assert not set(OTHER_KINDS) - set(CONFIG_MAPPING)
-    assert not set(OTHER_KINDS) & set(FAMILIES)
+    assert not set(NON_DECODER_TYPES) - set(CONFIG_MAPPING)
+    assert not set(NON_DECODER_TYPES) & set(MODEL_FAMILIES)
 
 
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "llava"])
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_a_wrapper_means_its_language_model(wrapper, tied):
-    inner = {key: value for key, value in file_of(WRAPPERS[wrapper]).items() if key != "model_type"}
+    inner = {key: value for key, value in file_of(WRAPPED_TYPES[wrapper]).items() if key != "model_type"}
     config = {"model_type": wrapper, "text_config": inner, "vision_config": {}}
     check(config | ({} if tied is None else {"tie_word_embeddings": tied}))
 
@@ -210,7 +210,7 @@ def test_known_models_have_the_shapes_of_their_classes():
     checked = 0
     for name, known in ROWS:
         try:
-            parsed = parse_config(known.config, name=name)
+            parsed = parse_model_shape(known.config, name=name)
         except UnknownArchitecture:
             if "text_config" not in known.config:  # a published count is of the whole class
                 measured = shape_on_meta(known.config, name=name)
@@ -262,24 +262,24 @@ def test_every_shipped_config_plans_without_a_network(monkeypatch):
     }
     assert len(names) >= 6
     for name in names:
-        assert shape_of(name).params > 1e6
+        assert load_model_shape(name).params > 1e6
 
 
 def test_a_model_type_that_is_not_in_the_table_is_said_to_be_unknown():
     with pytest.raises(UnknownArchitecture, match="model_type jamba is not among the"):
-        parse_config({"model_type": "jamba", "hidden_size": 64}, name="m")
+        parse_model_shape({"model_type": "jamba", "hidden_size": 64}, name="m")
 
 
 @pytest.mark.parametrize("kind", ["jamba", "lfm2", "qwen3_next", "mamba", "gemma3n_text"])
 def test_what_the_table_does_not_know_is_unknown_not_guessed(kind):
     with pytest.raises(UnknownArchitecture):
-        parse_config({"model_type": kind, "hidden_size": 64}, name="m")
+        parse_model_shape({"model_type": kind, "hidden_size": 64}, name="m")
 
 
 def test_a_block_of_an_unknown_type_is_unknown():
     config = file_of("qwen3", layer_types=["linear_attention"] + ["full_attention"] * 4)
     with pytest.raises(UnknownArchitecture, match="linear_attention"):
-        parse_config(config, name="m")
+        parse_model_shape(config, name="m")
 
 
 @pytest.mark.parametrize("origin", SHARED_SLOWLY)
@@ -293,12 +293,12 @@ def test_published_configs_have_the_modules_of_their_classes(origin):
 
 
 def test_what_a_step_keeps_is_read_too():
-    gemma = parse_config(file_of("gemma2", attention_dropout=0.1), name="m")
+    gemma = parse_model_shape(file_of("gemma2", attention_dropout=0.1), name="m")
     assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
     assert gemma.attention_dropout == 0.1
-    phi = parse_config(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
-    assert (phi.rotary_dim, phi.head_dim, phi.fused_qkv) == (4, 16, True)
-    assert parse_config(file_of("gpt_oss"), name="m").sinks
+    phi = parse_model_shape(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
+    assert (phi.rotary_dim, phi.head_dim, phi.has_fused_qkv) == (4, 16, True)
+    assert parse_model_shape(file_of("gpt_oss"), name="m").has_attention_sinks
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_what_a_step_keeps_is_read_too():
 def test_what_the_estimate_does_not_count_is_left_to_the_class(kind, key, value):
     """Masks of dropout, and activations of several steps."""
     with pytest.raises(UnknownArchitecture, match=key):
-        parse_config(file_of(kind, **{key: value}), name="m")
+        parse_model_shape(file_of(kind, **{key: value}), name="m")
 
 
 @pytest.mark.parametrize(
@@ -325,14 +325,14 @@ def test_what_the_estimate_does_not_count_is_left_to_the_class(kind, key, value)
 )
 def test_positions_are_read_of_every_class(config, positions, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions_of(str(tmp_path)) == positions
+    assert load_max_positions(str(tmp_path)) == positions
 
 
 def test_modules_that_share_a_name_are_told_apart_by_their_paths():
     from sft_play.trace.meta_shape import shape_on_meta
 
     shape = shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
-    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.common.linears} == {
+    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.commonest_kind.linears} == {
         "attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
     assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]
@@ -357,17 +357,17 @@ def test_what_decides_on_masks_is_read_of_measured_classes_too(fields, alibi, dr
     from sft_play.trace.meta_shape import shape_on_meta
 
     shape = shape_on_meta(fields, name="m")
-    assert (shape.alibi, shape.attention_dropout) == (alibi, dropout)
+    assert (shape.uses_alibi, shape.attention_dropout) == (alibi, dropout)
 
 
 def test_blocks_that_differ_are_counted_by_kind():
     # Gemma-3: 7 blocks, every sixth one sees everything
-    shape = parse_config(file_of("gemma3_text", num_hidden_layers=7, sliding_window=16), name="m")
+    shape = parse_model_shape(file_of("gemma3_text", num_hidden_layers=7, sliding_window=16), name="m")
     assert {kind.attention: kind.count for kind in shape.layers} == {"sliding": 6, "full": 1}
     assert shape.layer_order == (0, 0, 0, 0, 0, 1, 0)
     assert shape.window == 16
     # GLM-4.5: the first 3 blocks of 5 have no experts
-    shape = parse_config(file_of("glm4_moe", first_k_dense_replace=3), name="m")
+    shape = parse_model_shape(file_of("glm4_moe", first_k_dense_replace=3), name="m")
     assert [(kind.count, kind.num_experts, kind.mlp_width, kind.shared_width) for kind in shape.layers] == [
         (3, 0, 96, 0), (2, 4, 0, 32),
     ]  # fmt: skip
@@ -412,7 +412,7 @@ BAD: list[tuple[object, str]] = [
 @pytest.mark.parametrize(("config", "message"), BAD)
 def test_a_config_json_that_is_none_gives_one_message(config, message):
     with pytest.raises(ModelError) as caught:
-        parse_config(config, name="m")
+        parse_model_shape(config, name="m")
     assert message in str(caught.value)
     assert not isinstance(caught.value, UnknownArchitecture)
     assert "\n" not in str(caught.value)
@@ -421,21 +421,21 @@ def test_a_config_json_that_is_none_gives_one_message(config, message):
 def test_any_value_in_any_field_is_a_shape_or_a_message():
     values: list[object] = [None, -1, 0, 1.5, "x", [], {}, [1], True, 10**30, "ü" * 500]
     tried = 0
-    for kind in FAMILIES:
+    for kind in MODEL_FAMILIES:
         for key in CLASS_DEFAULTS[kind]:
             for value in values:
                 with contextlib.suppress(ModelError):
-                    assert parse_config({**file_of(kind), key: value}, name="m").params > 0
+                    assert parse_model_shape({**file_of(kind), key: value}, name="m").params > 0
                 tried += 1
     assert tried > 2500
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_fused_attention_is_planned_where_the_class_calls_it(kind):
     """A plan with sdpa for a class that has none would leave out S x S scores."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
 
-    config, sinks = AutoConfig.for_model(kind), FAMILIES[kind].sinks
+    config, sinks = AutoConfig.for_model(kind), MODEL_FAMILIES[kind].has_sinks
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     assert (not sinks and not is_capped) == CLASSES[type(config)]._supports_sdpa

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
@@ -63,7 +63,7 @@ def test_one_process_is_refused_too(command, tmp_path, tiny_llama):
 def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
     draw = random.Random(seed)
     name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B"])
-    shape, ranks, on_gpu = parse_config(model_config(name), name=name), draw.choice([2, 4, 8]), draw.random() < 0.5
+    shape, ranks, on_gpu = parse_model_shape(model_config(name), name=name), draw.choice([2, 4, 8]), draw.random() < 0.5
     copies = draw.choice([1, 2])
     text = "model: {name: x}\ntuning: {mode: full}\ntrain: {async_save: %s}\n"
     step = Step(1, 1, 512, layout=Layout("fsdp_hybrid" if copies > 1 else "fsdp", ranks * copies, ranks))

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.trace import confirm
@@ -154,7 +154,7 @@ def test_transformers_forgets_the_traces_flash_attention() -> None:
 def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
     config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")
     step = Step(2, 1, 64, padded=padded)
-    found = confirm.settings_of(config, {}, shape_of("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
+    found = confirm.settings_of(config, {}, load_model_shape("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
     assert found.mask == mask
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from sft_play.config.load import LoadedConfig, config_from_text, resolved
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import with_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import suggestions
@@ -112,8 +112,8 @@ def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
 @pytest.mark.parametrize("machine", ["cpu,ram=64GiB", "1xRTX4090", "2xRTX4090", "4xRTX4090", "2x8xH100"])
 def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     config = written("train.batch_size=2", "train.grad_accum=2")
-    hardware = named(machine)
-    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware))
+    hardware = parse_hardware(machine)
+    plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware))
     assert (plan.batch.micro_batch, plan.batch.grad_accum) == (2, 2)
     assert plan.batch.effective_batch == 4 * plan.batch.ranks == plan.as_json()["effective_batch"]
     assert any("train.effective_batch_size was not given" in line for line in batch_lines(plan, config))
@@ -121,7 +121,7 @@ def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     if plan.batch.ranks == 8:
         return
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=32 is not train\.batch_size=2"):
-        make_plan(PlanRequest(explicit, shape_of("Qwen/Qwen2.5-0.5B"), hardware))
+        make_plan(PlanRequest(explicit, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware))
 
 
 def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back():
@@ -141,7 +141,7 @@ def test_ways_out_keep_an_effective_batch_that_follows():
     config = written(
         "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
     )
-    found = list(suggestions(PlanRequest(config, shape_of("meta-llama/Llama-3.1-8B"), named("1xRTX4090"))))
+    found = list(suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090"))))
     settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
     assert "train.batch_size=1 train.grad_accum=32" in settings
     for way in settings:
@@ -151,7 +151,7 @@ def test_ways_out_keep_an_effective_batch_that_follows():
 
 def test_the_largest_counts_the_batch_that_follows():
     """A pass more keeps gradients: what fits hangs on the accumulation, which is that of the config and not of 32."""
-    shape, hardware = shape_of("Qwen/Qwen2.5-0.5B"), named("1xRTX4090")
+    shape, hardware = load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("1xRTX4090")
     follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
     explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
     assert largest_that_fits("batch", PlanRequest(follows, shape, hardware)) == largest_that_fits(

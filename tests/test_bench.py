@@ -330,12 +330,12 @@ def test_a_gpus_peak_is_shown_beside_the_plans():
 
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
-    from sft_play.facts.hardware import named
+    from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.speed.throughput import rates_of
     from sft_play.starting.plan_run import plan_for
 
     loaded = load_config(small / "padded.yaml")
-    plan = plan_for(loaded.config, named("1xH200"))
+    plan = plan_for(loaded.config, parse_hardware("1xH200"))
     run = {"weighted_length": 200.0, "tokens_per_s": 1e6}
     short, long = (bench.utilisation({**run, "weighted_length": n}, plan, loaded) for n in (20.0, 200.0))
     assert short is not None
@@ -347,7 +347,7 @@ def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, mon
     # lora: 4 operations per weight of the blocks and token at least (forward and the inputs' gradients)
     weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
     assert short * rate / 1e6 > 4 * weights
-    on_cpu = plan_for(loaded.config, named("cpu,ram=8GiB,cores=2"))
+    on_cpu = plan_for(loaded.config, parse_hardware("cpu,ram=8GiB,cores=2"))
     assert bench.utilisation(run, on_cpu, loaded) is None
 
 
@@ -439,7 +439,7 @@ def test_trials_of_a_gpu_script_are_chosen_by_name():
 
 
 def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
-    from sft_play.facts.hardware import named
+    from sft_play.facts.hardware import parse_hardware
 
     gpu = importlib.import_module("benchmarks.gpu_bench")
     now, measured = [0.0], []
@@ -450,7 +450,7 @@ def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, mon
         return {"status": "measured", "seconds": 70.0}
 
     monkeypatch.setattr(gpu, "measured", took)
-    monkeypatch.setattr(gpu, "detect", lambda: named("1xH100"))
+    monkeypatch.setattr(gpu, "detect_hardware", lambda: parse_hardware("1xH100"))
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     monkeypatch.setenv("SFT_PLAY_CACHE", "set back at the end")
     names = [trial.name for trial in gpu.trials()][:3]

@@ -13,9 +13,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu_catalog import ENTRIES, Price, PriceList, all_prices, cheapest
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, Price, PriceList, load_prices, lowest_prices
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.budget import Budget, Offer, budget_of
 from sft_play.planner.plan import PlanRequest, Work, make_plan
 from tests.conftest import Command
@@ -38,23 +38,23 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(*, steps: int | None):
     """A function that plans the run on a machine; no work is known without steps."""
     config = config_from_text(RUN, name="run.yaml")
-    shape = shape_of(config.model.name)
+    shape = load_model_shape(config.model.name)
     work = None if steps is None else Work(steps, None)
     return lambda machine: make_plan(PlanRequest(config, shape, machine, has_eval=False), work=lambda _: work)
 
 
 def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
-    names = {entry.name for entry in ENTRIES}
-    for price in all_prices():
+    names = {entry.name for entry in CATALOG_ENTRIES}
+    for price in load_prices():
         assert price.gpu in names, price
         assert 0.05 < price.usd < 15
-        assert price.counts
-        assert set(price.counts) <= {1, 2, 4, 8}
-        assert price.of.address.startswith("https://")
-        assert price.of.kept_at
-        assert date(2026, 1, 1) < price.of.read <= TODAY
-    assert len({price.of.provider for price in all_prices()}) >= 5
-    assert len({price.gpu for price in all_prices()}) >= 15
+        assert price.gpu_counts
+        assert set(price.gpu_counts) <= {1, 2, 4, 8}
+        assert price.price_list.address.startswith("https://")
+        assert price.price_list.kept_at
+        assert date(2026, 1, 1) < price.price_list.read <= TODAY
+    assert len({price.price_list.provider for price in load_prices()}) >= 5
+    assert len({price.gpu for price in load_prices()}) >= 15
 
 
 def test_of_each_machine_the_lowest_price_is_taken_on_random_lists():
@@ -64,10 +64,10 @@ def test_of_each_machine_the_lowest_price_is_taken_on_random_lists():
             Price(LIST, chance.choice("ABC"), chance.randrange(1, 9), tuple(chance.sample((1, 2, 4, 8), 2)))
             for _ in range(chance.randrange(1, 8))
         )
-        found = {(price.gpu, count): price.usd for price, count in cheapest(prices)}
+        found = {(price.gpu, count): price.usd for price, count in lowest_prices(prices)}
         wanted: dict[tuple[str, int], float] = {}
         for price in prices:
-            for count in price.counts:
+            for count in price.gpu_counts:
                 key = (price.gpu, count)
                 wanted[key] = min(wanted.get(key, 99), price.usd)
         assert found == wanted
@@ -121,7 +121,7 @@ def test_hours_and_cost_are_those_of_each_machines_own_plan():
     assert found.too_small == ("1xT4",)  # 15 GB of weights in 14.6 GiB
     for offer in found.offers:
         count = int(offer.machine[0])
-        made = plan(named(offer.machine))
+        made = plan(parse_hardware(offer.machine))
         assert offer.hours == pytest.approx(500 * made.speed.step_s / 3600)
         assert offer.cost == pytest.approx(offer.hours * count * {1: 3.0, 8: 2.0}[count])
         assert (offer.speed_error, offer.provider, offer.read) == (0.15, "Somewhere", "2026-11-01")
@@ -134,7 +134,7 @@ def test_a_run_of_unknown_length_is_refused_with_what_to_set():
 
 def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
-    request = PlanRequest(config, shape_of(config.model.name), named("1xRTX4090"), has_eval=False)
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), has_eval=False)
     plan = make_plan(request, work=lambda _: Work(10, None))
     assert plan.fits
     assert plan.choice.needs_unknown_ram
@@ -156,9 +156,9 @@ def run_yaml(tmp_path):
 @pytest.fixture
 def few_prices(monkeypatch):
     """Three machines, so that a test takes no longer."""
-    few = [(price, count) for price, count in cheapest() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))]
+    few = [(price, count) for price, count in lowest_prices() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))]
     assert len(few) == 3
-    monkeypatch.setattr("sft_play.commands.plan.cheapest", lambda: few)
+    monkeypatch.setattr("sft_play.commands.plan.lowest_prices", lambda: few)
 
 
 def test_the_plan_is_that_of_the_cheapest_machine_and_the_json_has_all(
@@ -198,7 +198,7 @@ def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(command:
     _, listed, _ = answered(command, *words, "--hardware", "1xH100")
     _, given, _ = answered(command, *words, "--hardware", "1xH100", "--price", "100")
     _, inside, _ = answered(command, *words, "--hardware", "1xH100,price=100")
-    lowest = min(price.usd for price in all_prices() if price.gpu == "H100" and 1 in price.counts)
+    lowest = min(price.usd for price in load_prices() if price.gpu == "H100" and 1 in price.gpu_counts)
     assert listed["budget"]["machines"][0]["usd_per_gpu_hour"] == lowest
     assert given["budget"] == inside["budget"]
     only = given["budget"]["machines"]
@@ -224,9 +224,9 @@ def test_what_is_missing_is_asked_for(command: Command, run_yaml, few_prices, wo
 
 
 def test_the_answer_holds_no_machine_that_the_catalogue_lacks():
-    for price, count in cheapest():
+    for price, count in lowest_prices():
         try:
-            machine = named(f"{count}x{price.gpu}")
+            machine = parse_hardware(f"{count}x{price.gpu}")
         except HardwareError as error:  # pragma: no cover
             raise AssertionError(price) from error
         assert machine.gpus[0].name.endswith(price.gpu)

@@ -24,7 +24,7 @@ from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
-from sft_play.facts.hardware import detect, named
+from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.findings import Finding
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
 from tests.conftest import ROOT, chat
@@ -52,7 +52,7 @@ def run_yaml(folder: Path, model: Path | str, **data: Any) -> Path:
 
 
 def checked(config: Path, *words: str) -> CheckReport:
-    return check_run(config, words, detect())
+    return check_run(config, words, detect_hardware())
 
 
 def states(report: CheckReport) -> dict[str, str]:
@@ -234,7 +234,7 @@ def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
 
 def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
-    report = check_run(run_yaml(tmp_path, tiny_llama), (), named("2xH200"))
+    report = check_run(run_yaml(tmp_path, tiny_llama), (), parse_hardware("2xH200"))
     assert "2 GPUs" in one(report, "memory plan", "ok").found
     assert states(report)["disk"] == "skipped"
 
@@ -266,7 +266,7 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
 def test_a_model_that_does_not_fit_is_a_problem(tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
-    report = check_run(config, ("tuning.mode=full",), named("1xRTX4090,ram=64GiB"))
+    report = check_run(config, ("tuning.mode=full",), parse_hardware("1xRTX4090,ram=64GiB"))
     assert "does not fit" in one(report, "memory plan", "problem").found
 
 
@@ -374,7 +374,7 @@ def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin
     files = sorted(bad_inputs(origin).glob("*.json*"))
     assert len(files) == 31
     for file in files:
-        report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), named("1xRTX4090"))
+        report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), parse_hardware("1xRTX4090"))
         assert report.findings[-1].name == "disk"
         assert any(check.name == "rows: train" for check in report.findings), file.name
         assert not any("\x1b" in line or "\x00" in line for line in report.lines()), file.name
@@ -515,7 +515,7 @@ def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
 
 
 def piped(config: Path, *, style: str | None = None, force: bool = False, why: bool = False) -> Answer:
-    return full_pipeline(load_config(config), detect(), style=style, force=force, why=why)
+    return full_pipeline(load_config(config), detect_hardware(), style=style, force=force, why=why)
 
 
 def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):

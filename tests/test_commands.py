@@ -290,7 +290,7 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
         f"output: {{dir: {tmp_path}/outputs}}\n"
     )
     small = _small_machine()
-    monkeypatch.setattr("sft_play.starting.start.detect", lambda: small)
+    monkeypatch.setattr("sft_play.starting.start.detect_hardware", lambda: small)
     capfd.readouterr()
     assert main(["train", "--config", str(config), "--json"]) == 3
     out, err = capfd.readouterr()
@@ -306,9 +306,9 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
 def _small_machine() -> Any:
     from dataclasses import replace
 
-    from sft_play.facts.hardware import named
+    from sft_play.facts.hardware import parse_hardware
 
-    return replace(named("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
+    return replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
 
 
 def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):

@@ -13,9 +13,9 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.compiler import Toolchain, require_for_blocks
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.compiler import Toolchain, require_inductor
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.machine import require_machine
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
@@ -37,8 +37,8 @@ def config(*overrides: str, compile: bool = True) -> Any:
 
 
 def planned(machine: str, model: str, *overrides: str, compile: bool = True, **options: Any) -> Any:
-    hardware = replace(named(machine), cpu_name="CPU", cpu_cores=16)
-    request = PlanRequest(config(*overrides, compile=compile), shape_of(model), hardware, **options)
+    hardware = replace(parse_hardware(machine), cpu_name="CPU", cpu_cores=16)
+    request = PlanRequest(config(*overrides, compile=compile), load_model_shape(model), hardware, **options)
     return make_plan(request, work=lambda effective: Work(1000, None))
 
 
@@ -49,7 +49,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         model, machine, mode = draw.choice(MODELS), draw.choice(MACHINES[:5]), draw.choice(["lora", "qlora", "full"])
         checkpointing = draw.choice(["true", "false"])
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
-                 f"train.grad_accum={16 // 2 // len(named(machine).gpus)}")  # fmt: skip
+                 f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}")  # fmt: skip
         plain, fast = (
             planned(machine, model, *words, compile=on, only=("single", "ddp", "fsdp")) for on in (False, True)
         )
@@ -65,7 +65,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * TRAFFIC)
         assert other["kernel_starts"] < one["kernel_starts"]
         assert fast.speed.step_s < plain.speed.step_s
-        again = predict_speed(config(*words), shape_of(model), precision, step, rates)
+        again = predict_speed(config(*words), load_model_shape(model), precision, step, rates)
         assert again.step_s == pytest.approx(fast.speed.step_s)
 
 
@@ -81,7 +81,7 @@ def _reads(plan: Any, rates: Any) -> float:
 
 
 def shape_of_plan(plan: Any) -> Any:
-    return next(shape_of(name) for name in MODELS if shape_of(name).params == plan.model_params)
+    return next(load_model_shape(name) for name in MODELS if load_model_shape(name).params == plan.model_params)
 
 
 def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
@@ -109,7 +109,7 @@ def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words
 
 
 def test_layouts_that_exchange_inside_blocks_are_not_possible():
-    shape, hardware = shape_of(MODELS[1]), named("4xH100")
+    shape, hardware = load_model_shape(MODELS[1]), parse_hardware("4xH100")
     possible, refused = layouts_for(config("tuning.mode=lora"), shape, hardware)
     assert {layout.name for layout in possible} == {"ddp", "fsdp"}
     because = {item.name: item.because for item in refused}
@@ -137,7 +137,7 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     assert (plain.runs, plain.memory, plain.speed) == (1, 2.0, 0.5)
     assert (fast.runs, fast.memory, fast.speed) == (1, 1.5, 0.8)
     assert calibration.correction(runs[:1], **asked, compiled=True) == calibration.Correction()
-    earlier = [run(device=named("H100").gpus[0].name, model="x")]
+    earlier = [run(device=parse_hardware("H100").gpus[0].name, model="x")]
     untouched = planned("H100", MODELS[0], "tuning.mode=lora")
     assert planned("H100", MODELS[0], "tuning.mode=lora", earlier=earlier).speed == untouched.speed
     plain_one, corrected = (
@@ -169,22 +169,22 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
 
 # --- what inductor needs ----------------------------------------------------------------------------------------------
 
-THERE = Toolchain(triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python="3.11.9", built=True)
+THERE = Toolchain(has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python_version="3.11.9", has_built_module=True)
 
 
 @pytest.mark.parametrize(
     ("tools", "machine", "words"),
     [(replace(THERE, compiler=None), "H100", r"no C compiler .neither CC, gcc nor clang."),
-     (replace(THERE, triton=False), "H100", "Triton is not installed; pip install triton"),
+     (replace(THERE, has_triton=False), "H100", "Triton is not installed; pip install triton"),
      (THERE, "H100", None)],
 )  # fmt: skip
 def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, tools, machine, words):
     """What an earlier run has built is not enough: each new kernel is built again."""
     monkeypatch.setattr(compiler, "find_toolchain", lambda _: tools)
     if words is None:
-        return require_for_blocks(named(machine), {})
+        return require_inductor(parse_hardware(machine), {})
     with pytest.raises(HardwareError, match=f"train.compile: inductor cannot compile here: {words}.*compile=false"):
-        require_for_blocks(named(machine), {})
+        require_inductor(parse_hardware(machine), {})
 
 
 def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path):
@@ -195,9 +195,9 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
     (tmp_path / "none").write_text("#!/bin/sh\necho 'error: no licence' >&2\nexit 1\n")
     (tmp_path / "none").chmod(0o755)
     with pytest.raises(HardwareError, match="fails: error: no licence"):
-        require_for_blocks(CPU, environment)
-    monkeypatch.setattr(compiler, "_trial", lambda *_: None)
-    require_for_blocks(CPU, environment)
+        require_inductor(CPU, environment)
+    monkeypatch.setattr(compiler, "_compile_trial", lambda *_: None)
+    require_inductor(CPU, environment)
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():

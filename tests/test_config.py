@@ -15,8 +15,8 @@ from sft_play.config.load import config_from_text, differing_keys, load_config, 
 from sft_play.config.options import leaves, sections
 from sft_play.config.yaml_io import parse
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.spelling import nearest, plain
 from sft_play.units import GIB
@@ -300,8 +300,8 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
     if hardware is None:
         assert file.stem == "run_starter"
         return
-    machine = named(hardware[1])
-    plan = make_plan(PlanRequest(config, shape_of(config.model.name), machine))
+    machine = parse_hardware(hardware[1])
+    plan = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine))
     assert plan.fits
     stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
     assert stated is not None
@@ -320,7 +320,7 @@ def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
     config = load_config(file).config
     machine = re.search(r"HARDWARE=([^)]+)\)", header)
     layout = (
-        make_plan(PlanRequest(config, shape_of(config.model.name), named(machine[1]))).layout if machine else "single"
+        make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine[1]))).layout if machine else "single"
     )
     target = "train" if layout == "single" else "train-distributed"
     assert command == f"make {target} CONFIG=configs/{file.name}"

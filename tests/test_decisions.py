@@ -16,8 +16,8 @@ from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.network import Nodes
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.network import NodeSetup
 from sft_play.launch.command import LAUNCHER, nccl_variables, torchrun
 from sft_play.launch.exported import Ranks, ranks_of
 from sft_play.planner.batching import BatchPlan, splits
@@ -84,7 +84,7 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
 @functools.cache
 def real_candidates() -> tuple[Candidate, ...]:
     run = config("tuning: {mode: lora}")
-    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     job = job_of(PlanRequest(run, shape, machine(40, 40)))
     return tuple(weigh(job, layouts_for(run, shape, machine(40, 40))[0]))
 
@@ -170,7 +170,7 @@ def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram
 @FEW
 @given(wish=st.integers(8, 100_000), eval_wish=st.one_of(st.just("auto"), st.integers(1, 64)))
 def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_asked(wish, eval_wish):
-    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     run = config("tuning: {mode: qlora}", f"eval: {{batch_size: {eval_wish}}}")
     run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
     plan = make_plan(PlanRequest(run, shape, machine(79)))
@@ -186,7 +186,7 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
 @FEW
 @given(allocated=st.floats(0.3, 3.0), reserved=st.floats(0.3, 3.0))
 def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
-    run, shape, hardware = config("tuning: {mode: lora}"), shape_of("Qwen/Qwen2.5-3B-Instruct"), machine(79)
+    run, shape, hardware = config("tuning: {mode: lora}"), load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine(79)
     plain = make_plan(PlanRequest(run, shape, hardware))
     asked = []
 
@@ -222,7 +222,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
     run = config(f"tuning: {{mode: {mode}}}", f"train: {{optim: {optim}}}")
     count = per_node * nodes
     hardware = machine(*[40.0] * count, nodes=nodes)
-    possible, refused = layouts_for(run, shape_of("Qwen/Qwen2.5-3B-Instruct"), hardware)
+    possible, refused = layouts_for(run, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), hardware)
     names = [layout.name for layout in possible]
     assert all(layout.ranks == count for layout in possible)
     assert not set(names) & {item.name for item in refused}
@@ -277,7 +277,7 @@ def test_only_deepspeeds_checkpoints_are_bound_to_their_layout(before, after, ra
 @QUICK
 @given(ram=st.integers(1, 300), ranks=st.sampled_from([1, 2, 4]), given_ram=st.booleans())
 def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, given_ram):
-    run, shape = config("tuning: {mode: full}"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    run, shape = config("tuning: {mode: full}"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
     job = job_of(PlanRequest(run, shape, hardware))
     for candidate in thriftiest(job, layouts_for(run, shape, hardware)[0]):
@@ -292,7 +292,7 @@ def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, g
 def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
     text = str(wish).lower()
     run = config("tuning: {mode: lora}", f"train: {{gradient_checkpointing: {text}}}")
-    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(free)
     job = job_of(PlanRequest(run, shape, hardware))
     found = weigh(job, layouts_for(run, shape, hardware)[0][:1])
@@ -328,7 +328,7 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
 )
 def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processes, count, data, timeout_s, threads):
     rank = data.draw(st.integers(0, count - 1))
-    nodes = Nodes(count, rank, "10.0.0.1", 29_501) if count > 1 else Nodes()
+    nodes = NodeSetup(count, rank, "10.0.0.1", 29_501) if count > 1 else NodeSetup()
     wanted = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s or 0))),

@@ -13,8 +13,8 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import keeps_params, layout_of, read_deepspeed_file, shipped_config, with_batch
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
@@ -245,7 +245,7 @@ def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
     config = config_from_text(
         f"model: {{name: Qwen/Qwen2.5-7B}}\ntuning: {{mode: {mode}}}\ntrain: {{effective_batch_size: 8}}", name="x"
     )
-    shape, machine = shape_of(config.model.name), named("4xA100-80GB")
+    shape, machine = load_model_shape(config.model.name), parse_hardware("4xA100-80GB")
     kept, gone = (
         make_plan(PlanRequest(config, shape, machine, only=("zero3_offload",)), keeps_params=keeps)
         for keeps in (True, False)
@@ -297,10 +297,10 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
     )
     asked = LaunchOptions(deepspeed=DeepspeedRequest(file))
     if not contradicts:
-        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), asked)[1] or {})
+        assert "optimizer" not in (plan_ranks(loaded, parse_hardware("2xH100"), asked)[1] or {})
         return
     with pytest.raises(ConfigError) as caught:
-        plan_ranks(loaded, named("2xH100"), asked)
+        plan_ranks(loaded, parse_hardware("2xH100"), asked)
     for words in contradicts:
         assert words in str(caught.value)
 

@@ -16,7 +16,7 @@ from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import DataError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.starting.plan_run import has_eval
 from tests.conftest import chat
 
@@ -99,7 +99,7 @@ def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
     loaded = load_config(path)
     written = render(loaded, out=None, force=False)
     assert [(file["split"], file["source"]) for file in written.data["files"]] == [("train", "mine.jsonl")]
-    report = check(path, (), detect())
+    report = check(path, (), detect_hardware())
     assert not any("processed" in line for line in report.lines())
     shown = preview(loaded, count=1, row=None, page=stale / "page.html", force=False)
     assert shown.source == "mine.jsonl"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.facts.hardware import named
-from sft_play.facts.installed import LINEAR_ATTENTION
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.confirm import settings_of
@@ -66,7 +66,7 @@ def bytes_of(rule, case) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore")
 def test_it_allocates_what_the_package_does(monkeypatch):
     """The package's own Python, whose kernels are not launched: equal bytes (seen with fla-core 0.6.0)."""
-    pytest.importorskip("fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION} is not installed", exc_type=ImportError)
+    pytest.importorskip("fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION_PACKAGE} is not installed", exc_type=ImportError)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as theirs
     from triton.runtime import autotuner
     from triton.runtime.jit import JITFunction
@@ -96,7 +96,7 @@ def test_a_plan_counts_the_kernels_where_they_are_installed(kind, mode, layers):
     """Blocks that are measured are those of the whole step, and need less than the class's own code."""
     fields = wide(kind)
     shape = measured_shape(fields)
-    assert LINEAR_ATTENTION in shape.kernel_packages
+    assert LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
     step = step_of(shape, checkpointed_layers=layers, fla=True)
     found = estimate(run(mode), shape, BF16, step).allocated
     peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step)))
@@ -106,10 +106,10 @@ def test_a_plan_counts_the_kernels_where_they_are_installed(kind, mode, layers):
 
 def test_only_a_gpu_with_the_package_runs_its_kernels():
     """The step that a plan chooses says so: every way of the three conditions."""
-    shape = parse_config({**WIDE, "model_type": "llama"}, name="m")
+    shape = parse_model_shape({**WIDE, "model_type": "llama"}, name="m")
     for machine in ("1xA100", "cpu,ram=64GiB"):
-        for without in (frozenset(), frozenset({LINEAR_ATTENTION})):
-            for packages in ((), (LINEAR_ATTENTION,)):
+        for without in (frozenset(), frozenset({LINEAR_ATTENTION_PACKAGE})):
+            for packages in ((), (LINEAR_ATTENTION_PACKAGE,)):
                 asked = dataclasses.replace(shape, kernel_packages=packages)
-                step = make_plan(PlanRequest(run(), asked, named(machine), (), False, without=without)).choice.step
+                step = make_plan(PlanRequest(run(), asked, parse_hardware(machine), (), False, without=without)).choice.step
                 assert step.fla == (machine == "1xA100" and not without and bool(packages))

@@ -14,10 +14,10 @@ from sft_play.diagnose import doctor as rules
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
+from sft_play.facts.compiler import Toolchain, toolchain_obstacle, require_compiler
 from sft_play.facts.gpus import unusable_accelerators
-from sft_play.facts.gpus.unusable_accelerators import LEAST_VRAM, Nvml, torch_is_blind
-from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.gpus.unusable_accelerators import MIN_VRAM, NvmlStatus, explain_unusable_torch
+from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch import machine as launched
 from sft_play.launch.command import visible_only
 from sft_play.launch.machine import CPU_PARAMS, hide_gpus, machine_for, require_machine
@@ -60,22 +60,22 @@ NVIDIA_S = {
     **pci("0000:41:00.0", "0x10de", "0x030200"),
 }  # fmt: skip
 """A machine with an H100 whose driver is loaded."""
-NO = Nvml(error="NVML says no")
-CASES: dict[str, tuple[dict[str, str], Nvml, dict[str, str], tuple[str, ...]]] = {
+NO = NvmlStatus(error="NVML says no")
+CASES: dict[str, tuple[dict[str, str], NvmlStatus, dict[str, str], tuple[str, ...]]] = {
     "a driver that does not answer": (
         NVIDIA_S, NO, {}, ("shows /dev/nvidia0 and NVIDIA's loaded driver and 1 NVIDIA GPU on the PCI bus", "says no",
                            "docker run --gpus all", "dmesg")),
     "no driver": (pci("0000:41:00.0", "0x10de", "0x030200"), NO, {}, ("1 NVIDIA GPU on the PCI", "or update")),
     "WSL": ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, NO, {}, ("WSL's /dev/dxg", "below WSL that of")),
     "hidden by a number that names none": (
-        NVIDIA_S, Nvml(2), {"CUDA_VISIBLE_DEVICES": "7"}, ("2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7", "unset it")),
-    "split without an instance": (NVIDIA_S, Nvml(1), {}, ("an NVIDIA GPU, and none that can be used", "mig -cgi")),
+        NVIDIA_S, NvmlStatus(2), {"CUDA_VISIBLE_DEVICES": "7"}, ("2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7", "unset it")),
+    "split without an instance": (NVIDIA_S, NvmlStatus(1), {}, ("an NVIDIA GPU, and none that can be used", "mig -cgi")),
     "AMD and Intel": (
-        {**pci("0000:03:00.0", "0x1002", "0x030000", LEAST_VRAM), **pci("0000:04:00.0", "0x1002", "0x120000"),
-         **pci("0000:05:00.0", "0x8086", "0x030000")}, Nvml(), {},
+        {**pci("0000:03:00.0", "0x1002", "0x030000", MIN_VRAM), **pci("0000:04:00.0", "0x1002", "0x120000"),
+         **pci("0000:05:00.0", "0x8086", "0x030000")}, NvmlStatus(), {},
         ("2 AMD GPUs on the PCI bus (0000:03:00.0) and 1 Intel GPU on the PCI bus (0000:05:00.0)",
          "runs are planned for NVIDIA's GPUs and for CPUs")),
-    "AMD without its driver": (pci("0000:03:00.0", "0x1002", "0x038000"), Nvml(), {}, ("1 AMD", "nothing is known")),
+    "AMD without its driver": (pci("0000:03:00.0", "0x1002", "0x038000"), NvmlStatus(), {}, ("1 AMD", "nothing is known")),
     "AMD's variable hides nothing of NVIDIA's": (NVIDIA_S, NO, {"HIP_VISIBLE_DEVICES": ""}, ("NVML says no",)),
 }  # fmt: skip
 
@@ -83,10 +83,10 @@ CASES: dict[str, tuple[dict[str, str], Nvml, dict[str, str], tuple[str, ...]]] =
 @pytest.mark.parametrize("name", CASES)
 def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, tmp_path):
     files, nvml, environment, words = CASES[name]
-    said = unusable_accelerators.unseen(environment, root=build(tmp_path, files), nvml=nvml)
+    said = unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=nvml)
     assert said is not None
     assert all(word in said for word in words), said
-    assert f"({unusable_accelerators.torch_words()}): " in said
+    assert f"({unusable_accelerators.torch_build_text()}): " in said
     assert said.endswith("or train.device=cpu trains on the CPU")
 
 
@@ -96,7 +96,7 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
         ({}, {}),
         (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
         (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
-        (pci("0000:05:00.0", "0x1002", "0x030000", LEAST_VRAM - 1), {}),
+        (pci("0000:05:00.0", "0x1002", "0x030000", MIN_VRAM - 1), {}),
         (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen, of unknown memory
         (pci("0000:05:00.0", "0x1002", "0x040300"), {}),  # its sound
         (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
@@ -109,14 +109,14 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
-    assert unusable_accelerators.unseen(environment, root=build(tmp_path, files), nvml=Nvml()) is None
+    assert unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------
 
 
 def start(config, hardware: Hardware, accelerator: str | None, monkeypatch, *, params: int = 1) -> None:
-    monkeypatch.setattr(launched, "unseen", lambda _: accelerator)
+    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: accelerator)
     require_machine(config, hardware, {}, params=lambda: params)
 
 
@@ -137,12 +137,12 @@ def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_a
 
 
 def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
-    assert any("rules that were scored on NVIDIA's" in note for note in named("2xMI300X").notes)
-    assert not named("2xH200").notes
+    assert any("rules that were scored on NVIDIA's" in note for note in parse_hardware("2xMI300X").notes)
+    assert not parse_hardware("2xH200").notes
 
 
 def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
-    machine = named("2xH100")
+    machine = parse_hardware("2xH100")
     assert machine_for(config(), machine) is machine
     left = machine_for(config("train.device=cpu"), machine)
     assert (left.device, left.ranks, left.ram_bytes) == ("cpu", 1, machine.ram_bytes)
@@ -160,8 +160,8 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
 
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, start):
-        monkeypatch.setattr(module, "detect", lambda: CPU)
-    monkeypatch.setattr(launched, "unseen", lambda _: SHOWN)
+        monkeypatch.setattr(module, "detect_hardware", lambda: CPU)
+    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
@@ -173,8 +173,8 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
 def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp_path, tiny_llama, sums):
     from sft_play.commands import request
 
-    monkeypatch.setattr(request, "detect", lambda: CPU)
-    monkeypatch.setattr(launched, "unseen", lambda _: SHOWN)
+    monkeypatch.setattr(request, "detect_hardware", lambda: CPU)
+    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command("plan", "--config", str(path))
@@ -196,7 +196,7 @@ def test_gpus_are_named_by_slot():
      ("torch 2.13 is built for ROCm 7.1", "a build for CUDA comes with make setup")],
 )  # fmt: skip
 def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words):
-    said = torch_is_blind("NVIDIA L4", "the driver is too old", torch=torch)
+    said = explain_unusable_torch("NVIDIA L4", "the driver is too old", torch_build=torch)
     assert said.startswith(f"the driver shows NVIDIA L4, but {torch} and cannot use it: {words}")
     assert said.endswith("or train.device=cpu trains on the CPU")
 
@@ -221,7 +221,7 @@ def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monk
 
 # --- a compiler for Triton --------------------------------------------------------------------------------------------
 
-THERE = Toolchain(triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere/python3.11"), python="3.11.9")
+THERE = Toolchain(has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere/python3.11"), python_version="3.11.9")
 NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
 
 
@@ -231,23 +231,23 @@ NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
         (replace(THERE, compiler=None),
          "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
          "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
-        (replace(THERE, failed=NO_HEADERS, python="3.13.1"),
+        (replace(THERE, compile_error=NO_HEADERS, python_version="3.13.1"),
          "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
-        (replace(THERE, failed="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
+        (replace(THERE, compile_error="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
          "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
     ],
 )  # fmt: skip
 def test_what_triton_misses_is_named_with_the_package(there, missing, remedy):
-    found = obstacle(there)
+    found = toolchain_obstacle(there)
     assert found is not None
     assert missing in found[0]
     assert remedy in found[1]
-    assert obstacle(replace(there, built=True)) is None
-    assert obstacle(replace(there, triton=False)) is None
+    assert toolchain_obstacle(replace(there, has_built_module=True)) is None
+    assert toolchain_obstacle(replace(there, has_triton=False)) is None
 
 
 def test_a_machine_that_can_build_is_passed():
-    assert obstacle(THERE) is None
+    assert toolchain_obstacle(THERE) is None
 
 
 @pytest.fixture
@@ -269,26 +269,26 @@ def test_the_toolchain_is_tried(compilers, tmp_path):
     home = {"TRITON_HOME": str(tmp_path)}
     assert compiler.find_toolchain(home).compiler is None
     clang = compilers("clang", "", 0)
-    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).failed) == (clang, None)
+    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (clang, None)
     gcc = compilers("gcc", NO_HEADERS, 1)
-    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).failed) == (gcc, NO_HEADERS)
+    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (gcc, NO_HEADERS)
     own = compilers("own", "no licence", 3)
-    assert compiler.find_toolchain({**home, "CC": own}).failed == "no licence"
-    assert "No such file" in str(compiler.find_toolchain({**home, "CC": "/nowhere/cc"}).failed)
-    assert not compiler.find_toolchain(home).built
+    assert compiler.find_toolchain({**home, "CC": own}).compile_error == "no licence"
+    assert "No such file" in str(compiler.find_toolchain({**home, "CC": "/nowhere/cc"}).compile_error)
+    assert not compiler.find_toolchain(home).has_built_module
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     build(tmp_path, {f".triton/cache/abc/cuda_utils{suffix}": ""})
-    assert compiler.find_toolchain(home).built
-    assert not compiler.find_toolchain({"TRITON_CACHE_DIR": str(tmp_path / "elsewhere")}).built
+    assert compiler.find_toolchain(home).has_built_module
+    assert not compiler.find_toolchain({"TRITON_CACHE_DIR": str(tmp_path / "elsewhere")}).has_built_module
 
 
 def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, compiler=None))
     with pytest.raises(HardwareError, match=r"Triton builds the loss kernel.*no C compiler.*apt-get install -y gcc"):
-        require_compiler(named("1xL4"), {})
+        require_compiler(parse_hardware("1xL4"), {})
     require_compiler(CPU, {})
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, triton=False, compiler=None))
-    require_compiler(named("1xMI300X"), {})
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, has_triton=False, compiler=None))
+    require_compiler(parse_hardware("1xMI300X"), {})
     assert "up to 3.6 GiB beyond the plan" in caplog.text
 
 
@@ -303,19 +303,19 @@ def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
     config = config_from_text("model: {name: m}", name="r")
 
     def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(launched, "unseen", lambda environment: there)
+        monkeypatch.setattr(launched, "unusable_accelerator", lambda environment: there)
         monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
         return rules.check_start(config, machine, {}, params=params).verdict
 
     assert found(CPU, SHOWN) == "FAIL"
     assert found(CPU, None, CPU_PARAMS) == "PASS"
     assert found(CPU, None, CPU_PARAMS + 1) == "FAIL"
-    assert found(named("1xL4"), None, CPU_PARAMS + 1) == "PASS"
-    assert found(named("1xL4"), None, tools=replace(THERE, failed=NO_HEADERS)) == "FAIL"
+    assert found(parse_hardware("1xL4"), None, CPU_PARAMS + 1) == "PASS"
+    assert found(parse_hardware("1xL4"), None, tools=replace(THERE, compile_error=NO_HEADERS)) == "FAIL"
 
 
 def test_the_doctor_wants_a_torch_for_the_gpus():
-    around = Surroundings(hardware=named("2xL4"), versions={"torch": "2.13.0"})
+    around = Surroundings(hardware=parse_hardware("2xL4"), versions={"torch": "2.13.0"})
     (found,) = rules.check_build(around)
     assert (found.verdict, "make setup" in str(found.remedy)) == ("FAIL", True)
     (found,) = rules.check_build(replace(around, torch_cuda="13.0", driver="580.1", driver_cuda=(13, 0)))

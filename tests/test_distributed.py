@@ -16,8 +16,8 @@ import pytest
 from sft_play.errors import ConfigError, HardwareError, TrainingError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.network import Nodes
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.network import NodeSetup
 from sft_play.launch.command import torchrun
 from sft_play.launch.exported import ranks_of
 from sft_play.launch.launch_options import launch_options_of
@@ -285,13 +285,13 @@ def test_the_command_in_a_runs_log_can_be_pasted_too(world, resumed):
 
 
 def test_several_nodes_meet_where_they_are_told():
-    made = torchrun(["train"], processes=4, nodes=Nodes(2, 1, "head", 29501), python="python")
+    made = torchrun(["train"], processes=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
     assert made.line == (
         "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
         "--nproc-per-node 4 --module sft_play train"
     )
     options = launch_options_of({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
-    assert options.nodes == Nodes(2, 1, "head", 29_500)
+    assert options.nodes == NodeSetup(2, 1, "head", 29_500)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_plan_survives_its_way_through_json(world, tiny_llama):
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     gpus = tuple(Gpu(n, "GPU", 24 * GIB, None, (8, 9)) for n in range(2))
-    shape = shape_of(str(tiny_llama))
+    shape = load_model_shape(str(tiny_llama))
     plan = make_plan(PlanRequest(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB)))
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
@@ -326,7 +326,7 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
-    plan = make_plan(PlanRequest(config, shape_of(str(tiny_llama)), machine, only=("fsdp",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(str(tiny_llama)), machine, only=("fsdp",)))
 
     class Trainer:
         model_wrapped: Any = torch.nn.Linear(2, 2)
@@ -403,7 +403,7 @@ def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_proces
     proof = summary["engine_proof"]
     half = proof["frozen_whole_bytes"] / 2
     assert proof["frozen_bytes_by_rank"] == [half, half]  # NF4's packed bytes, tables and norms
-    shape = shape_of(str(tiny_llama))
+    shape = load_model_shape(str(tiny_llama))
     whole = weight_bytes(shape, width=4, nf4=True)
     constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
     assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)

@@ -28,12 +28,12 @@ from sft_play.diagnose.doctor import Planned, _choose, examine, meet_nodes
 from sft_play.diagnose.known_bad import TABLE, find_known_bad, holds
 from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
-from sft_play.diagnose.surroundings import Space, Surroundings
+from sft_play.diagnose.surroundings import DiskSpace, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.network import Nodes
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -230,7 +230,7 @@ def test_unknown_versions_are_no_accusation():
 
 
 def shm(free: int, **changes: Any) -> Finding:
-    return system.check_shared_memory(Space(free, free), **{"gpus_per_node": 0, **changes})
+    return system.check_shared_memory(DiskSpace(free, free), **{"gpus_per_node": 0, **changes})
 
 
 def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
@@ -248,7 +248,7 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
 
 
 def test_equal_gpus_pass_and_others_fail():
-    here, everywhere, found = _choose(machine(gpu(0), gpu(1)), LaunchOptions(nodes=Nodes(3, 0, "a", 1)))
+    here, everywhere, found = _choose(machine(gpu(0), gpu(1)), LaunchOptions(nodes=NodeSetup(3, 0, "a", 1)))
     assert (found.verdict, found.found) == ("PASS", "2 x NVIDIA A100-SXM4-80GB")
     assert (len(here.gpus), len(everywhere.gpus)) == (2, 6)
     mixed = machine(gpu(0), gpu(1), gpu(2, "NVIDIA L4", 22 * GIB))
@@ -274,7 +274,7 @@ def test_too_few_gpus_fail(here, asked, words):
 
 
 def test_a_machine_without_gpus_runs_two_ranks_on_its_cpu():
-    here, everywhere, found = _choose(CPU, LaunchOptions(nodes=Nodes(2, 0, "a", 1)))
+    here, everywhere, found = _choose(CPU, LaunchOptions(nodes=NodeSetup(2, 0, "a", 1)))
     assert (here.ranks, everywhere.ranks, found.verdict) == (2, 4, "SKIP")
     assert _choose(CPU, LaunchOptions(processes=3))[0].ranks == 3
 
@@ -323,7 +323,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path
 
 def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> Planned:
     config = load_config(world / "run.yaml", overrides=overrides).config
-    shape = shape_of(config.model.name)
+    shape = load_model_shape(config.model.name)
     work = Work(steps, None) if steps else None
     plan = make_advised_plan(PlanRequest(config, shape, hardware, only=(only,)), work=lambda _: work)  # type: ignore[arg-type]
     return Planned(config, shape, plan)
@@ -335,7 +335,7 @@ def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUse:
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
-    params = shape_of(str(tiny_llama)).params
+    params = load_model_shape(str(tiny_llama)).params
     full = written(world, "tuning.mode=full", hardware=CPU)
     rests = full.checkpoint - disk.OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
     assert 0 <= rests < MIB
@@ -359,7 +359,7 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
 
 
 def look_at(written: disk.DiskUse, free: int, **changes: Any) -> Finding:
-    settings: dict[str, Any] = {"there": Path("/data"), "space": Space(free, free), "may_write": True, **changes}
+    settings: dict[str, Any] = {"there": Path("/data"), "space": DiskSpace(free, free), "may_write": True, **changes}
     return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
@@ -378,8 +378,8 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
 
 
 def test_weights_that_must_be_fetched_need_room(tiny_llama):
-    shape = shape_of(str(tiny_llama))
-    space = Space(shape.params, shape.params)
+    shape = load_model_shape(str(tiny_llama))
+    space = DiskSpace(shape.params, shape.params)
     found = disk.check_fetch(shape, cached=False, there=Path("/cache"), space=space)
     assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
     assert disk.check_fetch(shape, cached=True, there=Path("/cache"), space=space).verdict == "SKIP"
@@ -409,7 +409,7 @@ def test_bus_bandwidth_is_the_one_of_nccl_tests():
 
 
 def test_a_right_sum_at_the_links_speed_passes():
-    found = judge(outcome(note(0), note(1)), AROUND, Nodes())
+    found = judge(outcome(note(0), note(1)), AROUND, NodeSetup())
     assert verdicts(found) == ["PASS", "PASS"]
     assert found[0].found == "right over NCCL on 2 ranks: ranks 0, 1 on a"
     # 256 MiB in 1 ms between 2 ranks: 268 GB/s
@@ -418,37 +418,37 @@ def test_a_right_sum_at_the_links_speed_passes():
 
 
 def test_a_slow_link_is_a_warning():
-    found = judge(outcome(note(0), note(1), seconds=0.01), AROUND, Nodes())
+    found = judge(outcome(note(0), note(1), seconds=0.01), AROUND, NodeSetup())
     assert verdicts(found) == ["PASS", "WARN"]
     assert "nvlink -s" in str(found[1].remedy)
     pcie = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1), link_bytes_per_s=32e9))
-    assert verdicts(judge(outcome(note(0), note(1), seconds=0.05), pcie, Nodes())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
-    assert verdicts(judge(outcome(note(0), note(1), seconds=0.09), pcie, Nodes())) == ["PASS", "WARN"]
+    assert verdicts(judge(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
+    assert verdicts(judge(outcome(note(0), note(1), seconds=0.09), pcie, NodeSetup())) == ["PASS", "WARN"]
     unknown = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
-    assert verdicts(judge(outcome(note(0), note(1)), unknown, Nodes())) == ["PASS", "SKIP"]
+    assert verdicts(judge(outcome(note(0), note(1)), unknown, NodeSetup())) == ["PASS", "SKIP"]
 
 
 def test_nothing_is_expected_of_the_cpu_and_the_figure_is_said():
-    found = judge(outcome(note(0), note(1)), ON_CPU, Nodes())
+    found = judge(outcome(note(0), note(1)), ON_CPU, NodeSetup())
     assert verdicts(found) == ["PASS", "SKIP"]
     assert "268.44 GB/s a rank" in found[1].found
 
 
 def test_between_nodes_the_bandwidth_is_said_alone():
-    found = judge(outcome(note(0), note(1)), AROUND, Nodes(2, 0, "a", 1))
+    found = judge(outcome(note(0), note(1)), AROUND, NodeSetup(2, 0, "a", 1))
     assert verdicts(found) == ["PASS", "SKIP"]
     assert "268.44 GB/s a rank" in found[1].found
 
 
 def test_a_wrong_sum_fails():
-    found = judge(outcome(note(0), note(1, wrong=5)), AROUND, Nodes())
+    found = judge(outcome(note(0), note(1, wrong=5)), AROUND, NodeSetup())
     assert [(item.verdict, item.found) for item in found] == [("FAIL", "the sum is wrong: rank 1 has 5 wrong elements")]
     assert "NCCL_P2P_DISABLE=1" in str(found[0].remedy)
 
 
 def test_a_hang_names_who_waits_for_whom():
     waiting = outcome(note(0, "joined"), note(1, "device"), world=3, seconds=None, timed_out=True)
-    (found,) = judge(waiting, AROUND, Nodes())
+    (found,) = judge(waiting, AROUND, NodeSetup())
     assert found.verdict == "FAIL"
     assert (
         "rank 0 is waiting in the first all-reduce; rank 1 is waiting to join the others; rank 2 never started"
@@ -456,7 +456,7 @@ def test_a_hang_names_who_waits_for_whom():
     )
     assert found.sources
     one = outcome(note(0, "failed", error="DistBackendError: timed out after 35 s"), note(1, "started"), seconds=None)
-    (found,) = judge(one, ON_CPU, Nodes())
+    (found,) = judge(one, ON_CPU, NodeSetup())
     assert "rank 0 gave up; rank 1 has not reached its device" in found.found
 
 
@@ -477,7 +477,7 @@ def test_an_error_of_a_rank_comes_with_its_remedy(error, remedy):
     broken = outcome(
         note(0, "failed", error="RuntimeError: Connection closed by peer"), note(1, "failed", error=error), seconds=None
     )
-    (found,) = judge(broken, AROUND, Nodes())
+    (found,) = judge(broken, AROUND, NodeSetup())
     assert found.verdict == "FAIL"
     assert found.found.startswith(f"rank 1: {error[:40]}")
     assert remedy in str(found.remedy)
@@ -490,7 +490,7 @@ def test_the_ranks_are_started_as_those_of_a_run():
         in made.line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    made = ranks.launch_of(CPU, LaunchOptions(nodes=Nodes(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
+    made = ranks.launch_of(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
     assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.line
     assert made.environment["OMP_NUM_THREADS"] == "1"
 
@@ -508,7 +508,7 @@ def met(*places: Surroundings, count: int | None = None, limit_s: float = 15.0) 
     port, found = free_port(), {}
 
     def go(rank: int, around: Surroundings) -> None:
-        nodes = Nodes(count or len(places), rank, "127.0.0.1", port)
+        nodes = NodeSetup(count or len(places), rank, "127.0.0.1", port)
         found[rank] = meet_nodes(around, nodes, {}, limit_s=limit_s)[1]
 
     threads = [threading.Thread(target=go, args=place) for place in enumerate(places)]
@@ -557,7 +557,7 @@ def test_a_node_that_never_comes_is_named_after_the_limit():
 
 def test_an_address_that_means_nothing_fails_at_once():
     started = time.monotonic()
-    _, found = meet_nodes(HERE, Nodes(2, 1, "no-such-host.invalid", 29500), {}, limit_s=60.0)
+    _, found = meet_nodes(HERE, NodeSetup(2, 1, "no-such-host.invalid", 29500), {}, limit_s=60.0)
     assert "MASTER_ADDR=no-such-host.invalid" in found.found
     assert time.monotonic() - started < 30
 
@@ -567,10 +567,10 @@ def test_an_address_that_means_nothing_fails_at_once():
 
 def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
-    from sft_play.facts.models.decoder import parse_config
+    from sft_play.facts.models.decoder import parse_model_shape
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
-    shape, hardware = parse_config(fields, name="m"), named(machine_name)
+    shape, hardware = parse_model_shape(fields, name="m"), parse_hardware(machine_name)
     return Planned(config, shape, make_advised_plan(PlanRequest(config, shape, hardware))), hardware
 
 
@@ -636,7 +636,7 @@ def test_two_nodes_on_loopback_reduce_together(world):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     def node(rank: int) -> None:
-        options = LaunchOptions(processes=1, nodes=Nodes(2, rank, "127.0.0.1", port))
+        options = LaunchOptions(processes=1, nodes=NodeSetup(2, rank, "127.0.0.1", port))
         found[rank] = examine(planner_of(world), options, environment=environment)
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
@@ -684,7 +684,7 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
     thread.start()
     got = ranks.run_ranks(CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     thread.join(timeout=30)
-    (found,) = judge(got, ON_CPU, Nodes())
+    (found,) = judge(got, ON_CPU, NodeSetup())
     assert found.verdict == "FAIL"
     assert re.search(
         r"not done after 120 s: .*rank 1 (never started|has not reached its device|is waiting to join)", found.found
@@ -741,7 +741,7 @@ def test_what_the_config_cannot_be_is_a_finding(world):
         raise ConfigError("train.batch_size=3 does not split over 2 ranks")
 
     port = free_port()
-    options = LaunchOptions(processes=1, nodes=Nodes(2, 1, "127.0.0.1", port))
+    options = LaunchOptions(processes=1, nodes=NodeSetup(2, 1, "127.0.0.1", port))
     report = examine(refuses, options, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
     found = by_name(report)
     assert "batch_size=3 does not split" in found["plan"].found

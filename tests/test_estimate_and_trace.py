@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.families import FAMILIES
+from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.model_states import resident
@@ -123,7 +123,7 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
 
 FEW = ("llama", "gpt_oss", "opt", "trocr")
 OTHERS = (
-    *sorted(FAMILIES),
+    *sorted(MODEL_FAMILIES),
     *("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr"),
 )
 
@@ -135,7 +135,7 @@ def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
     """By formulas for a class of the table, measured for another."""
     model = wide_config(kind) | {"vocab_size": 4096}
     shape = planned_shape(model, name="m")
-    assert (shape.meter is None) == (kind in FAMILIES)
+    assert (shape.block_meter is None) == (kind in MODEL_FAMILIES)
     for words, checkpointed in (("{mode: lora, lora: {r: 8}}", 0), ("{mode: full}", None)):
         at = "sdpa" if shape.has_sdpa else "eager"
         step = Step(8, 1, 512, attention=at, masks=False, saves=False, checkpointed_layers=checkpointed)
@@ -147,7 +147,7 @@ def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
     """TrOCR's attention to an image runs in no pass of text."""
     model = wide_config("trocr") | {"vocab_size": 512}
     shape = planned_shape(model, name="m")
-    assert 0.1 * shape.params < shape.untrained < 0.5 * shape.params
+    assert 0.1 * shape.params < shape.untrained_params < 0.5 * shape.params
     for optim, accumulated, precision in zip(("adamw_torch_fused", "adamw_torch"), (1, 2), PRECISIONS, strict=True):
         step = Step(2, accumulated, 256, attention="eager", masks=False, saves=False, checkpointed_layers=None)
         assert abs(apart(model, "{mode: full}", optim, precision, step)) < TOLERANCE
@@ -158,7 +158,7 @@ def test_a_rank_holds_its_part_of_it(name: str) -> None:
     config = config_from_text("model: {name: m}\ntuning: {mode: full}\n", name="x")
     layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
     shape = planned_shape(fields("llama", tied=False), name="m")
-    part = replace(shape, untrained=40_000_000)
+    part = replace(shape, untrained_params=40_000_000)
     widths = numbers(config, PRECISIONS[0], layout)
     whole, found = resident(config, shape, widths, layout), resident(config, part, widths, layout)
     learns = 1 - 40_000_000 / shape.params

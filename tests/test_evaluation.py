@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, STAYS, evaluation_rows
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
@@ -29,7 +29,7 @@ LAYOUTS = (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4)
 def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> Walk:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=[f"tuning.mode={mode}", *words])
     step.setdefault("padded", is_padded(config, layout, rows=step["micro_batch"]))
-    return Walk(config, shape_of(model), BF16, Step(layout=layout, **step))
+    return Walk(config, load_model_shape(model), BF16, Step(layout=layout, **step))
 
 
 @QUICK
@@ -76,7 +76,7 @@ def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
 def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora"])
     judged, plain = (
-        make_plan(PlanRequest(config, shape_of(model), named(machine), has_eval=flag)) for flag in (True, False)
+        make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), has_eval=flag)) for flag in (True, False)
     )
     assert judged.choice.step.eval_batch == judged.eval_batch > judged.batch.micro_batch
     assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)
@@ -87,7 +87,7 @@ def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     assert not [line for line in plain.reasons if line.startswith("evaluation: ")]
     overrides = ["tuning.mode=qlora", "eval.batch_size=3"]
     three = config_from_text(f"model: {{name: {model}}}", name="x", overrides=overrides)
-    given = make_plan(PlanRequest(three, shape_of(model), named(machine)))
+    given = make_plan(PlanRequest(three, load_model_shape(model), parse_hardware(machine)))
     assert given.eval_batch == 3
     assert any("3 rows at a time per rank (eval.batch_size is given)" in line for line in given.reasons)
 
@@ -263,16 +263,16 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 @pytest.mark.build
 @pytest.mark.slow
 def test_the_trace_finds_the_evaluation_within_the_training_step():
-    from sft_play.facts.models.architecture import config_json
+    from sft_play.facts.models.architecture import load_config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.step import trace_step
 
     model = "Qwen/Qwen2.5-0.5B"
     words = ["tuning.mode=lora", "train.gradient_checkpointing=true"]
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
-    shape = shape_of(model)
-    choice = make_plan(PlanRequest(config, shape, named("RTX4090"))).choice
-    found = trace_step(settings_of(config, config_json(model), shape, choice.precision, choice.step)).phases
+    shape = load_model_shape(model)
+    choice = make_plan(PlanRequest(config, shape, parse_hardware("RTX4090"))).choice
+    found = trace_step(settings_of(config, load_config_json(model), shape, choice.precision, choice.step)).phases
     training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
     assert choice.step.eval_batch > choice.step.micro_batch
     assert found["evaluation"][0] <= training[0]

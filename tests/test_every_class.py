@@ -13,9 +13,9 @@ import torch
 from benchmarks.registry import NEEDED, OUT
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.families import OTHER_KINDS
-from sft_play.facts.models.model_shape import AdapterPlaces
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.families import NON_DECODER_TYPES
+from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.measured_walk import MeasuredPass
 from sft_play.planner.plan import PlanRequest, make_plan
@@ -35,7 +35,7 @@ def classes() -> list[str]:
     """Model types of transformers' causal language models that are decoders of text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in OTHER_KINDS]
+    return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in NON_DECODER_TYPES]
 
 
 def small_on_meta(kind: str):
@@ -68,12 +68,12 @@ def planned(kind: str) -> bool:
     model, config = built
     measured = measure(model, config, name=kind)
     # how many bytes its blocks take is measured elsewhere (test_measured_blocks, benchmarks/registry.json)
-    shape = dataclasses.replace(measured, adapters=AdapterPlaces(()), meter=some_bytes)
+    shape = dataclasses.replace(measured, adapter_placement=AdapterPlacement(()), block_meter=some_bytes)
     assert shape.params == sum(parameter.numel() for parameter in model.parameters()), kind
     for mode in ("lora", "full", "qlora"):
         run = config_from_text(f"model: {{name: m, max_seq_len: 256}}\ntuning: {{mode: {mode}}}\n", name="x")
         try:
-            plan = make_plan(PlanRequest(run, shape, named("1xH100")))
+            plan = make_plan(PlanRequest(run, shape, parse_hardware("1xH100")))
         except SftPlayError:
             continue
         assert plan.memory.allocated > 0, (kind, mode)
@@ -211,9 +211,9 @@ def test_weights_that_a_class_reads_itself_are_not_packed_in_4_bits(kind, whole)
     model, config = small_on_meta(kind)
     shape = measure(model, config, name=kind)
     linears = [linear for linear, _ in shape.linears]
-    assert {linear.name for linear in linears if not linear.packs} == whole
-    assert shape.packable_params == sum(count * one.weights for one, count in shape.linears if one.packs) + sum(
-        kind.count * stacked.weights for kind in shape.layers for stacked in kind.stacked
+    assert {linear.name for linear in linears if not linear.is_packable} == whole
+    assert shape.packable_params == sum(count * one.weights for one, count in shape.linears if one.is_packable) + sum(
+        kind.count * stacked.weights for kind in shape.layers for stacked in kind.expert_weights
     )
     left_out = ExpertQuantizer.get_modules_to_not_convert(model)
     assert whole <= {name.rpartition(".")[2] for name in left_out}

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.models.architecture import config_json
-from sft_play.facts.models.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
+from sft_play.facts.models.architecture import load_config_json
+from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_TYPES, PEFT_MOVED_NAMES
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import planned_shape
@@ -202,7 +202,7 @@ def test_transformers_reaches_the_experts_of_every_family():
     """Classes with code of their own for experts, such as Llama 4's, are planned by their blocks instead."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    mixtures = [name for name, family in FAMILIES.items() if family.experts is not None]
+    mixtures = [name for name, family in MODEL_FAMILIES.items() if family.experts is not None]
     assert len(mixtures) == 5
     for name in mixtures:
         assert MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))]._can_set_experts_implementation()
@@ -238,8 +238,8 @@ def test_the_table_of_moved_adapters_is_peft_s():
         for kind, of in peft._MODEL_TO_CONVERSION_PATTERN.items()
         if of in peft._MOE_TARGET_MODULE_MAPPING and get_checkpoint_conversion_mapping(kind) is not None
     }
-    assert set(moved) == MOVED_BY_PEFT
-    assert {name for names in moved.values() for name in names} == MOVED_NAMES
+    assert set(moved) == PEFT_MOVED_TYPES
+    assert {name for names in moved.values() for name in names} == PEFT_MOVED_NAMES
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -257,7 +257,7 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     assert trained
     assert not any(".experts." in name for name in trained)
     assert sum(one.numel() for one in trained.values()) == adapter_params(
-        planned_shape(config_json(str(folder)), name="m"), run.tuning.lora
+        planned_shape(load_config_json(str(folder)), name="m"), run.tuning.lora
     )
     says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
@@ -268,15 +268,15 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
     text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
     run = config_from_text(json.dumps(text), name="r")
     with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
-        check_targets(run, planned_shape(config_json(str(folder)), name="m"))
+        check_targets(run, planned_shape(load_config_json(str(folder)), name="m"))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozenset[str] = frozenset()) -> Any:
-    from sft_play.facts.hardware import named
+    from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.plan import PlanRequest, make_plan
 
-    return make_plan(PlanRequest(run, shape, named(machine), without=without))
+    return make_plan(PlanRequest(run, shape, parse_hardware(machine), without=without))
 
 
 def test_eager_experts_cost_what_was_published():
@@ -290,7 +290,7 @@ def test_eager_experts_cost_what_was_published():
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
     }  # fmt: skip
     shape = shape_on_meta(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
-    shape = dataclasses.replace(shape, meter=some_bytes)
+    shape = dataclasses.replace(shape, block_meter=some_bytes)
     for mode in ("lora", "qlora"):
         fast, slow = (
             plan_of(config(experts_implementation=name, mode=mode, name="m"), shape, "A100-80GB")
@@ -313,32 +313,32 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     flash-linear-attention."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from sft_play.facts.installed import LINEAR_ATTENTION
+    from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
     from sft_play.planner.speed.throughput import LINEAR_PART
     from sft_play.trace.meta_shape import shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
-    shape = dataclasses.replace(shape_on_meta(fields, name="Qwen3.5-9B"), meter=some_bytes)
+    shape = dataclasses.replace(shape_on_meta(fields, name="Qwen3.5-9B"), block_meter=some_bytes)
     assert shape.params == 8_953_803_264  # as published there
-    assert sum(kind.count for kind in shape.layers if kind.linear_width == 4096) == 24
-    assert set(shape.kernel_packages) == {LINEAR_ATTENTION, "causal-conv1d"}
+    assert sum(kind.count for kind in shape.layers if kind.linear_attention_width == 4096) == 24
+    assert set(shape.kernel_packages) == {LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}
     text = {
         "model": {"name": "m", "max_seq_len": 1024}, "tuning": {"mode": "full"},
         "train": {"batch_size": 8, "grad_accum": 1, "gradient_checkpointing": False},
     }  # fmt: skip
     run = config_from_text(json.dumps(text), name="r")
     fast = plan_of(run, shape, "8xB200")
-    slow = plan_of(run, shape, "8xB200", frozenset({LINEAR_ATTENTION, "causal-conv1d"}))
+    slow = plan_of(run, shape, "8xB200", frozenset({LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}))
     assert LINEAR_PART not in fast.speed.parts
     assert not any("not installed" in line for line in fast.reasons)
     assert slow.speed.parts[LINEAR_PART] == pytest.approx(0.52, abs=0.02)
     lines = [line for line in slow.reasons if "not installed" in line]
     assert len(lines) == 2
     assert any("s of a step of" in line for line in lines)
-    assert [line.startswith(LINEAR_ATTENTION) for line in lines if "leave it so: on Blackwell" in line] == [True]
-    hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION}))
+    assert [line.startswith(LINEAR_ATTENTION_PACKAGE) for line in lines if "leave it so: on Blackwell" in line] == [True]
+    hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert not any("Blackwell" in line for line in hopper.reasons)
-    on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION}))
+    on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert LINEAR_PART not in on_cpu.speed.parts
     assert not any("not installed" in line for line in on_cpu.reasons)
 
@@ -351,10 +351,10 @@ def test_qwen3_next_has_both(monkeypatch):
 
     fields = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, num_experts=16).to_dict()
     shape = shape_on_meta(fields, name="m")
-    assert [(kind.count, kind.linear_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
-    assert not shape.own_experts
-    monkeypatch.setattr(installed, "version_of", lambda name: "1.0" if name == "causal-conv1d" else None)
-    assert installed.missing_kernels() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
+    assert [(kind.count, kind.linear_attention_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
+    assert not shape.uses_custom_experts
+    monkeypatch.setattr(installed, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
+    assert installed.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from sft_play.config.load import load_config
 from sft_play.data.sources.raw import NotUtf8
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.network import Nodes, own_addresses
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.network import NodeSetup, local_addresses
 from sft_play.launch.exported import OF_RENDEZVOUS
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.starting import launch_ranks
@@ -67,7 +67,7 @@ def call(config) -> Callable[..., Callable[[], Met]]:
 
         def come() -> Met:
             time.sleep(after_s)
-            return meet(Nodes(world, rank, address, port), card, limit_s=limit_s, may_count_ranks=True)
+            return meet(NodeSetup(world, rank, address, port), card, limit_s=limit_s, may_count_ranks=True)
 
         return come
 
@@ -108,7 +108,7 @@ def test_a_node_that_contradicts_is_waited_for_and_then_all_of_its_kind(call):
 
 def test_a_single_node_that_others_can_reach_waits_for_them(call):
     """It has all ranks of WORLD_SIZE, and is as well the first of as many nodes."""
-    address = next(iter(own_addresses()), None)
+    address = next(iter(local_addresses()), None)
     if address is None:
         pytest.skip("this machine has no address but the loopback")
     for where in (address, socket.gethostname()):  # which Debian's /etc/hosts has as 127.0.1.1
@@ -130,7 +130,7 @@ def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, con
     port = free_port()
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
     card = card_of(load_config(config).config, machine, strategy="ddp", deepspeed=False)
-    answers = together(lambda: meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=20), call(1, 4, 2, port))
+    answers = together(lambda: meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=20), call(1, 4, 2, port))
     for answer in answers:
         assert isinstance(answer, ConfigError)
         assert "node 0 was given NNODES=2, and node 1 NNODES=4" in str(answer)
@@ -155,17 +155,17 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypat
 )
 def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, ranks, nodes):
     """Two machines with four GPUs export RANK=0 and RANK=4. One GPU, or three of four ranks, leave one reading."""
-    monkeypatch.setattr(launch_ranks, "detect", lambda: named(machine))
+    monkeypatch.setattr(launch_ranks, "detect_hardware", lambda: parse_hardware(machine))
     settings = load_config(config, overrides=["distributed.timeout_s=30"]).config
     port = free_port()
 
     def count(rank: int) -> Callable[[], Any]:
-        exported = Nodes(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
+        exported = NodeSetup(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
         return lambda: launch_ranks.count_nodes(LaunchOptions(nodes=exported), settings).nodes
 
-    each = named(machine).ranks if nodes < world else 1
+    each = parse_hardware(machine).ranks if nodes < world else 1
     for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
-        assert answer == Nodes(nodes, rank // each, "127.0.0.1", port)
+        assert answer == NodeSetup(nodes, rank // each, "127.0.0.1", port)
         assert bool(answer.exported)
 
 
@@ -380,7 +380,7 @@ def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, comman
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_one_message(monkeypatch, rank):
-    monkeypatch.setattr(distributed, "MEETING_S", 1.0)
+    monkeypatch.setattr(distributed, "RENDEZVOUS_TIMEOUT_S", 1.0)
     left = {**LEFT, "RANK": str(rank), "MASTER_PORT": str(free_port())}
     for name, text in left.items():
         monkeypatch.setenv(name, text)

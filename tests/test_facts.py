@@ -16,9 +16,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
-from sft_play.facts.hardware import named
+from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models import architecture
-from sft_play.facts.models.architecture import config_json, hub_answers, local_folder, refuse_remote_code, shape_of
+from sft_play.facts.models.architecture import load_config_json, is_hub_reachable, find_model_folder, refuse_remote_code, load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.block_meter import planned_shape
@@ -60,21 +60,21 @@ def test_parameter_counts_are_exact_for_the_published_configs():
 @pytest.mark.parametrize("name", ["/no/such/model", "./nothing", "~/no-such-model-folder"])
 def test_what_looks_like_a_path_is_never_a_hub_id(name):
     with pytest.raises(ModelError, match="does not exist"):
-        local_folder(name)
+        find_model_folder(name)
 
 
 def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="model path models/llama does not exist"):
-        local_folder("models/llama")
-    assert local_folder("other/llama") is None
+        find_model_folder("models/llama")
+    assert find_model_folder("other/llama") is None
 
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.models.architecture.hub_answers", lambda: False)
+    monkeypatch.setattr("sft_play.facts.models.architecture.is_hub_reachable", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
-        config_json("nobody/no-such-model")
+        load_config_json("nobody/no-such-model")
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, pa
         return SimpleNamespace(safetensors=parameters and SimpleNamespace(parameters=parameters))
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    monkeypatch.setattr(architecture, "hub_answers", lambda: True)
+    monkeypatch.setattr(architecture, "is_hub_reachable", lambda: True)
     monkeypatch.setattr(architecture, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
-    architecture._stored_params.cache_clear()
+    architecture._fetch_published_params.cache_clear()
     run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
     shape, _ = shape_for(run), shape_for(run)
-    assert shape.published == said
+    assert shape.published_note == said
     assert asked == [("someone/else", "v1", ["safetensors"])]
-    reasons = make_plan(PlanRequest(run, shape, named("1xH100"))).reasons
+    reasons = make_plan(PlanRequest(run, shape, parse_hardware("1xH100"))).reasons
     assert [line for line in reasons if line.startswith("parameters:")] == ([said] if said else [])
 
 
 def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the network"))
     for name in (str(tmp_path), "Qwen/Qwen2.5-0.5B"):
-        assert architecture.published_words(name, None, 1) == ""
+        assert architecture.published_params_note(name, None, 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatc
 def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, answers):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(architecture, "_connects", lambda host, port: True)
+    monkeypatch.setattr(architecture, "_can_connect", lambda host, port: True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert hub_answers() == answers
+    assert is_hub_reachable() == answers
 
 
 def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
@@ -155,12 +155,12 @@ def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
         hub, proxy, port = f"https://hub{number}.example", f"proxy{number}", chance.randint(1, 65535)
         is_bypassed, answers = chance.random() < 0.3, chance.random() < 0.5
         with monkeypatch.context() as patch:
-            patch.setattr(architecture, "_connects", lambda *place, answers=answers: asked.append(place) or answers)
+            patch.setattr(architecture, "_can_connect", lambda *place, answers=answers: asked.append(place) or answers)
             patch.setenv("HF_ENDPOINT", hub)
             patch.setenv(variable, f"{scheme}{proxy}:{port}")
             if is_bypassed:
                 patch.setenv("no_proxy", ".example")
-            assert hub_answers() == answers
+            assert is_hub_reachable() == answers
         assert asked[-1] == ((f"hub{number}.example", 443) if is_bypassed else (proxy, port))
 
 
@@ -168,7 +168,7 @@ def test_a_name_that_is_looked_up_for_long_is_no_answer(monkeypatch):
     monkeypatch.setattr(architecture, "_CONNECT_TIMEOUT_S", 0.05)
     waits = threading.Event()
     monkeypatch.setattr(architecture.socket, "create_connection", lambda *_: nullcontext(waits.wait(10)))
-    assert not architecture._connects("hub.example", 443)
+    assert not architecture._can_connect("hub.example", 443)
     waits.set()
 
 
@@ -186,7 +186,7 @@ def test_a_config_json_that_is_none_says_so(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))
 
 
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
@@ -199,7 +199,7 @@ def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
         "e": {"__float__": []},
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bamba", **tags, "others": others}))
-    found = config_json(str(tmp_path))
+    found = load_config_json(str(tmp_path))
     assert (found["limit"], found["low"], found["others"]) == ([0.0, math.inf], -math.inf, others)
     assert math.isnan(found["gap"])
 
@@ -209,7 +209,7 @@ def test_custom_code_is_refused_with_the_options_name(origin, tmp_path):
     folder = tmp_path if origin == "bundled" else shared("model_configs/phi-2-remote-code")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi-msft", "auto_map": OWN_CODE, "n_embd": 64}))
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
-        shape_of(str(folder))
+        load_model_shape(str(folder))
     refuse_remote_code({"model_type": "phi-msft", "auto_map": {"AutoConfig": "x.Y"}}, name="x", allowed=True)
 
 
@@ -220,4 +220,4 @@ def test_custom_code_that_transformers_does_not_need_is_no_obstacle(origin, tmp_
     config = {**model_config("Phi-3.5-mini-instruct"), "auto_map": OWN_CODE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert json.loads((folder / "config.json").read_text())["auto_map"]
-    assert shape_of(str(folder)).num_layers == 32
+    assert load_model_shape(str(folder)).num_layers == 32

@@ -20,8 +20,8 @@ from sft_play import cli
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overflow_of
@@ -32,7 +32,7 @@ from sft_play.training.model.model_loading import quantization
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT
 
-SHAPE = shape_of("Qwen/Qwen2.5-3B-Instruct")
+SHAPE = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
 OLD, NEW = ("1xT4", "1xV100", "1xRTX2080Ti"), ("1xA100", "1xRTX3060")
 IN_FORWARD = sorted(kind for kind, seen in OVERFLOWS.items() if not (seen.only_with or seen.in_backward))
 IN_BACKWARD = sorted(kind for kind, seen in OVERFLOWS.items() if seen.in_backward)
@@ -48,7 +48,7 @@ def of(kind: str, **changes: Any) -> Any:
 
 
 def machine(name: str) -> Hardware:
-    return named(name)
+    return parse_hardware(name)
 
 
 def test_every_family_is_a_model_type_with_a_source():
@@ -89,7 +89,7 @@ def test_a_gpu_with_bf16_computes_them_in_it(kind, gpu):
 
 
 def test_one_old_gpu_among_new_ones_decides():
-    mixed = Hardware((*named("1xA100").gpus, *named("1xT4").gpus), "CPU", 2, 2**34, 2**34)
+    mixed = Hardware((*parse_hardware("1xA100").gpus, *parse_hardware("1xT4").gpus), "CPU", 2, 2**34, 2**34)
     assert choose_precision(config(), mixed, of("gemma3_text")).compute == "float32"
 
 
@@ -138,7 +138,7 @@ def test_granite_leaves_it_with_attention_dropout_as_3_0_to_3_2_have_it():
     assert choose_precision(config(), machine("1xT4"), of("granite", attention_dropout=0.0)).compute == "float16"
     assert choose_precision(config(), machine("1xT4"), of("llama", attention_dropout=0.1)).compute == "float16"
     assert (
-        choose_precision(config(), machine("1xT4"), shape_of("ibm-granite/granite-3.1-2b-instruct")).compute
+        choose_precision(config(), machine("1xT4"), load_model_shape("ibm-granite/granite-3.1-2b-instruct")).compute
         == "float32"
     )
 
@@ -157,10 +157,10 @@ def test_weights_in_fp16_are_refused_where_nothing_casts_what_layers_hand_on():
 def test_the_plan_counts_fp32_and_says_why(mode):
     name = "google/gemma-3-1b-it"
     run = config(f"tuning: {{mode: {mode}}}", name)
-    plan = make_plan(PlanRequest(run, shape_of(name), machine("1xT4")))
+    plan = make_plan(PlanRequest(run, load_model_shape(name), machine("1xT4")))
     assert plan.precision.compute == "float32"
     assert any("gemma3_text models activations reach 800,000" in reason for reason in plan.reasons)
-    twin = make_plan(PlanRequest(run, replace(shape_of(name), model_type="llama"), machine("1xT4")))
+    twin = make_plan(PlanRequest(run, replace(load_model_shape(name), model_type="llama"), machine("1xT4")))
     assert twin.precision.compute == "float16"
     assert plan.speed.tokens_per_s < twin.speed.tokens_per_s
     if mode == "lora":  # QLoRA has its weights in NF4, and full in fp16 keeps fp32 ones
@@ -199,7 +199,7 @@ def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
     run = config("train: {fp16: true}\ntuning: {mode: qlora}", "Qwen/Qwen2.5-3B-Instruct")
     found = largest_that_fits("model", PlanRequest(run, SHAPE, machine("1xT4"))).value
     assert isinstance(found, str)
-    assert overflow_of(shape_of(found).model_type) is None
+    assert overflow_of(load_model_shape(found).model_type) is None
 
 
 def test_a_fault_says_whether_the_family_is_known_and_the_ways_out():

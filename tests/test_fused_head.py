@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from benchmarks.registry import CannotBuild, kinds, small_base, wide_config
-from sft_play.facts.models.families import FAMILIES
+from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.training.class_checks import adapter_trial
 from sft_play.training.class_checks.small_model import VOCABULARY, on_small_model, small_config, small_model
 from sft_play.training.model.fused_head import fused_head
@@ -116,7 +116,7 @@ def test_a_class_is_known_by_a_small_model_of_it(kind: str) -> None:
 @pytest.mark.slow
 def test_of_all_classes_of_the_table_none_has_logits_of_its_own() -> None:
     found = {kind: shows(kind) for kind in kinds()}
-    assert {kind for kind, is_own in found.items() if is_own and kind in FAMILIES} == set()
+    assert {kind for kind, is_own in found.items() if is_own and kind in MODEL_FAMILIES} == set()
     assert {kind for kind, is_own in found.items() if is_own} >= OTHERS
 
 
@@ -124,8 +124,8 @@ def test_a_run_of_such_a_class_is_planned_over_whole_logits(tmp_path: Any, monke
     from sft_play.trace.block_meter import planned_shape
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    assert planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").own_logits
-    assert not planned_shape(wide_config("llama") | {"vocab_size": 512}, name="m").own_logits
+    assert planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").has_custom_logits
+    assert not planned_shape(wide_config("llama") | {"vocab_size": 512}, name="m").has_custom_logits
 
 
 UNSCALED = {"aya_vision", "cohere2_vision"}

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.memory.estimate import cache_bytes
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.training.measure import exact_match
@@ -39,7 +39,7 @@ def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
     ],
 )
 def test_a_tokens_keys_and_values_are_counted(model, nbytes):
-    assert cache_bytes(shape_of(model), 2) == nbytes
+    assert cache_bytes(load_model_shape(model), 2) == nbytes
 
 
 @pytest.mark.parametrize("machine", ["1xRTX3060", "1xRTX4090", "1xH100", "2xH200", "4xRTX4090"])
@@ -47,8 +47,8 @@ def test_a_tokens_keys_and_values_are_counted(model, nbytes):
 @pytest.mark.parametrize("has_eval", [True, False])
 def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
     config = config_from_text(f"model: {{name: {model}}}", name="x")
-    shape = shape_of(model)
-    plan = make_plan(PlanRequest(config, shape, named(machine), has_eval=has_eval))
+    shape = load_model_shape(model)
+    plan = make_plan(PlanRequest(config, shape, parse_hardware(machine), has_eval=has_eval))
     gives_back = plan.memory.allocated - plan.memory.stays
     assert plan.answer_tokens >= 1
     if plan.answer_tokens > 1:
@@ -57,13 +57,13 @@ def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
 
 
 def test_more_room_in_a_step_takes_more_answers_at_once():
-    shape = shape_of("Qwen/Qwen2.5-7B")
+    shape = load_model_shape("Qwen/Qwen2.5-7B")
     found = []
     for micro in (1, 4, 16):
         config = config_from_text(
             f"model: {{name: Qwen/Qwen2.5-7B}}\ntrain: {{batch_size: {micro}, effective_batch_size: 16}}", name="x"
         )
-        found.append(make_plan(PlanRequest(config, shape, named("1xH200"))).answer_tokens)
+        found.append(make_plan(PlanRequest(config, shape, parse_hardware("1xH200"))).answer_tokens)
     assert found == sorted(found)
     assert found[0] < found[-1]
 

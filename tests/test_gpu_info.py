@@ -14,9 +14,9 @@ import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page
 from sft_play.facts import host
-from sft_play.facts.gpus.gpu import Pcie
-from sft_play.facts.hardware import named
-from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
+from sft_play.facts.gpus.gpu import PcieLink
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.installed import nccl_package, torch_cuda_version, torch_hip_version, installed_version
 from tests.conftest import ROOT
 
 MIB = 2**20
@@ -176,7 +176,7 @@ def bare(monkeypatch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(gpu_info, "unseen", lambda environment: None)
+    monkeypatch.setattr(gpu_info, "unusable_accelerator", lambda environment: None)
     return folder
 
 
@@ -200,7 +200,7 @@ def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     assert first.free_bytes == first.total_bytes - first.used_bytes - first.reserved_bytes
     assert (first.compute_capability, first.bf16, first.fp8) == ("9.0", True, True)
     assert (first.power_cap_watts, first.temperature_celsius) == (700.0, 31)
-    assert first.pcie == Pcie(1, 5, 16, 16)
+    assert first.pcie == PcieLink(1, 5, 16, 16)
     assert [(item.pid, item.used_bytes) for item in first.processes] == [(os.getpid(), 512 * MIB)]
     row = next(line for line in text if line.startswith("  0 "))
     assert "NVIDIA H200" in row
@@ -281,10 +281,10 @@ def test_programs_that_hang_or_fail_are_no_answer(bare, tmp_path):
     slow = bare / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(0o755)
-    assert host.answer_of("slow", timeout_s=0.3) == ""
+    assert host.program_output("slow", timeout_s=0.3) == ""
     slow.write_text("#!/bin/sh\necho half\nexit 9\n")
-    assert host.answer_of("slow") == ""
-    assert host.answer_of("no-such-program") == ""
+    assert host.program_output("slow") == ""
+    assert host.program_output("no-such-program") == ""
 
 
 # --- MIG --------------------------------------------------------------------------------------------------------------
@@ -351,11 +351,11 @@ def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
 
 
 def test_versions_are_read_without_importing(monkeypatch):
-    assert version_of("pydantic")
-    assert version_of("no-such-distribution") is None
-    assert torch_cuda() is None or torch_hip() is None
+    assert installed_version("pydantic")
+    assert installed_version("no-such-distribution") is None
+    assert torch_cuda_version() is None or torch_hip_version() is None
     asked = {"nvidia-nccl-cu12": "2.27.5"}
-    monkeypatch.setattr("sft_play.facts.installed.version_of", asked.get)
+    monkeypatch.setattr("sft_play.facts.installed.installed_version", asked.get)
     assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")
 
 
@@ -372,7 +372,7 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
 @pytest.mark.build
 def test_torch_answers_from_a_process_of_its_own():
     told = gpu_info.ask_torch(dict(os.environ))
-    assert f"PyTorch version: {version_of('torch')}" in told
+    assert f"PyTorch version: {installed_version('torch')}" in told
     assert any(line.startswith("Is CUDA available: ") for line in told)
     assert not any("Vulnerability" in line for line in told)
 
@@ -400,7 +400,7 @@ def test_nothing_heavy_is_imported_for_it():
 
 
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
-    machine = named("2xH200,ram=1TiB,cores=64")
+    machine = parse_hardware("2xH200,ram=1TiB,cores=64")
     text = gpu_page.assumed_lines(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
@@ -414,11 +414,11 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
 
 
 def test_a_named_cluster_shows_its_network_and_not_what_is_not_known():
-    text = gpu_page.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
+    text = gpu_page.assumed_lines(parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
     assert {"Number of GPUs: 16", "  nodes: 2", "  network_bytes_per_s: 50 GB/s", "  ram_given: False"} < set(text)
     assert "  price_per_gpu_hour: 2.5" in text
     assert not any(line.startswith("  bandwidth") for line in text)
-    assert gpu_page.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
+    assert gpu_page.assumed_lines(parse_hardware("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

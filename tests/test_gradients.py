@@ -14,8 +14,8 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import translate
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
@@ -129,18 +129,18 @@ def test_keys_that_no_layout_can_do_are_one_message():
     with pytest.raises(
         ConfigError, match=r"no layout over 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: "
     ) as said:
-        make_plan(PlanRequest(config, shape_of(MODEL), named("2xA100-80GB")))
+        make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xA100-80GB")))
     assert "only DeepSpeed casts" in str(said.value)
 
 
 def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
-    hardware = named("4xA100-80GB")
+    hardware = parse_hardware("4xA100-80GB")
     for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
-        possible, refused = layouts_for(run_of(sync_gradients_every=wish), shape_of(MODEL), hardware)
+        possible, refused = layouts_for(run_of(sync_gradients_every=wish), load_model_shape(MODEL), hardware)
         assert wanted <= {layout.name for layout in possible}
         assert not wanted & {item.name for item in refused}
         assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
-    plan = make_plan(PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), shape_of(MODEL), hardware))
+    plan = make_plan(PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), load_model_shape(MODEL), hardware))
     assert plan.layout.startswith("zero")
 
 
@@ -149,7 +149,7 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
         "lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5,
         mixed_precision={"reduce": "bfloat16"},
     )  # fmt: skip
-    plan = make_plan(PlanRequest(config, shape_of(MODEL), named("1xA100-80GB")))
+    plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("1xA100-80GB")))
     assert plan.layout == "single"
     assert (
         "distributed.find_unused_parameters=true, distributed.sync_gradients_every=step, "
@@ -206,7 +206,7 @@ def step_of(layout: str, *, ranks: int = 4, accum: int = 4, rows: int = 1) -> St
 
 @pytest.mark.parametrize("precision", [BF16, FP32])
 def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
-    shape = shape_of(MODEL)
+    shape = load_model_shape(MODEL)
     often, once = run_of(sync_gradients_every="micro_batch"), run_of(sync_gradients_every="step")
     wide = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32"})
     ranks = 8
@@ -224,11 +224,11 @@ def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
 
 def test_syncing_less_often_never_needs_less_memory_and_never_sends_more():
     draw = random.Random(11)
-    hardware = named("8xA100-80GB,link=64GB/s")
+    hardware = parse_hardware("8xA100-80GB,link=64GB/s")
     for _ in range(60):
         mode, layout = draw.choice(["full", "lora", "qlora"]), draw.choice(["ddp", "fsdp", "fsdp_hybrid"])
         precision, accum = draw.choice([BF16, FP32]), draw.choice([1, 2, 8])
-        shape = shape_of(draw.choice([MODEL, "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-30B-A3B"]))
+        shape = load_model_shape(draw.choice([MODEL, "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-30B-A3B"]))
         step = step_of(layout, ranks=draw.choice([2, 4, 8]), accum=accum)
         often, once = (run_of(mode, str(accum), sync_gradients_every=every) for every in ("micro_batch", "step"))
         memory = [estimate(config, shape, precision, step).allocated for config in (often, once)]
@@ -248,7 +248,7 @@ def test_syncing_less_often_never_needs_less_memory_and_never_sends_more():
 
 def test_the_closed_form_by_hand():
     """Four ranks, two passes, all weights in bf16: P bytes of gradients are 2P, an all-reduce sends 2 * 3/4 of them."""
-    shape = shape_of(MODEL)
+    shape = load_model_shape(MODEL)
     size = 2 * shape.params
 
     def kinds(layout: str, **keys: object) -> dict[str, int]:
@@ -268,10 +268,10 @@ def test_the_closed_form_by_hand():
     once = replace(step_of("zero3", accum=2), checkpointed_layers=0)  # 494 million weights are used again within 1e9
     gathered = traffic_of(run_of(), shape, BF16, once).by_kind(2)
     assert gathered == {"all_gather": 2 * size, "reduce_scatter": 2 * size}
-    large = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    large = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     gathered = traffic_of(run_of(), large, BF16, step_of("zero3", accum=1)).by_kind(1)
     assert gathered["all_gather"] == pytest.approx(2 * (2 * large.params - 1e9 / 3), rel=1e-6)
-    huge = shape_of("meta-llama/Llama-3.3-70B-Instruct")  # 80 blocks of 855 million weights, each checkpointed
+    huge = load_model_shape("meta-llama/Llama-3.3-70B-Instruct")  # 80 blocks of 855 million weights, each checkpointed
     gathered = traffic_of(run_of(), huge, BF16, step_of("zero3", accum=1)).by_kind(1)
     again = huge.params - 2 * huge.vocab_size * huge.hidden_size - 80 * 0.5e9
     assert gathered["all_gather"] == pytest.approx(2 * (2 * huge.params - 1e9 / 3 + again), rel=1e-6)
@@ -284,16 +284,16 @@ def test_the_closed_form_by_hand():
 
 def test_a_plan_keeps_its_collectives_through_json():
     config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(PlanRequest(config, shape_of(MODEL), named("2xRTX4090"), only=("fsdp",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), only=("fsdp",)))
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    assert plan.speed.collectives["reduce_scatter"] == 4 * shape_of(MODEL).params
+    assert plan.speed.collectives["reduce_scatter"] == 4 * load_model_shape(MODEL).params
 
 
 def test_the_trace_runs_what_the_keys_say():
     from sft_play.trace.confirm import settings_of
 
     config = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32", "param": "float32"})
-    shape, hardware = shape_of(MODEL), named("2xRTX4090")
+    shape, hardware = load_model_shape(MODEL), parse_hardware("2xRTX4090")
     for run, layout, wanted in (
         (config, "fsdp", (False, "float32", None)), (run_of(), "fsdp", (True, None, None)),
         (run_of(mixed_precision={"reduce": "float32"}), "fsdp", (True, None, "float32")),

@@ -15,16 +15,16 @@ from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_catalog import (
-    CATALOG,
-    ENTRIES,
-    FAMILIES,
-    find,
-    gpus_by_memory,
-    key_of,
-    nearest,
-    reserve_bytes,
+    CATALOG_BY_KEY,
+    CATALOG_ENTRIES,
+    GPU_GENERATIONS,
+    find_gpus,
+    suggested_gpus,
+    catalog_key,
+    nearest_gpus,
+    driver_reserve_bytes,
 )
-from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.units import GIB, MIB
 from tests.conftest import ROOT
 
@@ -123,10 +123,10 @@ def nvml(monkeypatch):
 
 def test_gpus_are_read_from_nvml_with_their_free_memory(nvml):
     fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=12) for n in range(2)))
-    found = detect({})
+    found = detect_hardware({})
     assert [gpu.name for gpu in found.gpus] == ["NVIDIA A100-SXM4-80GB"] * 2
     assert found.gpus[0].total_bytes - found.gpus[0].free_bytes == 500 * MIB
-    assert found.gpus[0].rate("float16") == 312e12
+    assert found.gpus[0].flops("float16") == 312e12
     assert found.link_bytes_per_s == 300e9
     assert not fake.open
 
@@ -142,30 +142,30 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch, caplog):
         return real(handle)
 
     monkeypatch.setattr(fake, "nvmlDeviceGetUUID", lost)
-    assert [gpu.index for gpu in detect({}).gpus] == [0, 2]
+    assert [gpu.index for gpu in detect_hardware({}).gpus] == [0, 2]
     assert "GPU 1 does not answer its driver (GPU is lost)" in caplog.text
 
 
 def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
     nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=0) for n in range(2)))
-    assert detect({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4
+    assert detect_hardware({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4
 
 
 def test_cards_that_a_bridge_joins_have_their_pcie(nvml):
     nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA RTX A6000", 49_140, (8, 6), links=4) for n in range(2)))
-    assert detect({}).link_bytes_per_s == 32e9
+    assert detect_hardware({}).link_bytes_per_s == 32e9
 
 
 def test_an_unknown_gpu_is_found_without_rates(nvml):
     nvml(FakeGpu("GPU-0", "NVIDIA Q900", 20_000, (9, 9)))
-    found = detect({})
+    found = detect_hardware({})
     assert found.gpus[0].total_bytes == 20_000 * MIB
-    assert (found.gpus[0].rate("bfloat16"), found.gpus[0].bandwidth, found.link_bytes_per_s) == (None, None, None)
+    assert (found.gpus[0].flops("bfloat16"), found.gpus[0].bandwidth, found.link_bytes_per_s) == (None, None, None)
 
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that(nvml):
     nvml(FakeGpu("GPU-0", "NVIDIA GB10", 0, (12, 1)))
-    assert 0 < detect({}).gpus[0].free_bytes <= detect({}).ram_bytes
+    assert 0 < detect_hardware({}).gpus[0].free_bytes <= detect_hardware({}).ram_bytes
 
 
 SPLIT = FakeGpu(
@@ -189,32 +189,32 @@ SPLIT = FakeGpu(
 )
 def test_cuda_sees_one_instance_of_a_split_gpu(nvml, variable, profile):
     nvml(SPLIT, FakeGpu("GPU-bbb", "NVIDIA A100-SXM4-40GB", 40_960))
-    found = detect({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable})
+    found = detect_hardware({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable})
     assert [gpu.mig for gpu in found.gpus] == ([] if profile == "nothing" else [profile])
-    assert found.mig == (profile not in (None, "nothing"))
+    assert found.is_mig_instance == (profile not in (None, "nothing"))
 
 
 def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
     nvml(SPLIT)
-    found = detect({"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    found = detect_hardware({"CUDA_VISIBLE_DEVICES": "MIG-2"})
     gpu = found.gpus[0]
     assert (gpu.total_bytes, gpu.free_bytes) == (4_864 * MIB, 4_851 * MIB)
-    assert gpu.rate("bfloat16") == pytest.approx(312e12 / 7)
+    assert gpu.flops("bfloat16") == pytest.approx(312e12 / 7)
     assert gpu.bandwidth == pytest.approx(1555e9 * 4_864 / 40_960)
-    assert "sees one instance only, MIG-1" in detect({}).notes[0]
+    assert "sees one instance only, MIG-1" in detect_hardware({}).notes[0]
 
 
 def test_a_compute_instance_has_its_own_slices_and_the_memory_of_its_gpu_instance(nvml):
     """1c.3g.20gb: one of the three compute slices (MIG user guide, compute instances)."""
     nvml(FakeGpu("GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "1c.3g.20gb", 19_968)]))
-    gpu = detect({}).gpus[0]
-    assert gpu.rate("bfloat16") == pytest.approx(312e12 / 7)
+    gpu = detect_hardware({}).gpus[0]
+    assert gpu.flops("bfloat16") == pytest.approx(312e12 / 7)
     assert gpu.bandwidth == pytest.approx(1555e9 * 19_968 / 40_960)
 
 
 def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
     nvml(FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 81_559, (9, 0), instances=[]))
-    found = detect({})
+    found = detect_hardware({})
     assert found.gpus == ()
     assert found.notes == ("GPU 0 is in MIG mode and has no instance: CUDA does not see it",)
 
@@ -226,10 +226,10 @@ def two_h200s(nvml):
 
 
 def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
-    found = detect({})
+    found = detect_hardware({})
     assert (found.gpus[0].total_bytes, found.gpus[0].free_bytes) == (144_384 * MIB, 143_000 * MIB)
     assert (found.gpus[0].capability, found.gpus[0].has_bf16) == ((9, 0), True)
-    assert found.gpus[0].rate("bfloat16") == CATALOG["h200"].bf16
+    assert found.gpus[0].flops("bfloat16") == CATALOG_BY_KEY["h200"].bf16
     assert found.gpus[0].bandwidth == 4800e9
     assert found.link_bytes_per_s == 450e9
     assert (found.nodes, found.gpus_per_node, found.named) == (1, 2, False)
@@ -253,13 +253,13 @@ def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
     ],
 )
 def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
-    assert [gpu.index for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
+    assert [gpu.index for gpu in detect_hardware({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
 
 
 @pytest.mark.parametrize("pynvml", [None, FakeNvml()], ids=["no package", "no GPU"])
 def test_a_machine_without_gpus_has_its_ram(monkeypatch, pynvml):
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
-    found = detect({})
+    found = detect_hardware({})
     assert found.device == "cpu"
     assert found.ram_bytes >= found.ram_free_bytes > 0
     assert found.cpu_cores >= 1
@@ -269,12 +269,12 @@ def test_a_machine_without_gpus_has_its_ram(monkeypatch, pynvml):
 def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
     turing = FakeGpu("GPU-a", "Tesla T4", 15_360, (7, 5))
     nvml(turing, FakeGpu("GPU-b", "NVIDIA A100-SXM4-40GB", 40_960))
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in detect({"CUDA_VISIBLE_DEVICES": "1"}).notes[0]
-    assert not detect({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
-    assert not detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in detect_hardware({"CUDA_VISIBLE_DEVICES": "1"}).notes[0]
+    assert not detect_hardware({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
+    assert not detect_hardware({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
     nvml(turing)
-    assert not detect({}).gpus[0].has_bf16
-    assert (detect({}).gpus[0].rate("bfloat16"), detect({}).gpus[0].rate("float16")) == (None, 65e12)
+    assert not detect_hardware({}).gpus[0].has_bf16
+    assert (detect_hardware({}).gpus[0].flops("bfloat16"), detect_hardware({}).gpus[0].flops("float16")) == (None, 65e12)
 
 
 # --- the host --------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def write(path, text):
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(host, "_PROCESS_CGROUP", tmp_path / "own")
     return tmp_path
 
 
@@ -299,11 +299,11 @@ def test_ram_is_what_every_control_group_above_leaves(cgroup):
     write(group / "memory.current", str(2 * GIB))
     write(group / "memory.stat", f"anon 1\ninactive_file {GIB}\n")
     write(group / "step0" / "memory.max", "max\n")
-    total, free = host.memory()
+    total, free = host.total_and_free_ram()
     assert total == 3 * GIB
     assert free == min(2 * GIB, free)  # 3 GiB less 2 in use, of which 1 is file cache that can be dropped
     write(group / "memory.stat", "anon 1\n")
-    assert host.memory()[1] <= GIB
+    assert host.total_and_free_ram()[1] <= GIB
 
 
 def test_version_1_control_groups_are_read_too(cgroup):
@@ -311,12 +311,12 @@ def test_version_1_control_groups_are_read_too(cgroup):
     group = cgroup / "cgroup" / "memory" / "docker" / "x"
     write(group / "memory.limit_in_bytes", str(GIB))
     write(group / "memory.usage_in_bytes", "0")
-    assert host.memory()[0] == GIB
+    assert host.total_and_free_ram()[0] == GIB
 
 
 def test_a_limit_above_the_machines_ram_is_none(cgroup):
     write(cgroup / "cgroup" / "memory.max", str(2**62))
-    assert host.memory()[0] < 2**62
+    assert host.total_and_free_ram()[0] < 2**62
 
 
 # --- named -----------------------------------------------------------------------------------------------------------
@@ -348,28 +348,28 @@ def test_a_limit_above_the_machines_ram_is_none(cgroup):
     ],
 )
 def test_a_machine_can_be_named(text, count, name):
-    found = named(text)
+    found = parse_hardware(text)
     assert (len(found.gpus), found.gpus[0].name, found.named) == (count, name, True)
     assert [gpu.index for gpu in found.gpus] == list(range(count))
 
 
 def test_nodes_come_before_gpus_per_node():
-    found = named("2x8xH200,network=400Gbps")
+    found = parse_hardware("2x8xH200,network=400Gbps")
     assert (found.nodes, found.gpus_per_node, len(found.gpus)) == (2, 8, 16)
     assert found.network_bytes_per_s == 50e9
-    assert (found.first(8).nodes, found.first(8).gpus_per_node) == (1, 8)
-    assert (found.first(9).nodes, len(found.first(9).gpus)) == (2, 9)
-    assert found.first(1).gpus_per_node == 1
+    assert (found.limit_gpus(8).nodes, found.limit_gpus(8).gpus_per_node) == (1, 8)
+    assert (found.limit_gpus(9).nodes, len(found.limit_gpus(9).gpus)) == (2, 9)
+    assert found.limit_gpus(1).gpus_per_node == 1
 
 
 def test_options_override_the_catalogue_and_read_their_units():
-    found = named(
+    found = parse_hardware(
         "2xH100,mem=70GiB,bandwidth=3TB/s,bf16=900TFLOPS,fp16=0.9PFLOPS,fp8=1800TFLOPS,link=600GB/s,network=50GBs,"
         "ram=1TiB,cores=96,cc=9.1,tdp=500W,price=2.5"
     )
     gpu = found.gpus[1]
     assert (gpu.total_bytes, gpu.bandwidth, gpu.capability, gpu.tdp_watts) == (70 * GIB, 3e12, (9, 1), 500)
-    assert [gpu.rate(dtype) for dtype in ("bfloat16", "float16", "float8")] == [900e12, 900e12, 1800e12]
+    assert [gpu.flops(dtype) for dtype in ("bfloat16", "float16", "float8")] == [900e12, 900e12, 1800e12]
     assert (found.link_bytes_per_s, found.network_bytes_per_s) == (300e9, 50e9)  # a data sheet's link is both ways
     assert any("300 GB/s each way" in note for note in found.notes)
     assert (found.ram_bytes, found.ram_free_bytes, found.cpu_cores, found.ram_given) == (
@@ -386,15 +386,15 @@ def test_options_override_the_catalogue_and_read_their_units():
     [("24GiB", 24 * GIB), ("24gib", 24 * GIB), ("24GB", 24 * 10**9), ("24576MiB", 24 * GIB), ("0.5TiB", 512 * GIB)],
 )
 def test_an_unknown_gpu_can_be_given_with_its_memory(size, expected):
-    gpus = named(f"2xMyGPU,mem={size}").gpus
+    gpus = parse_hardware(f"2xMyGPU,mem={size}").gpus
     assert [gpu.total_bytes for gpu in gpus] == [expected] * 2
-    assert gpus[0].rate("bfloat16") is None
+    assert gpus[0].flops("bfloat16") is None
     assert gpus[0].has_bf16  # unknown counts as yes
 
 
 def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
-    gpu = named("2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS").gpus[0]
-    assert (gpu.bandwidth, gpu.rate("bfloat16"), gpu.rate("float16"), gpu.rate("float8")) == (
+    gpu = parse_hardware("2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS").gpus[0]
+    assert (gpu.bandwidth, gpu.flops("bfloat16"), gpu.flops("float16"), gpu.flops("float8")) == (
         1e12,
         165e12,
         165e12,
@@ -412,19 +412,19 @@ def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
     ],
 )
 def test_a_name_of_several_gpus_is_read_aloud(text, note):
-    assert named(text).notes[0].startswith(note)
+    assert parse_hardware(text).notes[0].startswith(note)
 
 
 @pytest.mark.parametrize("text", ["H200", "A100-80GB", "L40S", "RTX4090", "2xA100-40GB"])
 def test_a_plain_name_needs_no_note(text):
-    assert named(text).notes == ()
+    assert parse_hardware(text).notes == ()
 
 
 def test_a_host_without_gpus_can_be_named():
-    found = named("cpu,ram=64GiB,cores=16")
+    found = parse_hardware("cpu,ram=64GiB,cores=16")
     assert (found.device, found.ram_bytes, found.ram_free_bytes, found.cpu_cores) == ("cpu", 64 * GIB, 64 * GIB, 16)
     assert found.named
-    assert named("CPU").ram_given is False
+    assert parse_hardware("CPU").ram_given is False
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_a_host_without_gpus_can_be_named():
 )
 def test_a_machine_that_cannot_be_meant_is_refused(text, message):
     with pytest.raises(HardwareError, match=message) as refused:
-        named(text)
+        parse_hardware(text)
     assert "\n" not in str(refused.value)
 
 
@@ -500,10 +500,10 @@ price: 1.5
 def test_a_machine_can_be_described_in_a_file(tmp_path):
     path = tmp_path / "box.yaml"
     path.write_text(BOX)
-    found = named(str(path))
+    found = parse_hardware(str(path))
     gpu = found.gpus[7]
     assert (len(found.gpus), found.nodes, found.gpus_per_node) == (8, 2, 4)
-    assert (gpu.name, gpu.total_bytes, gpu.rate("bfloat16"), gpu.capability) == ("MyGPU", 80 * GIB, 300e12, (8, 0))
+    assert (gpu.name, gpu.total_bytes, gpu.flops("bfloat16"), gpu.capability) == ("MyGPU", 80 * GIB, 300e12, (8, 0))
     assert (gpu.tdp_watts, gpu.bandwidth) == (400, 2e12)
     assert (found.ram_bytes, found.cpu_cores, found.price_per_gpu_hour) == (1024 * GIB, 64, 1.5)
     assert (found.link_bytes_per_s, found.network_bytes_per_s) == (300e9, 25e9)
@@ -522,7 +522,7 @@ def test_a_machine_can_be_described_in_a_file(tmp_path):
 def test_a_file_may_be_short(tmp_path, text, count, nodes):
     path = tmp_path / "machine"  # its ending does not matter where it is there
     path.write_text(text)
-    found = named(str(path))
+    found = parse_hardware(str(path))
     assert (len(found.gpus), found.nodes) == (count, nodes)
 
 
@@ -555,33 +555,33 @@ def test_a_file_that_describes_no_machine_is_refused(tmp_path, text, message):
     path = tmp_path / "box.yaml"
     path.write_text(text)
     with pytest.raises(HardwareError, match=message) as refused:
-        named(str(path))
+        parse_hardware(str(path))
     assert str(path) in str(refused.value)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(HardwareError, match=r"cannot be read as YAML.*No such file"):
-        named(str(tmp_path / "none.yaml"))
+        parse_hardware(str(tmp_path / "none.yaml"))
     folder = tmp_path / "folder.yaml"
     folder.mkdir()
     with pytest.raises(HardwareError, match="cannot be read"):
-        named(str(folder))
+        parse_hardware(str(folder))
     binary = tmp_path / "binary.yml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(HardwareError, match="cannot be read"):
-        named(str(binary))
+        parse_hardware(str(binary))
     (tmp_path / "deep.yaml").write_text("[" * 5000)
     with pytest.raises(HardwareError, match="cannot be read as YAML"):
-        named(str(tmp_path / "deep.yaml"))
+        parse_hardware(str(tmp_path / "deep.yaml"))
 
 
 # --- the catalogue ---------------------------------------------------------------------------------------------------
 
 
 def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
-    assert len(ENTRIES) > 90
-    assert len(CATALOG) == len(ENTRIES)
-    for entry in ENTRIES:
+    assert len(CATALOG_ENTRIES) > 90
+    assert len(CATALOG_BY_KEY) == len(CATALOG_ENTRIES)
+    for entry in CATALOG_ENTRIES:
         assert len(entry.source) > 20, entry.name
         assert 0.95 * entry.driver_bytes - 512 * MIB < entry.memory_bytes < entry.driver_bytes, entry.name
         assert entry.driver_bytes <= 1.01 * entry.box_gb * GIB, entry.name
@@ -599,11 +599,11 @@ def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
 
 
 def test_gpus_before_ampere_have_no_bf16():
-    assert {key for key, family in FAMILIES.items() if not family.bf16} == {
+    assert {key for key, family in GPU_GENERATIONS.items() if not family.bf16} == {
         "gp100", "gp102", "volta", "turing", "turing_geforce", "turing_gtx",
     }  # fmt: skip
-    assert CATALOG["t4"].bf16 is None
-    assert CATALOG["v10016gb"].fp16 == 125e12
+    assert CATALOG_BY_KEY["t4"].bf16 is None
+    assert CATALOG_BY_KEY["v10016gb"].fp16 == 125e12
 
 
 @pytest.mark.parametrize(
@@ -626,7 +626,7 @@ def test_gpus_before_ampere_have_no_bf16():
     ],
 )
 def test_rates_are_dense_with_32_bit_accumulation(name, bf16, fp8):
-    entry = CATALOG[key_of(name)]
+    entry = CATALOG_BY_KEY[catalog_key(name)]
     assert entry.bf16 == pytest.approx(bf16 * 1e12, rel=2e-3)
     assert (entry.fp8 is None) if fp8 is None else entry.fp8 == pytest.approx(fp8 * 1e12, rel=2e-3)
 
@@ -634,20 +634,20 @@ def test_rates_are_dense_with_32_bit_accumulation(name, bf16, fp8):
 def test_a_familys_operations_per_clock_give_the_published_rates():
     """Titan RTX 130.5, RTX 2080 Ti 53.8: the Turing whitepaper; Quadro RTX 5000 89.2: its data sheet."""
     for name, tflops in (("TITAN RTX", 130.5), ("RTX 2080 Ti", 53.8), ("Quadro RTX 5000", 89.2)):
-        assert CATALOG[key_of(name)].fp16 == pytest.approx(tflops * 1e12, rel=2e-3)
+        assert CATALOG_BY_KEY[catalog_key(name)].fp16 == pytest.approx(tflops * 1e12, rel=2e-3)
 
 
 def test_memory_is_what_torch_reports():
     """Totals of out-of-memory messages: H200 139.80, H100 79.18, B200 178.35, MI300X 191.69 GiB."""
     for name, gib in (("H200", 139.80), ("H100", 79.18), ("B200", 178.35), ("MI300X", 191.69)):
-        assert CATALOG[key_of(name)].memory_bytes / GIB == pytest.approx(gib, abs=0.006)
-    assert named("2xH200").gpus[0].total_bytes == CATALOG["h200"].memory_bytes
+        assert CATALOG_BY_KEY[catalog_key(name)].memory_bytes / GIB == pytest.approx(gib, abs=0.006)
+    assert parse_hardware("2xH200").gpus[0].total_bytes == CATALOG_BY_KEY["h200"].memory_bytes
 
 
 def test_the_reserve_is_near_what_drivers_keep():
     """Pairs of nvidia-smi's and torch's totals in MiB, of cards that are not the rule's only source."""
     for total, torch in ((8188, 7806), (16303, 15840), (16376, 15944), (23034, 22563), (46068, 45495), (49140, 48539)):
-        assert abs(total * MIB - reserve_bytes(total * MIB) - torch * MIB) < 40 * MIB
+        assert abs(total * MIB - driver_reserve_bytes(total * MIB) - torch * MIB) < 40 * MIB
 
 
 @pytest.mark.parametrize(
@@ -680,41 +680,41 @@ def test_the_reserve_is_near_what_drivers_keep():
     ],
 )
 def test_names_of_the_driver_are_found(name, total, found):
-    assert [entry.name for entry in find(name, total * MIB)] == ([found] if found else [])
+    assert [entry.name for entry in find_gpus(name, total * MIB)] == ([found] if found else [])
 
 
 def test_a_name_is_found_however_it_is_spelled():
     """Of laptops too, whose GPU is never the desktop's of the same number."""
     chance = random.Random(8)
-    for entry in ENTRIES:
+    for entry in CATALOG_ENTRIES:
         for _ in range(20):
             words = entry.name.replace("Laptop", chance.choice(["Laptop GPU", "mobile", "notebook", "laptop"])).split()
             words = words[1:] if words[0] == "RTX" and words[1].isdigit() and chance.random() < 0.5 else words
             cased = chance.choice([str.upper, str.lower, str.title])(
                 chance.choice([" ", "-", "_", "", "  "]).join(words)
             )
-            assert find(chance.choice(["", "NVIDIA ", "nvidia-"]) + cased)[0] is entry, cased
-    laptops = {entry for entry in ENTRIES if "Laptop" in entry.name or "Max-Q" in entry.name}
+            assert find_gpus(chance.choice(["", "NVIDIA ", "nvidia-"]) + cased)[0] is entry, cased
+    laptops = {entry for entry in CATALOG_ENTRIES if "Laptop" in entry.name or "Max-Q" in entry.name}
     assert len(laptops) > 25
-    for entry in set(ENTRIES) - laptops:
+    for entry in set(CATALOG_ENTRIES) - laptops:
         for word in ("Laptop GPU", "mobile", "with Max-Q Design"):
-            assert set(find(f"{entry.name} {word}")) <= laptops
+            assert set(find_gpus(f"{entry.name} {word}")) <= laptops
 
 
 def test_every_name_and_alias_means_its_own_gpu_or_a_variant():
-    for entry in ENTRIES:
-        assert find(entry.name)[0] is entry
+    for entry in CATALOG_ENTRIES:
+        assert find_gpus(entry.name)[0] is entry
         for alias in entry.aliases:
-            assert entry in find(alias)
-        assert named(f"1x{entry.name}").gpus[0].total_bytes == entry.memory_bytes
+            assert entry in find_gpus(alias)
+        assert parse_hardware(f"1x{entry.name}").gpus[0].total_bytes == entry.memory_bytes
 
 
 def test_suggested_gpus_grow_and_nearest_names_are_of_the_catalogue():
-    sizes = [entry.memory_bytes for entry in gpus_by_memory()]
+    sizes = [entry.memory_bytes for entry in suggested_gpus()]
     assert sizes == sorted(set(sizes))
-    assert all(entry.bf16 for entry in gpus_by_memory())
+    assert all(entry.bf16 for entry in suggested_gpus())
     for text in ("H300", "banana", "", "A1000", "RTX 9090"):
-        assert set(nearest(text)) <= {entry.name for entry in ENTRIES}
+        assert set(nearest_gpus(text)) <= {entry.name for entry in CATALOG_ENTRIES}
 
 
 def test_hardware_is_plain_data_for_json():
@@ -734,7 +734,7 @@ def table() -> str:
     head = ["GPU", "usable GiB", "GB/s", "bf16", "fp16", "fp8", "link GB/s", "cc", "W", "sources"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
     numbers: dict[str, int] = {}
-    for entry in ENTRIES:
+    for entry in CATALOG_ENTRIES:
         rates = ["–" if rate is None else f"{rate / 1e12:.4g}" for rate in (entry.bf16, entry.fp16, entry.fp8)]
         memory = f"{entry.memory_bytes / GIB:.2f}" + ("" if entry.memory_kind == "torch" else "*")
         link = f"{entry.link / 1e9:g}" + (
@@ -761,4 +761,4 @@ def test_the_pages_example_of_a_file_is_one(tmp_path):
     example = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "box.yaml"
     path.write_text(example[1])
-    assert len(named(str(path)).gpus) == 16
+    assert len(parse_hardware(str(path)).gpus) == 16

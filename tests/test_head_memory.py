@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.memory.block import WORD_TILE
 from sft_play.planner.memory.estimate import (
     MOST_EVALUATION_ROWS,
@@ -60,7 +60,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     model = wide_config("modernbert-decoder") | {"vocab_size": 20_000}
     shape, precision = planned_shape(model, name="m"), PRECISIONS[1]
-    assert shape.own_logits
+    assert shape.has_custom_logits
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
     for rows, evaluated in ((3, 0), (1, 5)):
         step = Step(
@@ -96,7 +96,7 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     from sft_play.trace.step import record
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=False, loss=loss)
-    shape = parse_config(model, name="m")
+    shape = parse_model_shape(model, name="m")
     predicted = estimate(config, shape, precision, step)
     settings = settings_of(config, model, shape, precision, step)
     real, traced = (record(settings, real=is_real).peak for is_real in (True, False))
@@ -113,7 +113,7 @@ def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     from sft_play.trace.step import trace_step
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=True, loss=loss)
-    shape = parse_config(model, name="m")
+    shape = parse_model_shape(model, name="m")
     predicted = estimate(config, shape, precision, step)
     traced = trace_step(settings_of(config, model, shape, precision, step)).allocated
     assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
@@ -134,7 +134,7 @@ def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, 
     model = config_json(draw, words=words, tied=False) | {"hidden_size": 512, "num_attention_heads": 16}
     more = ", lora: {modules_to_save: [lm_head]}" if copied else ""
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: lora{more}}}\n", name="x")
-    shape = parse_config(model, name="m")
+    shape = parse_model_shape(model, name="m")
     length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
     predicted = estimate(config, shape, precision, step)
@@ -172,7 +172,7 @@ def test_a_process_has_resident_what_an_evaluation_is_planned_to_take(seed: int)
     rows, length, precision = draw.randint(4, 8), draw.randint(50, 90), PRECISIONS[seed // 2]
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=False, eval_batch=rows)
-    planned = estimate(config, parse_config(model, name="m"), precision, step)
+    planned = estimate(config, parse_model_shape(model, name="m"), precision, step)
     told = json.dumps([model, rows, length, precision.load])
     words = [sys.executable, "-c", ALONE, told]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=clean_environment())
@@ -187,7 +187,7 @@ def test_a_process_has_resident_what_an_evaluation_is_planned_to_take(seed: int)
 def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int) -> None:
     draw = random.Random(seed)
     model = config_json(draw, words=(500, 150_000), tied=True)
-    shape, precision = parse_config(model, name="m"), PRECISIONS[seed % 2]
+    shape, precision = parse_model_shape(model, name="m"), PRECISIONS[seed % 2]
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {draw.choice(('lora', 'full'))}}}\n", name="x")
     step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
     walk = Walk(config, shape, precision, step)
@@ -210,7 +210,7 @@ def test_answers_of_many_short_rows_need_no_more_than_a_training_step(seed: int)
     little width they are more than what its tokens keep."""
     draw = random.Random(seed)
     model = config_json(draw, words=(500, 150_000), tied=True)
-    shape, precision, new = parse_config(model, name="m"), PRECISIONS[seed % 2], draw.choice((1, 8, 64))
+    shape, precision, new = parse_model_shape(model, name="m"), PRECISIONS[seed % 2], draw.choice((1, 8, 64))
     config = config_from_text(
         f"model: {{name: m}}\ntuning: {{mode: lora}}\neval: {{max_new_tokens: {new}}}\n", name="x"
     )

@@ -17,8 +17,8 @@ import pytest
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.network import Nodes
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.network import NodeSetup
 from sft_play.files import from_here
 from sft_play.launch.accelerate import (
     PROJECT_FILE,
@@ -79,7 +79,7 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
-    nodes = Nodes(2, 1, "node0", 29700)
+    nodes = NodeSetup(2, 1, "node0", 29700)
     used = machine_of(LaunchOptions(nodes=nodes, gpus=(1, 3)), machine(4))
     write_accelerate_file(path, used, mixed_precision="no", machines=nodes, gpu_ids=(1, 3))
     config = read_accelerate_file(path)
@@ -111,8 +111,8 @@ def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
 
 def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
-    assert machines_of(given) == Nodes(2, 1, "10.1.2.3", 29500)
-    assert machines_of({}) == Nodes()
+    assert machines_of(given) == NodeSetup(2, 1, "10.1.2.3", 29500)
+    assert machines_of({}) == NodeSetup()
     for name, value in [
         ("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1"),
         ("MAIN_IP", "a b;c"), ("MAIN_PORT", "70000"),
@@ -533,7 +533,7 @@ def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacle
     monkeypatch.setattr(plan_stages, "compiling_words", lambda: None if built else "compiles for minutes")
     config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
     options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
-    plan_stages.plan_ranks(config, named("2xH100"), options)
+    plan_stages.plan_ranks(config, parse_hardware("2xH100"), options)
     wanted = layout == "zero2_offload" and not built and not obstacles
     assert ("compiles for minutes" in caplog.text) == wanted
 
@@ -551,7 +551,7 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     assert code == 0, printed
     found = json.loads(printed)
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))
-    run, _ = plan_stages.plan_ranks(load_config(config, overrides=words), named("2xH100"), options)
+    run, _ = plan_stages.plan_ranks(load_config(config, overrides=words), parse_hardware("2xH100"), options)
     planned = json.loads(json.dumps(run.as_json()))
     for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
         assert found[key] == planned[key], key

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 
 
@@ -48,7 +48,7 @@ def test_the_defaults_are_what_they_were_and_rank_alone_changes_nothing():
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_the_plan_says_the_rate_and_why(mode):
     def reasons(config):
-        return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), named("H100"))).reasons
+        return make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("H100"))).reasons
 
     (said,) = [line for line in reasons(run(mode, alpha=64)) if line.startswith("learning rate")]
     assert said.startswith(

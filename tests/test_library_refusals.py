@@ -16,7 +16,7 @@ from sft_play.diagnose.known_bad import find_known_bad
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.gpus.gpu import Gpu, Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine as launched
 from sft_play.units import GIB
@@ -36,8 +36,8 @@ def cards(monkeypatch, tmp_path):
     asks."""
 
     def install(names: list[str], driver: str) -> None:
-        seen = Seen(tuple(SeenGpu(index, name, "NVIDIA") for index, name in enumerate(names)), "NVML", driver)
-        monkeypatch.setattr(launched.nvml, "see", lambda **_: seen)
+        seen = GpuSnapshot(tuple(GpuStatus(index, name, "NVIDIA") for index, name in enumerate(names)), "NVML", driver)
+        monkeypatch.setattr(launched.nvml, "gpu_snapshot", lambda **_: seen)
         rows = {
             "--query-gpu=count,name": "".join(f"{len(names)}, {name}\n" for name in names),
             "--query-gpu=driver_version": f"{driver}\n" * len(names),
@@ -154,7 +154,7 @@ def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkey
 @pytest.mark.parametrize(("capability", "refused"), [((6, 1), True), ((7, 0), False), ((9, 0), False)])
 def test_compiled_blocks_need_volta(monkeypatch, ranks, capability, refused):
     monkeypatch.setattr(compiler, "find_toolchain", lambda _: compiler.Toolchain(True, "gcc", Path("/include")))
-    said = compiler.block_obstacle(gpus(*["GPU"] * ranks, capability=capability), {})
+    said = compiler.inductor_obstacle(gpus(*["GPU"] * ranks, capability=capability), {})
     assert (said is not None) is refused
     assert not refused or "GPU has 6.1" in said[0]  # type: ignore[index]
 

@@ -14,10 +14,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import named
-from sft_play.facts.installed import LIGER
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.installed import LIGER_PACKAGE
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import suggestions
 from sft_play.planner.kernels import REPLACED, CountedKernels, PlannedKernels, planned_kernels
@@ -59,8 +59,8 @@ def config(kernels: str, mode: str = "lora", **changes: Any) -> RunConfig:
 
 def plan_of(kernels: str, *, without: frozenset[str] = frozenset(), hardware: str = "H100", **options: Any) -> Any:
     run = config(kernels, **options)
-    shape = shape_of(run.model.name)
-    return make_plan(PlanRequest(run, shape, named(f"1x{hardware}"), without=without))
+    shape = load_model_shape(run.model.name)
+    return make_plan(PlanRequest(run, shape, parse_hardware(f"1x{hardware}"), without=without))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, ke
     model = {"model_type": kind, **SIZES, **MODELS[kind]}
     run = config("liger" if kernels == "liger" else "none", mode)
     step = Step(4, 1, 2048, checkpointed_layers=None if checkpointing else 0)
-    closed = estimate(run, parse_config(dict(model), name="m"), precision, step)
+    closed = estimate(run, parse_model_shape(dict(model), name="m"), precision, step)
     half = precision.compute != "float32"
     adapters = None if mode == "full" else "bfloat16" if mode == "qlora" else "float32"
     peft = None if mode == "full" else LORA
@@ -212,8 +212,8 @@ def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) 
 
     monkeypatch.delitem(build.KERNELS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
-    shape = parse_config(dict(model), name="m")
-    candidate = candidate_of(job_of(PlanRequest(run, shape, named("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
+    shape = parse_model_shape(dict(model), name="m")
+    candidate = candidate_of(job_of(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
     assert trace_candidate(run, model, shape, BF16, candidate).unavailable == "Liger's kernels run on a GPU alone"
 
 
@@ -248,8 +248,8 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
         ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "allenai/OLMo-2-1124-7B", "mistralai/Mixtral-8x7B-v0.1")
     )
     layout = draw.choice((SINGLE, SINGLE, Layout("ddp", 2), Layout("tp", 2, tensor_parallel=2)))
-    run, shape = config(wish, **{"tuning.backend": backend}), shape_of(model)
-    without = frozenset() if installed else frozenset({LIGER})
+    run, shape = config(wish, **{"tuning.backend": backend}), load_model_shape(model)
+    without = frozenset() if installed else frozenset({LIGER_PACKAGE})
     found = planned_kernels(run, shape, layout, on_gpu=on_gpu, without=without)
     can = on_gpu and backend == "bnb" and layout.tensor_parallel == 1 and "OLMo" not in model
     if wish == "none":
@@ -269,7 +269,7 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
     batch = {"train.batch_size": 4, "train.grad_accum": 1, "model.max_seq_len": 1024,
              "train.gradient_checkpointing": "false"}  # fmt: skip
     none, auto, liger = (plan_of(kernels, **batch) for kernels in ("none", "auto", "liger"))
-    missing = plan_of("auto", without=frozenset({LIGER}), **batch)
+    missing = plan_of("auto", without=frozenset({LIGER_PACKAGE}), **batch)
     assert "kernels" not in none.as_json()
     assert auto.memory == missing.memory == none.memory
     assert missing.speed == none.speed
@@ -287,7 +287,7 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
 
 def test_a_plan_on_a_cpu_says_that_the_plain_ones_run() -> None:
     run = config("liger")
-    plan = make_plan(PlanRequest(run, shape_of(run.model.name), named("cpu,ram=64GiB")))
+    plan = make_plan(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("cpu,ram=64GiB")))
     assert plan.kernels == CountedKernels()
     assert any("the plain ones, because Liger's need a CUDA GPU" in reason for reason in plan.reasons)
 
@@ -297,7 +297,7 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
     # Llama: 2 norms of h = 4, q + kv = 4 + 2 rotated, gate of f = 3, one layer, e = 2
     model = {"model_type": "llama", "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}  # fmt: skip
-    shape = parse_config(model, name="m")
+    shape = parse_model_shape(model, name="m")
     # a norm moves 36 bytes an element and then 84, Liger's 4 and 6; a rotation 20 and 30, Liger's 4 and 4; a gate 10
     # and 18, Liger's 6 and 10
     forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
@@ -318,7 +318,7 @@ def test_no_speed_promises_more_than_the_kernels_leave(seed: int) -> None:
     )
     mode, machine = draw.choice(("full", "lora", "qlora")), draw.choice(("H100", "A100-80GB", "RTX4090", "T4"))
     step = Step(draw.choice((1, 4)), 1, draw.choice((256, 4096)), checkpointed_layers=draw.choice((None, 0)))
-    shape, rates = shape_of(model), rates_of(named(f"1x{machine}"), BF16)
+    shape, rates = load_model_shape(model), rates_of(parse_hardware(f"1x{machine}"), BF16)
     speeds = [predict_speed(config(kernels, mode), shape, BF16, step, rates) for kernels in ("none", "liger", "auto")]
     plain, liger, auto = (speed.parts for speed in speeds)
     assert auto == liger
@@ -427,8 +427,8 @@ def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and
     wish: str, installed: bool
 ) -> None:
     run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
-    without = frozenset() if installed else frozenset({LIGER})
-    found = list(suggestions(PlanRequest(run, shape_of(run.model.name), named("1xRTX4090"), without=without)))
+    without = frozenset() if installed else frozenset({LIGER_PACKAGE})
+    found = list(suggestions(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), without=without)))
     named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
     assert bool(named_ways) == (wish == "auto" and installed)
     assert found

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.decoder import parse_config
-from sft_play.facts.models.families import FAMILIES, OTHER_KINDS
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
@@ -84,7 +84,7 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=BlockMeter(json.dumps(fields)))
+    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -97,8 +97,8 @@ def step_of(shape, **changes):
 def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
     """Llama's: 8 of its kind by the estimate, line by line, against the same by running them."""
     fields = {**WIDE, "model_type": "llama", "num_hidden_layers": 8}
-    closed = parse_config(fields, name="m")
-    measured = dataclasses.replace(closed, meter=BlockMeter(json.dumps(fields)))
+    closed = parse_model_shape(fields, name="m")
+    measured = dataclasses.replace(closed, block_meter=BlockMeter(json.dumps(fields)))
     draw = random.Random(7)
     for checkpointed in (0, None, 3):
         step = step_of(
@@ -118,7 +118,7 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
 )
 def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
     """The plan from a few blocks against a trace of all of them, both ways of a block, adapters and full weights."""
-    assert kind not in FAMILIES
+    assert kind not in MODEL_FAMILIES
     fields = wide(kind)
     shape, rows = measured_shape(fields), random.Random(kind)
     for mode, layers in (("lora", 0), ("full", None)):
@@ -135,7 +135,7 @@ def test_every_class_outside_the_table_is_measured_or_refused_by_name():
     """What cannot be measured is named, with the reason; nothing is planned on a guess."""
     refused, measured = {}, 0
     for kind in classes():
-        built = small_on_meta(kind) if kind not in FAMILIES else None
+        built = small_on_meta(kind) if kind not in MODEL_FAMILIES else None
         if built is None:
             continue
         fields = json.loads(json.dumps(built[1].to_dict(), default=str))
@@ -195,7 +195,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     assert real.peak == pytest.approx(estimate(run(length=128), shape, BF16, step).allocated, rel=0.1)
     twice = walk_of(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
     assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
-    plan = make_plan(PlanRequest(run(length=128), shape, named("1xH100")))
+    plan = make_plan(PlanRequest(run(length=128), shape, parse_hardware("1xH100")))
     assert any("few real tokens on the CPU" in reason for reason in plan.reasons)
 
 
@@ -207,21 +207,21 @@ def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monke
     monkeypatch.setattr(blocks, "run_blocks", fails)
     monkeypatch.setattr(blocks, "operators", fails)
     with pytest.raises(ModelError, match=r"no plan can be made for the class qwen3_5_text: .* \(no kernel; on the CPU"):
-        make_plan(PlanRequest(run(), measured_shape(fields), named("1xH100")))
+        make_plan(PlanRequest(run(), measured_shape(fields), parse_hardware("1xH100")))
 
 
 @pytest.mark.parametrize(("kind", "says"), [("hrm_text", "again and again in a pass"), ("git", "captions of images")])
 def test_classes_of_which_no_plan_can_be_made_are_refused_by_name(kind, says):
     """Before anything is measured, and as every command reads a config.json."""
     fields = json.loads(json.dumps(AutoConfig.for_model(kind).to_dict(), default=str))
-    for read in (planned_shape, parse_config):
+    for read in (planned_shape, parse_model_shape):
         with pytest.raises(ModelError, match=rf"model_type {kind}\) is a model that .*{says}.*no plan is made"):
             read(fields, name="m")
 
 
 def test_a_class_that_repeats_its_blocks_is_refused(monkeypatch):
     """One of unknown name, as HRM-text."""
-    monkeypatch.delitem(OTHER_KINDS, "hrm_text")
+    monkeypatch.delitem(NON_DECODER_TYPES, "hrm_text")
     built = small_on_meta("hrm_text")
     assert built is not None
     fields = json.loads(json.dumps(built[1].to_dict(), default=str))
@@ -232,12 +232,12 @@ def test_a_class_that_repeats_its_blocks_is_refused(monkeypatch):
 
 def test_a_plan_says_where_its_activations_are_from():
     fields = wide("lfm2")
-    measured = make_plan(PlanRequest(run(), measured_shape(fields), named("1xRTX3060")))
+    measured = make_plan(PlanRequest(run(), measured_shape(fields), parse_hardware("1xRTX3060")))
     assert measured.as_json()["activations_from"] == "measured"
     assert any("tensors without bytes" in reason for reason in measured.reasons)
     assert plan_from_json(json.loads(json.dumps(measured.as_json()))) == measured
-    llama = parse_config({**WIDE, "model_type": "llama"}, name="m")
-    known = make_plan(PlanRequest(run(), llama, named("1xRTX3060")))
+    llama = parse_model_shape({**WIDE, "model_type": "llama"}, name="m")
+    known = make_plan(PlanRequest(run(), llama, parse_hardware("1xRTX3060")))
     assert known.as_json()["activations_from"] == "blocks"
     assert not any(reason.startswith("activations:") for reason in known.reasons)
 
@@ -246,11 +246,11 @@ def test_a_class_without_checkpointing_is_planned_without_it():
     fields = {"model_type": "ctrl", "n_embd": 64, "dff": 96, "n_layer": 4, "n_head": 4, "vocab_size": 256}
     shape = measured_shape(fields)
     assert not shape.can_checkpoint
-    plan = make_plan(PlanRequest(run(length=64), shape, named("1xRTX3060")))
+    plan = make_plan(PlanRequest(run(length=64), shape, parse_hardware("1xRTX3060")))
     assert {candidate.checkpointed for candidate in plan.candidates} == {0}
     with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing that frees memory; set it"):
         make_plan(
-            PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, named("1xRTX3060"))
+            PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, parse_hardware("1xRTX3060"))
         )
 
 
@@ -401,7 +401,7 @@ def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(m
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
     wished = run(mode, text="train: {gradient_checkpointing: true}\n")
     with pytest.raises(ConfigError, match="recurrent_gemma has no activation checkpointing that frees memory"):
-        make_plan(PlanRequest(wished, shape, named("1xRTX3060")))
+        make_plan(PlanRequest(wished, shape, parse_hardware("1xRTX3060")))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "qwen3_5_text", "gpt2"])

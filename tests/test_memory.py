@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.closed_form import predicted, setting_of, settings, trace_settings
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
 from sft_play.planner.memory.estimate import CPU_LIBRARIES_BYTES, MARGIN_BYTES, MARGINS, estimate, margin_of
@@ -28,7 +28,7 @@ H, F, Q, KV, HEADS, R = 4096, 14336, 4096, 1024, 32, 16
 
 
 def llama_8b():
-    return parse_config(model_config("Llama-3.1-8B"), name="8B")
+    return parse_model_shape(model_config("Llama-3.1-8B"), name="8B")
 
 
 def run(text="", mode="qlora", name="x"):
@@ -207,7 +207,7 @@ def test_optimizers_differ_by_their_states():
 
 
 def test_experts_are_quantised():
-    shape = parse_config(model_config("Mixtral-8x7B-v0.1"), name="m")
+    shape = parse_model_shape(model_config("Mixtral-8x7B-v0.1"), name="m")
     experts = 32 * 8 * 3 * H * F
     assert shape.expert_params == experts > 45 * 10**9
     # NF4: half a byte, a byte for each 64 and four for each 64 * 256; not packed: two tables, routers, norms
@@ -218,13 +218,13 @@ def test_experts_are_quantised():
 
 def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
     # bitsandbytes counts in 32 bits: 512 experts of 2 * 4096 * 1024 elements are more than 2**31
-    shape = shape_of("zai-org/GLM-4.5-Air")
-    kind = shape.common
-    wide = tuple(dataclasses.replace(one, experts=1024) for one in kind.stacked)
+    shape = load_model_shape("zai-org/GLM-4.5-Air")
+    kind = shape.commonest_kind
+    wide = tuple(dataclasses.replace(one, experts=1024) for one in kind.expert_weights)
     assert any(one.weights > 2**31 for one in wide)
-    more = sum(one.weights for one in wide) - sum(one.weights for one in kind.stacked)
-    kind = dataclasses.replace(kind, stacked=wide, expert_params=kind.expert_params + more)
-    layers = tuple(kind if one == shape.common else one for one in shape.layers)
+    more = sum(one.weights for one in wide) - sum(one.weights for one in kind.expert_weights)
+    kind = dataclasses.replace(kind, expert_weights=wide, expert_params=kind.expert_params + more)
+    layers = tuple(kind if one == shape.commonest_kind else one for one in shape.layers)
     shape = dataclasses.replace(shape, layers=layers)
     assert 0.5 * shape.params < weight_bytes(shape, width=2, nf4=True) < 0.53 * shape.params
 
@@ -293,7 +293,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
     assert all(row.reason for row in MARGINS.values())
 
     def share(mode="lora", precision=BF16, layout=SINGLE, own_experts=False, **step):
-        shape = dataclasses.replace(llama_8b(), own_experts=own_experts)
+        shape = dataclasses.replace(llama_8b(), uses_custom_experts=own_experts)
         return margin_of(Walk(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))).share
 
     wide = Precision("bfloat16", "float32", "")
@@ -306,7 +306,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
 @pytest.mark.parametrize("own_code", [False, True])
 @pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "zai-org/GLM-4.5-Air"])
 def test_only_experts_by_code_of_their_class_take_the_margin_of_what_is_not_measured(name, own_code):
-    shape, share = dataclasses.replace(shape_of(name), own_experts=own_code), 0.15 if own_code else 0.03
+    shape, share = dataclasses.replace(load_model_shape(name), uses_custom_experts=own_code), 0.15 if own_code else 0.03
     found = estimate(run(mode="lora"), shape, BF16, Step(1, 1, 512))
     assert found.margin == pytest.approx(share * found.reserved + MARGIN_BYTES, rel=0.01)
 
@@ -321,11 +321,11 @@ def test_a_cpu_run_is_planned_near_what_it_was_measured_to_take():
             continue
         step = Step(8, 1, int(length), on_gpu=False)
         fp32 = Precision("float32", "float32", "")
-        predicted_bytes = estimate(run(mode=mode, name=model), shape_of(model), fp32, step).reserved
+        predicted_bytes = estimate(run(mode=mode, name=model), load_model_shape(model), fp32, step).reserved
         assert 0.9 <= predicted_bytes / found["peak_bytes"]["measured_rss"] <= 2.3
         checked += 1
     assert checked >= 6
-    small = estimate(run(), shape_of("sft-play/starter-base"), BF16, Step(1, 1, 64, on_gpu=False))
+    small = estimate(run(), load_model_shape("sft-play/starter-base"), BF16, Step(1, 1, 64, on_gpu=False))
     assert small.outside_allocator == CPU_LIBRARIES_BYTES  # no context of a driver
 
 

@@ -20,7 +20,7 @@ from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
 from sft_play.diagnose.memory_page import memory_lines, watch
 from sft_play.diagnose.processes import Group, RankProcess, find_run, lock_holder
 from sft_play.errors import RunFolderError
-from sft_play.facts.gpus.gpu import Gpu, GpuProcess, Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
@@ -77,13 +77,13 @@ def rank(number: int, pid: int, **fields: Any) -> RankProcess:
 def machine(monkeypatch, tmp_path):
     """A function that sets what there is: GPUs, the run's processes; it returns the folder of the runs."""
 
-    def install(*gpus: SeenGpu, group: Group | None = None, hardware: Hardware | None = None) -> Path:
+    def install(*gpus: GpuStatus, group: Group | None = None, hardware: Hardware | None = None) -> Path:
         found = hardware or Hardware(
             tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
             "CPU", 8, 64 * GIB, 60 * GIB,
         )  # fmt: skip
-        monkeypatch.setattr(memory_check, "detect", lambda environment: found)
-        monkeypatch.setattr(memory_check, "all_gpus", lambda **_: Seen(gpus, "NVML"))
+        monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
+        monkeypatch.setattr(memory_check, "all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
         monkeypatch.setattr(processes, "group_of", lambda folder, holders: group)
         monkeypatch.setattr(processes, "lock_holder", lambda folder: OTHER if group else None)
         return tmp_path
@@ -91,9 +91,9 @@ def machine(monkeypatch, tmp_path):
     return install
 
 
-def gpu(index: int, *held: GpuProcess, used: int, listed: bool = True) -> SeenGpu:
+def gpu(index: int, *held: GpuProcess, used: int, listed: bool = True) -> GpuStatus:
     free = 80 * GIB - used
-    return SeenGpu(index, "NVIDIA H100", "NVIDIA", total_bytes=80 * GIB, used_bytes=used, free_bytes=free,
+    return GpuStatus(index, "NVIDIA H100", "NVIDIA", total_bytes=80 * GIB, used_bytes=used, free_bytes=free,
                    processes=held if listed else None)  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
         indices = [int(text) for text in environment.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")]
         return Hardware(tuple(Gpu(n, "GPU", GIB, GIB, (9, 0)) for n in indices), "CPU", 8, GIB, GIB)
 
-    monkeypatch.setattr(memory_check, "detect", detect)
+    monkeypatch.setattr(memory_check, "detect_hardware", detect)
     ranks = tuple(rank(n, n + 10, environment={"CUDA_VISIBLE_DEVICES": "3,1"}) for n in range(2))
     assert memory_check._gpus_of(Group(ranks, 1.0)) == {3: [0], 1: [1]}
     alone = rank(0, 9, rank=None, local_rank=None, environment={})

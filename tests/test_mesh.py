@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_choices, read_accelerate_file
@@ -51,7 +51,7 @@ def run(mesh: Any = None, *, name: str = LLAMA, mode: str = "lora", **settings: 
 
 
 def cpu(ranks: int) -> Hardware:
-    return replace(named("H100"), gpus=(), cpu_ranks=ranks)
+    return replace(parse_hardware("H100"), gpus=(), cpu_ranks=ranks)
 
 
 # --- what a mesh means ------------------------------------------------------------------------------------------------
@@ -93,14 +93,14 @@ def test_a_mesh_is_its_sizes_by_name_in_any_order(sizes, order, upper):
 )
 def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
     count = layout.ranks
-    plan = make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named(f"{count}xH100")))
+    plan = make_advised_plan(PlanRequest(run(mesh), load_model_shape(LLAMA), parse_hardware(f"{count}xH100")))
     assert plan.choice.layout == layout
     assert {one.layout for one in plan.candidates} == {layout}
     assert plan.batch.ranks == layout.data_parallel
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
     for other in {1, 2, 4, 16} - {count}:
         with pytest.raises(ConfigError, match=f"is a mesh of {count} process.*start {count}, .*a mesh of {other}$"):
-            make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named(f"{other}xH100")))
+            make_advised_plan(PlanRequest(run(mesh), load_model_shape(LLAMA), parse_hardware(f"{other}xH100")))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
 )
 def test_what_is_no_mesh_is_refused_with_what_to_write(mesh, problem):
     with pytest.raises(ConfigError, match=rf"^model\.mesh_shape=.*: {problem}"):
-        make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named("4xH100")))
+        make_advised_plan(PlanRequest(run(mesh), load_model_shape(LLAMA), parse_hardware("4xH100")))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, c
     with pytest.raises(
         ConfigError, match=rf"cannot run this job: .*{because}.*; use \[\[{count}\], \[fsdp\]\], or null"
     ):
-        make_advised_plan(PlanRequest(run(mesh, **config), shape_of(config.get("name", LLAMA)), named(f"{count}xH100")))
+        make_advised_plan(PlanRequest(run(mesh, **config), load_model_shape(config.get("name", LLAMA)), parse_hardware(f"{count}xH100")))
 
 
 def test_the_types_that_are_divided_are_those_of_transformers():
@@ -184,13 +184,13 @@ def test_the_types_that_are_divided_are_those_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     whole = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
-    for kind, family in FAMILIES.items():
+    for kind, family in MODEL_FAMILIES.items():
         plan = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) or {} if kind in CONFIG_MAPPING else {}
         paths = (*family.qkv, "self_attn.o_proj", *family.mlp)
         styles = [plan.get(f"layers.*.{path}") for path in paths]
         is_whole = set(plan.values()) <= whole and all(style in ("colwise", "rowwise") for style in styles)
-        assert (kind in TENSOR_PARALLEL) == is_whole, kind
-    assert set(FAMILIES) >= TENSOR_PARALLEL
+        assert (kind in TENSOR_PARALLEL_TYPES) == is_whole, kind
+    assert set(MODEL_FAMILIES) >= TENSOR_PARALLEL_TYPES
 
 
 FEW = ("llama", "qwen3")
@@ -208,7 +208,7 @@ def found(request, tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize(
-    "divided", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in sorted(TENSOR_PARALLEL)]
+    "divided", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in sorted(TENSOR_PARALLEL_TYPES)]
 )
 def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, divided, mode):
     one = found["divided"][f"{divided} {mode}"]
@@ -243,12 +243,12 @@ def test_a_class_that_would_be_divided_wrongly_is_refused(found, kind):
 
 
 def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
-    shape, job = shape_of(LLAMA), job_of(PlanRequest(run(mode="full"), shape_of(LLAMA), named("8xH100")))
+    shape, job = load_model_shape(LLAMA), job_of(PlanRequest(run(mode="full"), load_model_shape(LLAMA), parse_hardware("8xH100")))
     blocks = sum(kind.count * kind.linear_weights for kind in shape.layers)
     for fsdp, tp in ((1, 2), (1, 8), (2, 4), (4, 2)):
         layout = Layout("fsdp_tp" if fsdp > 1 else "tp", fsdp, fsdp, tp)
         one = candidate_of(
-            job, layout, make_advised_plan(PlanRequest(run(mode="full"), shape, named("8xH100"))).batch, 32
+            job, layout, make_advised_plan(PlanRequest(run(mode="full"), shape, parse_hardware("8xH100"))).batch, 32
         )
         share = (shape.params - blocks + blocks / tp) / fsdp
         assert one.memory.terms["weights"] == pytest.approx(4 * share, rel=1e-3)  # fp32 copies of what trains
@@ -256,12 +256,12 @@ def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
 
 
 def test_a_part_of_a_row_needs_a_part_of_its_activations():
-    shape = shape_of(LLAMA)
+    shape = load_model_shape(LLAMA)
     for parts in (2, 4, 8):
         mesh = run([[8 // parts, parts], ["fsdp", "cp"]], mode="full", model__max_seq_len=8192, train__batch_size=1)
-        shared = make_advised_plan(PlanRequest(mesh, shape, named("8xH100"))).choice
+        shared = make_advised_plan(PlanRequest(mesh, shape, parse_hardware("8xH100"))).choice
         short = run([[8], ["fsdp"]], mode="full", model__max_seq_len=8192 // parts, train__batch_size=1)
-        alone = make_advised_plan(PlanRequest(short, shape, named("8xH100"))).choice
+        alone = make_advised_plan(PlanRequest(short, shape, parse_hardware("8xH100"))).choice
         if shared.checkpointed == alone.checkpointed and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
             assert shared.memory.terms["activations"] == pytest.approx(alone.memory.terms["activations"], rel=0.01)
         assert shared.speed.tokens == 8192 * shared.batch.effective_batch
@@ -278,11 +278,11 @@ def test_published_rows_of_a_million_tokens_come_out_within_ten_percent():
 
 
 def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
-    shape = shape_of(LLAMA)
+    shape = load_model_shape(LLAMA)
     kept, offloaded = (
         make_advised_plan(
             PlanRequest(
-                run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, named("1xH100")
+                run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, parse_hardware("1xH100")
             )
         ).choice
         for wish in (True, "offload")
@@ -301,11 +301,11 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
     counts = [2, 3, 4, 6, 8, *(8 * nodes for nodes in (2, 3, 16, 128))]
     chosen = set()
     for count in draw.sample(counts, 5):
-        machine = named(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100,network=3200Gbps")
+        machine = parse_hardware(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100,network=3200Gbps")
         mode = draw.choice(["full", "lora", "qlora"])
         config = run(mode=mode, train__effective_batch_size=draw.choice([1, 2, 8, 32, 96, 1024]))
         try:
-            plan = make_advised_plan(PlanRequest(config, shape_of(LLAMA), machine))
+            plan = make_advised_plan(PlanRequest(config, load_model_shape(LLAMA), machine))
         except ConfigError as error:
             assert re.search(rf"does not split over {count} ranks; use \d+ or \d+", str(error))  # noqa: PT017
             continue
@@ -314,22 +314,22 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
         assert plan.choice.layout.ranks == count
         assert plan.batch.effective_batch == config.train.effective_batch_size
         assert not any("does not launch" in str(one.rejected_because) for one in plan.candidates)
-        assert plan.choice.layout in layouts_for(config, shape_of(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
+        assert plan.choice.layout in layouts_for(config, load_model_shape(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
     assert chosen
 
 
 def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
     long = run(mode="lora", model__max_seq_len=131_072, train__effective_batch_size=8)
-    plan = make_advised_plan(PlanRequest(long, shape_of(LLAMA), named("8xL40S")))
+    plan = make_advised_plan(PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S")))
     assert (plan.layout, plan.fits) == ("fsdp_cp", True)
     assert not any(one.fits for one in plan.candidates if one.layout.context_parallel == 1)
     short = run(mode="lora", train__effective_batch_size=8)
     assert "fsdp_cp" not in {
-        one.layout.name for one in make_advised_plan(PlanRequest(short, shape_of(LLAMA), named("8xL40S"))).candidates
+        one.layout.name for one in make_advised_plan(PlanRequest(short, load_model_shape(LLAMA), parse_hardware("8xL40S"))).candidates
     }
     found = refusal = None
     try:
-        found = make_advised_plan(PlanRequest(long, shape_of(LLAMA), named("8xL40S"), only=("ddp", "fsdp")))
+        found = make_advised_plan(PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S"), only=("ddp", "fsdp")))
     except ConfigError as error:
         refusal = error
     assert refusal is None
@@ -436,20 +436,20 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
     draw, kinds = random.Random(35), set()
     for _ in range(200):
         count, (fsdp, tp) = draw.choice([0, 1, 2, 4, 8]), (draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]))
-        machine = cpu(1) if count == 0 else replace(named(f"{count}xH100"), named=False)
+        machine = cpu(1) if count == 0 else replace(parse_hardware(f"{count}xH100"), named=False)
         config = run([fsdp, tp], train__effective_batch_size=24)
         for module in (launch_options, of_ranks):
-            monkeypatch.setattr(module, "detect", lambda machine=machine: machine)
+            monkeypatch.setattr(module, "detect_hardware", lambda machine=machine: machine)
         planned = launch_options.machine_of_mesh(config, machine)
         try:
             started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config), machine)
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp}, one for each GPU"):
-                make_plan(PlanRequest(config, shape_of(LLAMA), planned))
+                make_plan(PlanRequest(config, load_model_shape(LLAMA), planned))
             kinds.add("too few")
             continue
         assert (planned.ranks, planned.gpus) == (started.ranks, started.gpus)
-        make_plan(PlanRequest(config, shape_of(LLAMA), planned))
+        make_plan(PlanRequest(config, load_model_shape(LLAMA), planned))
         kinds.add("cpu" if count == 0 else "fewer" if planned.ranks < count else "all")
     assert kinds == {"too few", "cpu", "fewer", "all"}
 
@@ -459,7 +459,7 @@ def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
     mesh, layout, tmp_path, tiny_llama, monkeypatch, command
 ):
     words = ["--config", str(uneven_run(tmp_path, tiny_llama)), "tuning.mode=lora", f"model.mesh_shape={mesh}"]
-    monkeypatch.setattr("sft_play.commands.request.detect", lambda: cpu(1))
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: cpu(1))
     code, said = command("plan", "--json", *words)
     assert code == 0, said
     plan = json.loads(said.splitlines()[0])
@@ -473,7 +473,7 @@ def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
 def test_a_mesh_of_another_size_is_refused(machine, count):
     how = f"start 16, one for each GPU (make train-distributed, NPROC= of each node), or give a mesh of {count}"
     with pytest.raises(ConfigError, match=rf"{re.escape(how)}$"):
-        make_plan(PlanRequest(run([16]), shape_of(LLAMA), named(machine)))
+        make_plan(PlanRequest(run([16]), load_model_shape(LLAMA), parse_hardware(machine)))
 
 
 @pytest.mark.build
@@ -500,8 +500,8 @@ def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say
         mesh = chance.choice(sizes[2:] if mode == "qlora" else sizes)
         optim = chance.choice(["adamw_torch_fused", "adafactor"]) if "tp" not in mesh[1] else "adamw_torch_fused"
         options = {"mode": mode, "train__optim": optim, "model__max_seq_len": chance.choice([2048, 8192])}
-        machine = named(f"{math.prod(mesh[0])}x{chance.choice(['RTX3060', 'RTX3070'])}")
-        plan = make_advised_plan(PlanRequest(run(mesh, name=name, **options), shape_of(name), machine))
+        machine = parse_hardware(f"{math.prod(mesh[0])}x{chance.choice(['RTX3060', 'RTX3070'])}")
+        plan = make_advised_plan(PlanRequest(run(mesh, name=name, **options), load_model_shape(name), machine))
         assert plan.fits or plan.suggestions
         for way in (*plan.suggestions, *plan.not_enough):
             words = (way.setting or "").split()
@@ -513,7 +513,7 @@ def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say
                 json.dumps(run(mesh, name=name, **options).model_dump(mode="json", exclude_unset=True)),
                 name="x", overrides=words,
             )  # fmt: skip
-            again = make_advised_plan(PlanRequest(changed, shape_of(name), machine))
+            again = make_advised_plan(PlanRequest(changed, load_model_shape(name), machine))
             assert (again.fits, again.memory.required) == (way.fits, way.required) or not way.fits, way
             kinds.add("without the mesh" if "model.mesh_shape" in keys else "with it")
     assert "with it" in kinds
@@ -522,8 +522,8 @@ def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say
 
 def test_the_largest_model_of_a_mesh_is_one_that_it_can_run():
     """Classes that tensor-parallel ranks cannot divide are passed over."""
-    found = largest_that_fits("model", PlanRequest(run([1, 4]), shape_of(LLAMA), named("4xH100,ram=1TiB")))
-    assert shape_of(str(found.value)).model_type in TENSOR_PARALLEL
+    found = largest_that_fits("model", PlanRequest(run([1, 4]), load_model_shape(LLAMA), parse_hardware("4xH100,ram=1TiB")))
+    assert load_model_shape(str(found.value)).model_type in TENSOR_PARALLEL_TYPES
 
 
 def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
@@ -533,10 +533,10 @@ def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
         count = fsdp * tp * cp
         if count > 64 or (count > 8 and count % 8):
             continue
-        machine = named(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100")
+        machine = parse_hardware(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100")
         config = run([[fsdp, tp, cp], ["fsdp", "tp", "cp"]], train__effective_batch_size=24)
         try:
-            plan = make_advised_plan(PlanRequest(config, shape_of(LLAMA), machine))
+            plan = make_advised_plan(PlanRequest(config, load_model_shape(LLAMA), machine))
         except ConfigError as error:
             assert "\n" not in str(error)  # noqa: PT017
             continue

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import config_json
+from sft_play.facts.models.architecture import load_config_json
 from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.trace import meta_shape
 from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.confirm import cached_shape
@@ -70,7 +70,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m") == first
     monkeypatch.setattr(meta_shape, "shape_on_meta", again)
-    monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
+    monkeypatch.setattr("sft_play.facts.installed.installed_version", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m")
 
@@ -81,7 +81,7 @@ def test_an_unknown_type_is_measured_whole(kind):
 
     config = config_of(kind)
     with pytest.raises(UnknownArchitecture):
-        parse_config(config, name="m")
+        parse_model_shape(config, name="m")
     shape = shape_on_meta(config, name="m")
     fields = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
@@ -95,7 +95,7 @@ def test_an_unknown_type_is_measured_whole(kind):
         if isinstance(module, torch.nn.Linear) and module is not head
     )
     assert weights == sum(linear.weights * count for linear, count in shape.linears)
-    assert "measured on its class" in shape.note
+    assert "measured on its class" in shape.source_note
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,7 +108,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
     shape = shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
-    assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_numbers > 0
+    assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
 
 
 @pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])
@@ -120,7 +120,7 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     written = AutoConfig.for_model(kind, **sizes, time_step_limit=[0.0, float("inf")])
     written.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
-    read = config_json(str(tmp_path))
+    read = load_config_json(str(tmp_path))
     assert read["time_step_limit"] == [0.0, float("inf")]
     assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
@@ -151,7 +151,7 @@ def test_experts_and_routers_are_no_linear_layers():
     # 4 experts of gate, up and down, 64 x 32 each, in each of 4 blocks
     assert shape.expert_params == 4 * 4 * 3 * 64 * 32
     assert shape.layers[0].router_params == 4 * 64
-    assert {linear.name for linear in shape.common.linears} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {linear.name for linear in shape.commonest_kind.linears} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (shape.num_experts, shape.experts_per_token, shape.layers[0].expert_width) == (4, 2, 32)
 
 

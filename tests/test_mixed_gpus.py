@@ -12,8 +12,8 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
 from sft_play.facts.gpus import visible_gpus
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import launch_options_of
@@ -35,7 +35,7 @@ def own_environment(monkeypatch):
 
 
 def machine_here(values: dict[str, str]) -> Hardware:
-    return of_ranks.machine_of(launch_options_of(values), of_ranks.detect())
+    return of_ranks.machine_of(launch_options_of(values), of_ranks.detect_hardware())
 
 
 def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypatch):
@@ -44,7 +44,7 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
     for _ in range(300):
         names = [draw.choice(list(KINDS)) for _ in range(draw.randint(1, 8))]
         whole = machine(*names)
-        monkeypatch.setattr(of_ranks, "detect", lambda whole=whole: whole)
+        monkeypatch.setattr(of_ranks, "detect_hardware", lambda whole=whole: whole)
         asked = {}
         if draw.random() < 0.5:
             asked["NPROC"] = str(draw.randint(1, len(names)))
@@ -78,7 +78,7 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
 
 def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
-    monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, a100, other, a100))
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100, other, a100))
     with pytest.raises(HardwareError) as refused:
         machine_here({})
     assert str(refused.value).endswith(f"GPUS=1,3 (2 x {a100}) or GPUS=0,2 (2 x {other})")
@@ -88,7 +88,7 @@ def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
 
 def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):
     """CUDA's own order puts the fastest first: two ranks would take the A100 and an L4."""
-    monkeypatch.setattr(of_ranks, "detect", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))
     machine_here({"NPROC": "2"})
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
@@ -96,23 +96,23 @@ def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):
 def test_a_rank_with_another_gpu_than_the_plans_is_refused(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
-    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine(a100, a100)))
+    plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), machine(a100, a100)))
     rank = Ranks(1, 1, 2, 2)
-    monkeypatch.setattr(of_ranks, "detect", lambda: machine(a100, other, a100))
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(a100, other, a100))
     with pytest.raises(HardwareError, match=f"rank 1 has a {other}, and the plan is for {a100}: use GPUs of one kind"):
         of_ranks.check_gpu(plan, rank)
-    monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, a100))
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100))
     of_ranks.check_gpu(plan, rank)
 
 
 def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch):
     names = ["NVIDIA GeForce RTX 3060", "NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe"]
-    found = tuple(visible_gpus.Found(f"GPU-{n}", gpu) for n, gpu in enumerate(machine(*names).gpus))
-    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: found)
-    hardware = detect({})
+    found = tuple(visible_gpus.ListedGpu(f"GPU-{n}", gpu) for n, gpu in enumerate(machine(*names).gpus))
+    monkeypatch.setattr(visible_gpus, "_list_gpus", lambda: found)
+    hardware = detect_hardware({})
     assert any("goes by the smallest memory" in note and "GPUS=1,2 (2 x" in note for note in hardware.notes)
     text = "model: {name: Qwen/Qwen2.5-0.5B}\ntrain: {effective_batch_size: 30}\n"
     config = config_from_text(text, name="run.yaml")
-    assert make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware)).budget_bytes == 12 * GIB
-    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: found[1:])
-    assert detect({}).notes == ()
+    assert make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware)).budget_bytes == 12 * GIB
+    monkeypatch.setattr(visible_gpus, "_list_gpus", lambda: found[1:])
+    assert detect_hardware({}).notes == ()

@@ -29,9 +29,9 @@ from sft_play.data.sources.columns import guessed_columns
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
-from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import detect, named
-from sft_play.facts.models.architecture import config_json
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
+from sft_play.facts.hardware import detect_hardware, parse_hardware
+from sft_play.facts.models.architecture import load_config_json
 from sft_play.starting.plan_run import plan_for
 from tests.conftest import ROOT, shared
 from tests.models import make_llama
@@ -77,8 +77,8 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
             assert file.name in str(error)  # noqa: PT017  (a refusal is one of two right answers)
             continue
         config = load_config(out).config
-        assert plan_for(config, detect(), with_suggestions=False).fits
-        problems = [one for one in check(out, (), detect()).findings if one.verdict == "FAIL"]
+        assert plan_for(config, detect_hardware(), with_suggestions=False).fits
+        problems = [one for one in check(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
         assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
     assert len(refused) < 7
 
@@ -136,7 +136,7 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     out = written(model="Qwen/Qwen2.5-3B-Instruct", data="my.jsonl", hardware=machine)
-    config, hardware = load_config(out).config, named(machine)
+    config, hardware = load_config(out).config, parse_hardware(machine)
     lora = config.tuning.model_copy(update={"mode": "lora"})
     fits = plan_for(config.model_copy(update={"tuning": lora}), hardware, with_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
@@ -150,9 +150,9 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.request.detect", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
+    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
+    monkeypatch.setattr("sft_play.launch.machine.unusable_accelerator", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)
     text = written(model=model, data="my.jsonl").read_text()
@@ -213,7 +213,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     config = load_config(out).config
     found = translate(text, name="theirs.yaml", beside={}).settings
     assert {path: found.get(path, "absent") for path in expected} == expected
-    plan = plan_for(config, named("8xH100"), with_suggestions=False)
+    plan = plan_for(config, parse_hardware("8xH100"), with_suggestions=False)
     assert plan.choice is not None
 
 
@@ -371,12 +371,12 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
 
 def test_a_count_stands_before_or_behind_every_gpu_of_the_catalogue():
     draw = random.Random(4)
-    for entry in ENTRIES:
+    for entry in CATALOG_ENTRIES:
         count = draw.randint(2, 16)
-        expected = named(f"{count}x{entry.name}").gpus
+        expected = parse_hardware(f"{count}x{entry.name}").gpus
         behind = (f"{entry.name}{sign}{count}" for sign in ("x", " x ", "*", ":"))
         for said in (*behind, f"{count} {entry.name}", f"{count} x {entry.name.lower()}"):
-            assert named(said).gpus == expected, said
+            assert parse_hardware(said).gpus == expected, said
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_a_count_stands_before_or_behind_every_gpu_of_the_catalogue():
     ],
 )
 def test_machines_are_found_as_people_say_them(said, gpus, name):
-    machine = named(said)
+    machine = parse_hardware(said)
     assert (len(machine.gpus), {gpu.name for gpu in machine.gpus}) == (gpus, {name})
 
 
@@ -418,7 +418,7 @@ def test_machines_are_found_as_people_say_them(said, gpus, name):
 )
 def test_what_is_no_machine_gets_no_other_machine_for_a_hint(said, message):
     with pytest.raises(HardwareError, match=message):
-        named(said)
+        parse_hardware(said)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_what_is_no_machine_gets_no_other_machine_for_a_hint(said, message):
 def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
     try:
         request = read_request(words, environment or {})
-        config_json(load_config(request.config, overrides=request.overrides).config.model.name)
+        load_config_json(load_config(request.config, overrides=request.overrides).config.model.name)
     except (ConfigError, ModelError) as error:
         return str(error)
     return ""
@@ -518,10 +518,10 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(architecture.socket, "create_connection", silent)
-    monkeypatch.setattr(architecture, "_silent", {})
+    monkeypatch.setattr(architecture, "_failed_at", {})
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    assert [architecture.hub_answers() for _ in range(4)] == [False] * 4
+    assert [architecture.is_hub_reachable() for _ in range(4)] == [False] * 4
     assert len(asked) == 1
 
 

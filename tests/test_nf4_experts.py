@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished
 from sft_play.planner.memory.loading_and_saving import STACKING, loading_terms
@@ -170,29 +170,29 @@ def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, mon
 
 
 def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
-    shape, config = shape_of(QWEN), run(QWEN)
+    shape, config = load_model_shape(QWEN), run(QWEN)
     assert weight_bytes(shape, width=2, nf4=True) < 16 * 2**30
-    plan = make_plan(PlanRequest(config, shape, named("1xRTX4090")))
+    plan = make_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090")))
     assert plan.fits
     assert plan.memory.allocated < 20 * 2**30
     walk = Walk(config, shape, BF16, Step(1, 1, 1024))
-    stacks = [one.weights for kind in shape.layers for one in kind.stacked]
+    stacks = [one.weights for kind in shape.layers for one in kind.expert_weights]
     beside = STACKING * 2 * max(stacks)
     assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained.params)
     with_experts = run(QWEN, target_parameters="auto").tuning.lora
     more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
     assert more == sum(
-        kind.count * 16 * one.experts * (one.inputs + one.outputs) for kind in shape.layers for one in kind.stacked
+        kind.count * 16 * one.experts * (one.inputs + one.outputs) for kind in shape.layers for one in kind.expert_weights
     )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_packed_bytes_are_those_of_every_matrix(seed):
     draw = random.Random(seed)
-    shape = shape_of(draw.choice([QWEN, "openai/gpt-oss-20b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-8B"]))
+    shape = load_model_shape(draw.choice([QWEN, "openai/gpt-oss-20b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-8B"]))
     width = draw.choice([2, 4])
     matrices = [(linear.weights, count) for linear, count in shape.linears]
-    matrices += [(one.weights, kind.count) for kind in shape.layers for one in kind.stacked]
+    matrices += [(one.weights, kind.count) for kind in shape.layers for one in kind.expert_weights]
     packed = sum(count * nf4_bytes(elements) for elements, count in matrices)
     rest = shape.params - sum(count * elements for elements, count in matrices)
     found = weight_bytes(shape, width=width, nf4=True)
@@ -211,7 +211,7 @@ def test_a_name_that_no_expert_has_is_refused(tmp_path, tiny_llama):
     folder = saved(tmp_path / "base", "qwen3_moe")
     for where, name, words in ((folder, ["gate_up"], "down_proj, gate_up_proj"), (tiny_llama, "auto", "no experts")):
         with pytest.raises(ConfigError, match=f"target_parameters.*{words}"):
-            check_targets(run(where, target_parameters=name), shape_of(str(where)))
+            check_targets(run(where, target_parameters=name), load_model_shape(str(where)))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -327,11 +327,11 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     for (path, module, name), (_, other, _) in pairs:
         assert torch.equal(getattr(module, name), getattr(other, name)), path
     assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
-    shape, packed = shape_for(config), shape_of(str(folder))
-    stacks = sum(one.weights * kind.count for kind in packed.layers for one in kind.stacked)
+    shape, packed = shape_for(config), load_model_shape(str(folder))
+    stacks = sum(one.weights * kind.count for kind in packed.layers for one in kind.expert_weights)
     width = 4 if precision is FP32 else 2
     assert packed.packable_params - shape.packable_params == stacks > 0
-    in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.stacked)
+    in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.expert_weights)
     difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
     assert difference == width * stacks - in_nf4
     sharded = _empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
@@ -370,8 +370,8 @@ def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
     for quantize in ("auto", False):
         text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
         config = config_from_text(json.dumps(text), name="run")
-        name = largest_that_fits("model", PlanRequest(config, shape_of(QWEN), named("1xRTX5090"))).value
-        found[quantize] = shape_of(name)
+        name = largest_that_fits("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
+        found[quantize] = load_model_shape(name)
     assert found["auto"].num_experts
     assert found["auto"].params > found[False].params
 
@@ -389,7 +389,7 @@ def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     text = {"model": {"name": "m", "max_seq_len": 128}, "tuning": {"quantize_experts": quantize}}
     config = config_from_text(json.dumps(text), name="run")
     shape = planned_shape(fields, name="m")
-    shape = shape if quantize == "auto" else shape.with_plain_experts()
+    shape = shape if quantize == "auto" else shape.without_packed_experts()
     step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
     traced = record(settings_of(config, fields, shape, BF16, step)).peak
     # the experts' weights are 8% more of the peak in 16 bits
@@ -425,7 +425,7 @@ def test_what_says_two_things_of_experts_is_refused(tuning, key):
 def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tuning, words):
     """As training does: a plan names no command that would be refused."""
     config = config_from_text(json.dumps({"model": {"name": model, "max_seq_len": 64}, "tuning": tuning}), name="run")
-    request = PlanRequest(config, shape_of(model), named("8xH100"))
+    request = PlanRequest(config, load_model_shape(model), parse_hardware("8xH100"))
     if words is None:
         assert make_plan(request).candidates
     else:
@@ -435,5 +435,5 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
 
 def test_both_keys_of_adapters_on_experts_plan_the_same():
     by_key, by_name = run(QWEN, experts=True), run(QWEN, target_parameters="auto")
-    assert adapter_params(shape_of(QWEN), by_key.tuning.lora) == adapter_params(shape_of(QWEN), by_name.tuning.lora)
-    assert adapter_params(shape_of(QWEN), by_key.tuning.lora) > adapter_params(shape_of(QWEN), run(QWEN).tuning.lora)
+    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) == adapter_params(load_model_shape(QWEN), by_name.tuning.lora)
+    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) > adapter_params(load_model_shape(QWEN), run(QWEN).tuning.lora)

@@ -23,7 +23,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import Nodes
+from sft_play.facts.network import NodeSetup
 from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
@@ -373,7 +373,7 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
     port = free_port()
     met = together(
         *(
-            lambda rank=rank: meet(Nodes(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet(NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
             for rank in (2, 0, 1)
         )
     )
@@ -399,17 +399,17 @@ def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
                     break
                 except OSError:
                     time.sleep(0.05)
-        return meet(Nodes(2, 1, "127.0.0.1", port), card, limit_s=30)
+        return meet(NodeSetup(2, 1, "127.0.0.1", port), card, limit_s=30)
 
-    met = together(lambda: meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
+    met = together(lambda: meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
     assert all(isinstance(one, Met) for one in met), met
 
 
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (Nodes(3, 0), Nodes(2, 1), "node 0 was given NNODES=3, and node 1 NNODES=2"),
-        (Nodes(3, 0), Nodes(4, 2), "node 0 was given NNODES=3, and node 2 NNODES=4"),
+        (NodeSetup(3, 0), NodeSetup(2, 1), "node 0 was given NNODES=3, and node 1 NNODES=2"),
+        (NodeSetup(3, 0), NodeSetup(4, 2), "node 0 was given NNODES=3, and node 2 NNODES=4"),
     ],
 )
 def test_nodes_that_count_differently_are_told_on_both(card, first, second, message):
@@ -429,7 +429,7 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
     port = free_port()
     answers = together(
         *(
-            lambda rank=rank: meet(Nodes(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet(NodeSetup(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
             for rank in (0, 1, 1)
         )
     )
@@ -440,8 +440,8 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
 
 def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     answers = together(
-        lambda: meet(Nodes(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
-        lambda: meet(Nodes(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet(NodeSetup(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet(NodeSetup(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
     )
     assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
     assert "nodes 1, 2 of 3 did not connect to 127.0.0.1:" in str(answers[0])
@@ -453,18 +453,18 @@ def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on"):
-            meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=60)
+            meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=60)
 
 
 def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
-        meet(Nodes(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
+        meet(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
-        meet(Nodes(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
+        meet(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
 
 
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
@@ -514,7 +514,7 @@ def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_
     file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
     with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
         with_accelerate(LaunchOptions(), read_accelerate_file(file))
-    given = LaunchOptions(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
+    given = LaunchOptions(nodes=NodeSetup(2, 0, "10.0.0.1", 29_500))
     assert with_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.commands import run_notebook as notebook
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from tests import warm
 from tests.conftest import ROOT
 
@@ -97,10 +97,10 @@ def test_ranks_are_the_gpus_or_two(tmp_path):
     made = notebook.launch_of(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
     assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.line
     assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
-    made = notebook.launch_of(path, named("4xH200"))
+    made = notebook.launch_of(path, parse_hardware("4xH200"))
     assert "--nproc-per-node 4 " in made.line
     assert "OMP_NUM_THREADS" not in made.environment
-    made = notebook.launch_of(path, named("2xH200"), gpus=(1, 3))
+    made = notebook.launch_of(path, parse_hardware("2xH200"), gpus=(1, 3))
     assert "--nproc-per-node 2 " in made.line
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 
@@ -204,7 +204,7 @@ def test_the_example_runs_under_torchrun(tmp_path):
 @pytest.mark.parametrize("backend", ["accelerate", "deepspeed"])
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
 def test_the_example_runs_under_every_launcher(launcher, backend, alone, tmp_path):
-    if detect().gpus:
+    if detect_hardware().gpus:
         pytest.skip("the ranks would take GPUs")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -14,10 +14,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.model_shape import Linear
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.model_shape import LinearShape
 from sft_play.planner import candidates
 from sft_play.planner.attention import Attended
 from sft_play.planner.candidates import micro_batches
@@ -28,7 +28,7 @@ from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, pred
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-LATENT = Linear("self_attn.kv_b_proj", 512, 32 * 256)
+LATENT = LinearShape("self_attn.kv_b_proj", 512, 32 * 256)
 
 
 # --- where a kernel takes boundaries ----------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
         device = draw.choice(["cuda", "cuda", "rocm", "cpu"])
         half, width = draw.random() < 0.7, draw.choice([64, 128, 256, 257, 512])
         capability = draw.choice([None, (6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
-        shape = dataclasses.replace(shape_of(LLAMA), head_dim=width)
+        shape = dataclasses.replace(load_model_shape(LLAMA), head_dim=width)
         if is_latent := draw.random() < 0.1:
             (kind,) = shape.layers
             kind = dataclasses.replace(kind, linears=(*kind.linears, LATENT))
@@ -61,7 +61,7 @@ def test_a_plan_says_why_each_chat_is_a_call():
 
     def reasons(gpu: Gpu) -> tuple[bool, str]:
         machine = Hardware((gpu,), "CPU", 8, 256 * GIB, 256 * GIB)
-        plan = make_plan(PlanRequest(run_of(), shape_of(LLAMA), machine, rows=known))
+        plan = make_plan(PlanRequest(run_of(), load_model_shape(LLAMA), machine, rows=known))
         assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
         return plan.choice.step.one_by_one, " ".join(plan.reasons)
 
@@ -88,7 +88,7 @@ MODELS = (LLAMA, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "goog
 def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
     """On random cards without a kernel, models and rows: every candidate is the faster one of both."""
     draw, seen = random.Random(3), {True: 0, False: 0}
-    cards = [entry.name for entry in ENTRIES]
+    cards = [entry.name for entry in CATALOG_ENTRIES]
     monkeypatch.setattr(Attended, "one_by_one_because", lambda *_: "no kernel")  # on every card
     for _ in range(30):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
@@ -98,7 +98,7 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
         lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
         known = row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
         request = PlanRequest(
-            run_of(model, mode, batch), shape_of(model), named(f"1x{card}"), rows=known, has_eval=False
+            run_of(model, mode, batch), load_model_shape(model), parse_hardware(f"1x{card}"), rows=known, has_eval=False
         )
         plan, job = make_plan(request), job_of(request)
         for candidate in plan.candidates:
@@ -124,7 +124,7 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
 def test_every_chat_of_a_pass_costs_its_starts():
     """By hand: a GPU whose products take no time waits for all starts, those of each chat in each layer and pass among
     them: forwards once, and backwards counted twice."""
-    request = PlanRequest(run_of(mode="full"), shape_of(LLAMA), named("1xH200"), has_eval=False)
+    request = PlanRequest(run_of(mode="full"), load_model_shape(LLAMA), parse_hardware("1xH200"), has_eval=False)
     job = job_of(request)
     rates = dataclasses.replace(job.rates, matrix=1e30, bandwidth=1e30)
     step = candidates._step_of(

@@ -24,7 +24,7 @@ from sft_play.data.sources.files import data_paths
 from sft_play.errors import SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
@@ -206,7 +206,7 @@ def flat(value: Any, at: str = "") -> Facts:
 
 def plan(config: RunConfig) -> Facts:
     """The plan on a GPU, as JSON."""
-    return flat(make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
+    return flat(make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
 
 
 def adapters(config: RunConfig) -> Facts:
@@ -216,7 +216,7 @@ def adapters(config: RunConfig) -> Facts:
 
 def on_cpu(config: RunConfig) -> Any:
     """The plan of the tiny model on a CPU."""
-    return make_plan(PlanRequest(config, shape_of(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)))
+    return make_plan(PlanRequest(config, load_model_shape(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)))
 
 
 def arguments(config: RunConfig) -> Facts:
@@ -535,7 +535,7 @@ def hybrid(config: RunConfig) -> Facts:
     from sft_play.planner.layout import layouts_for
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
-    return {item.name: item.shard for item in layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
+    return {item.name: item.shard for item in layouts_for(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
 
 
 def over_ranks(config: RunConfig) -> Facts:
@@ -548,7 +548,7 @@ def over_ranks(config: RunConfig) -> Facts:
     from sft_play.training.ranks.engines import engine_arguments
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
-    shape, precision = shape_of(config.model.name), choose_precision(config, machine)
+    shape, precision = load_model_shape(config.model.name), choose_precision(config, machine)
     possible, refused = layouts_for(config, shape, machine)
     facts: Facts = {item.name: item.because for item in refused}
     for layout in possible:
@@ -570,7 +570,7 @@ def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leav
     text = f"model: {{name: Qwen/Qwen2.5-0.5B}}\ndistributed: {{find_unused_parameters: {str(asked).lower()}}}\n"
     config = config_from_text(text, name="x")
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
-    made = make_plan(PlanRequest(config, shape_of(config.model.name), machine, only=("ddp",)))
+    made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, only=("ddp",)))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, skips=skips)
     assert told["ddp_find_unused_parameters"] is (asked or skips)
 
@@ -581,7 +581,7 @@ def traced(config: RunConfig) -> Facts:
     from sft_play.trace.confirm import trace_candidate
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
-    shape = shape_of(config.model.name)
+    shape = load_model_shape(config.model.name)
     answer = trace_candidate(config, {}, shape, choose_precision(config, machine), on_cpu(config).choice)
     return {"unavailable": answer.unavailable}
 
@@ -986,7 +986,7 @@ def test_pinned_memory_is_asked_for_with_a_gpu_only(world):
 
     def pinned(machine: Hardware, *overrides: str) -> bool:
         config = make(world, *overrides)
-        made = make_plan(PlanRequest(config, shape_of(config.model.name), machine))
+        made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine))
         seen: dict[str, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "SFTConfig", Recording(seen))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu import Gpu, Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
 from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks
@@ -60,14 +60,14 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
 
 
 def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):
-    seen = Seen(tuple(SeenGpu(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3)))
-    monkeypatch.setattr(machine.nvml, "see", lambda **_: seen)
+    seen = GpuSnapshot(tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3)))
+    monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: seen)
     place = Ranks(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
     assert machine.name_of_gpu(place, node(2)).endswith(" GPU-2")
     assert machine.name_of_gpu(place, node(0)).endswith(" 00:17")
     assert machine.name_of_gpu(place, node()) == ""
-    monkeypatch.setattr(machine.nvml, "see", lambda **_: None)
+    monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: None)
     assert machine.name_of_gpu(place, node(2)) == ""
 
 

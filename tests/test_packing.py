@@ -421,7 +421,7 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
     from sft_play.config.load import config_from_text
     from sft_play.facts.gpus.gpu import Gpu
     from sft_play.facts.hardware import Hardware
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.plan import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
@@ -429,7 +429,7 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
     def plan(*overrides: str) -> Any:
         text = "model: {name: Qwen/Qwen2.5-0.5B, max_seq_len: 4096}\ntrain: {effective_batch_size: 8, batch_size: 1}\n"
         config = config_from_text(text, name="run.yaml", overrides=overrides)
-        return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine))
+        return make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), machine))
 
     single, text = plan(), plan("data.packing=best_fit", "task_mode=cpt")
     packs, apart = (

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.parameters import Parameters, parameters_line, parameters_of
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
@@ -41,13 +41,13 @@ def test_the_counts_add_up(seed):
     name, mode = draw.choice(MODELS), draw.choice(["qlora", "lora", "full"])
     saves = draw.choice([[], [], ["lm_head"], ["embed_tokens", "lm_head"]]) if mode != "full" else []
     lora = {"r": draw.choice([4, 16]), "target_parameters": draw.choice(["auto", [], ["down_proj"]])}
-    shape, config = shape_of(name), run(name, mode, modules_to_save=saves, **lora if mode != "full" else {})
+    shape, config = load_model_shape(name), run(name, mode, modules_to_save=saves, **lora if mode != "full" else {})
     found = parameters_of(config, shape, draw.choice([FP32, BF16, MASTERS]), SINGLE)
     matrices = sum(linear.weights * count for linear, count in shape.linears)
-    stacks = [(one.weights, kind.count) for kind in shape.layers for one in kind.stacked]
+    stacks = [(one.weights, kind.count) for kind in shape.layers for one in kind.expert_weights]
     packed = sum(weights * count for weights, count in stacks)
     assert found.total == shape.params
-    assert found.trained + found.frozen == found.total + found.adapters + len(saves) * shape.table_params
+    assert found.trained + found.frozen == found.total + found.adapters + len(saves) * shape.embedding_table_params
     if mode == "full":
         assert (found.trained, found.adapters, found.frozen, found.adapter_dtype) == (found.total, 0, 0, None)
     if mode == "qlora":
@@ -80,7 +80,7 @@ def test_the_counts_add_up(seed):
 )
 def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
     layout = SINGLE if layout == "single" else Layout(layout, 2, 2)
-    found = parameters_of(run("Qwen/Qwen3-4B", mode), shape_of("Qwen/Qwen3-4B"), precision, layout)
+    found = parameters_of(run("Qwen/Qwen3-4B", mode), load_model_shape("Qwen/Qwen3-4B"), precision, layout)
     assert (found.adapter_dtype or found.rest_dtype) == dtype
 
 
@@ -106,12 +106,12 @@ def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
 )  # fmt: skip
 def test_one_line_says_it(name, mode, options, line):
     config = run(name, mode, **options)
-    assert parameters_line(parameters_of(config, shape_of(name), BF16, SINGLE), config) == line
+    assert parameters_line(parameters_of(config, load_model_shape(name), BF16, SINGLE), config) == line
 
 
 def test_plan_and_json_have_it_and_earlier_plans_have_none():
     config = run("Qwen/Qwen3-30B-A3B", "qlora")
-    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen3-30B-A3B"), named("1xH100")))
+    plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-30B-A3B"), parse_hardware("1xH100")))
     written = json.loads(json.dumps(plan.as_json()))
     keys = "total quantised quantised_dtype adapters adapter_dtype trained frozen rest_dtype experts"
     assert set(written["parameters"]) == set(keys.split())
@@ -147,7 +147,7 @@ def test_a_model_in_memory_has_those_parameters(folder, mode, precision):
     from sft_play.training.prepare.model_spec import build_model_spec
 
     mode, _, adapted = mode.partition(" with ")
-    shape = shape_of(str(folder))
+    shape = load_model_shape(str(folder))
     mixes = any(kind.num_experts for kind in shape.layers)
     if adapted and not mixes:
         pytest.skip("a dense model")
@@ -156,7 +156,7 @@ def test_a_model_in_memory_has_those_parameters(folder, mode, precision):
     model = load_model(config, precision, spec, device="cpu")
     if spec.peft_config is not None:
         model = get_peft_model(model, spec.peft_config)
-        plan = make_plan(PlanRequest(config, shape, named("cpu")))
+        plan = make_plan(PlanRequest(config, shape, parse_hardware("cpu")))
         set_adapter_dtype(model, config, replace(plan, precision=precision))
     expected = parameters_of(config, shape, precision, SINGLE)
     found = _in_memory(model)

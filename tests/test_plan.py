@@ -10,8 +10,8 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import grid, largest, largest_that_fits
@@ -99,9 +99,9 @@ def test_weights_of_a_full_fp16_run_are_loaded_in_fp32():
 
 def plan_of(name="Qwen/Qwen2.5-3B-Instruct", machine="RTX3060", text="", **options):
     run = config(text, name)
-    hardware = named(machine) if isinstance(machine, str) else machine
+    hardware = parse_hardware(machine) if isinstance(machine, str) else machine
     asked = {key: options.pop(key) for key in ("only", "has_eval", "earlier") if key in options}
-    return make_advised_plan(PlanRequest(run, shape_of(name), hardware, **asked), **options)
+    return make_advised_plan(PlanRequest(run, load_model_shape(name), hardware, **asked), **options)
 
 
 def gpus(count, gib, **more):
@@ -115,7 +115,7 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
     machine = Hardware(
         tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in range(2)), "CPU", 2, 64 * GIB, 64 * GIB
     )
-    plan = make_advised_plan(PlanRequest(run, shape_of("google/gemma-3-27b-it"), machine))
+    plan = make_advised_plan(PlanRequest(run, load_model_shape("google/gemma-3-27b-it"), machine))
     assert plan.batch.micro_batch * plan.batch.grad_accum * 2 == 32
     printed = "\n".join([*detected_lines(machine), *batch_lines(plan, run)])
     assert printed.startswith(
@@ -152,14 +152,14 @@ def test_what_does_not_fit_says_how_much_and_the_ways_out():
 def test_a_way_out_that_is_said_to_fit_does(name, machine, text):
     plan = plan_of(name, machine, text, only=("single",))
     assert not plan.fits
-    shape, checked = shape_of(name), 0
+    shape, checked = load_model_shape(name), 0
     for way in plan.suggestions:
         words = way.setting.split() if way.setting else []
         run = config_from_text(f"model: {{name: {name}}}\n{text}", name="x", overrides=words)
         if way.change.startswith("layout "):
             continue
         only = LAYOUT_NAMES if way.hardware else ("single",)
-        again = make_plan(PlanRequest(run, shape, named(way.hardware or machine), only=only))
+        again = make_plan(PlanRequest(run, shape, parse_hardware(way.hardware or machine), only=only))
         assert (again.fits, again.memory.required) == (way.fits, way.required), way.change
         checked += way.fits
     assert checked
@@ -243,7 +243,7 @@ def test_offload_needs_the_hosts_memory():
 
 
 def test_hybrid_sharding_is_weighed_on_several_nodes():
-    plan = plan_of("meta-llama/Llama-3.1-8B", named("2x8xH100"), "tuning: {mode: full}")
+    plan = plan_of("meta-llama/Llama-3.1-8B", parse_hardware("2x8xH100"), "tuning: {mode: full}")
     layouts = {candidate.layout for candidate in plan.candidates}
     assert Layout("fsdp_hybrid", 16, 8) in layouts
     assert Layout("fsdp", 16, 16) in layouts
@@ -252,7 +252,7 @@ def test_hybrid_sharding_is_weighed_on_several_nodes():
 def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
     run = config("train: {batch_size: 32, gradient_checkpointing: true}")
     machine = Hardware((Gpu(0, "GPU", 6 * GIB, None, (8, 6)),), "CPU", 2, GIB, GIB)
-    plan = make_advised_plan(PlanRequest(run, shape_of(run.model.name), machine))
+    plan = make_advised_plan(PlanRequest(run, load_model_shape(run.model.name), machine))
     assert (plan.batch.micro_batch, plan.fits) == (32, False)
     require_fit(plan, run)
     assert any("predicted to need" in reason for reason in plan.reasons)
@@ -364,7 +364,7 @@ def test_the_largest_is_found(most, limit):
 
 @pytest.mark.parametrize("question", ["seq_len", "batch"])
 def test_the_largest_that_fits_fits_and_the_next_does_not(question):
-    shape, machine = shape_of("Qwen/Qwen2.5-3B-Instruct"), gpus(1, 8)
+    shape, machine = load_model_shape("Qwen/Qwen2.5-3B-Instruct"), gpus(1, 8)
     text = "train: {gradient_checkpointing: true, batch_size: 1, effective_batch_size: 1}"
     found = largest_that_fits(question, PlanRequest(config(text), shape, machine)).value
     assert isinstance(found, int)
@@ -385,9 +385,9 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(question):
 def test_the_largest_model_that_fits_grows_with_the_gpu():
     def largest_model(gib):
         found = largest_that_fits(
-            "model", PlanRequest(config(), shape_of("Qwen/Qwen2.5-3B-Instruct"), gpus(1, gib))
+            "model", PlanRequest(config(), load_model_shape("Qwen/Qwen2.5-3B-Instruct"), gpus(1, gib))
         ).value
-        return shape_of(found).params if found else 0
+        return load_model_shape(found).params if found else 0
 
     sizes = [largest_model(gib) for gib in (1, 8, 24, 80)]
     assert sizes == sorted(sizes)
@@ -395,7 +395,7 @@ def test_the_largest_model_that_fits_grows_with_the_gpu():
 
 
 def test_time_energy_and_money_of_the_whole_run():
-    machine = named("2xH100,price=2.5")
+    machine = parse_hardware("2xH100,price=2.5")
     plan = plan_of(machine=machine, work=lambda effective: Work(steps=1000, tokens=10_000_000))
     run = plan.as_json()["run"]
     assert plan.speed_known
@@ -418,7 +418,7 @@ def test_the_speed_of_a_mistral_on_an_a100_is_near_what_was_published():
     for mode, published in (("full", 3567), ("lora", 3947)):
         text = f"tuning: {{mode: {mode}}}\ntask_mode: cpt\ntrain: {{batch_size: 8, gradient_checkpointing: true}}"
         run = config_from_text(f"model: {{name: mistralai/Mistral-7B-v0.1, max_seq_len: 4096}}\n{text}", name="x")
-        plan = make_advised_plan(PlanRequest(run, shape_of("mistralai/Mistral-7B-v0.1"), named("A100-80GB")))
+        plan = make_advised_plan(PlanRequest(run, load_model_shape("mistralai/Mistral-7B-v0.1"), parse_hardware("A100-80GB")))
         assert plan.speed.tokens_per_s == pytest.approx(published, rel=0.15), mode
 
 
@@ -441,14 +441,14 @@ def test_hundreds_of_candidates_take_about_a_second():
     import time
 
     started = time.perf_counter()
-    plan = plan_of("meta-llama/Llama-3.1-70B", named("4x8xH100"), "train: {effective_batch_size: 1024}")
+    plan = plan_of("meta-llama/Llama-3.1-70B", parse_hardware("4x8xH100"), "train: {effective_batch_size: 1024}")
     assert plan.candidates
     assert time.perf_counter() - started < 20  # a fault that makes it minutes, not a timing
 
 
 def test_rows_longer_than_the_models_positions_are_planned_at_its_positions():
     run = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: 65536}", name="x")
-    plan = make_advised_plan(PlanRequest(run, shape_of(run.model.name), named("H200")))
+    plan = make_advised_plan(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("H200")))
     assert plan.max_seq_len == 32_768
     assert any("the model has 32768 positions" in reason for reason in plan.reasons)
 

@@ -18,9 +18,9 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.disk import disk_use
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import detect, named
-from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
+from sft_play.facts.hardware import detect_hardware, parse_hardware
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.planner.advice import what_if
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -61,7 +61,7 @@ def config(*overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> RunConfig
 
 
 def plan_of(hardware: str, *overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> Plan:
-    return make_advised_plan(PlanRequest(config(*overrides, name=name), shape_of(name), named(hardware)))
+    return make_advised_plan(PlanRequest(config(*overrides, name=name), load_model_shape(name), parse_hardware(hardware)))
 
 
 def broken(plan: Plan, effective: int) -> list[str]:
@@ -98,12 +98,12 @@ def broken(plan: Plan, effective: int) -> list[str]:
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_shipped_config_answers_by_the_rules_on_every_machine(file: Path):
     job = load_config(file).config
-    shape = shape_of(job.model.name)
+    shape = load_model_shape(job.model.name)
     chance = random.Random(file.stem)
     effective = job.train.effective_batch_size
-    for entry in chance.sample(ENTRIES, 3):
+    for entry in chance.sample(CATALOG_ENTRIES, 3):
         for count in (1, 2, 5, 16):
-            machine = named(f"{count}x{entry.name}")
+            machine = parse_hardware(f"{count}x{entry.name}")
             if effective % count:
                 with pytest.raises(ConfigError, match=f"does not split over {count} ranks; use "):
                     make_advised_plan(PlanRequest(job, shape, machine))
@@ -114,7 +114,7 @@ def test_a_shipped_config_answers_by_the_rules_on_every_machine(file: Path):
 def is_in_the_table(name: str) -> bool:
     """Whether its plan needs no torch."""
     try:
-        shape_of(name)
+        load_model_shape(name)
     except UnknownArchitecture:
         return False
     return True
@@ -186,7 +186,7 @@ def test_a_plan_that_no_larger_machine_can_run_is_still_one():
 
 def test_nothing_fits_is_answered_in_time():
     job = config("tuning.mode=full", "model.max_seq_len=32768", name="meta-llama/Llama-3.3-70B-Instruct")
-    shape, machine = shape_of(job.model.name), named("2x8xRTX3060")
+    shape, machine = load_model_shape(job.model.name), parse_hardware("2x8xRTX3060")
     start = time.process_time()
     assert not make_advised_plan(PlanRequest(job, shape, machine)).fits
     assert time.process_time() - start < 3  # some 2 s where the machine is quiet
@@ -197,23 +197,23 @@ def test_nothing_fits_is_answered_in_time():
 def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
     for length in (512, 2048, 8192, 32768):
         run = config(f"tuning.mode={mode}", f"model.max_seq_len={length}")
-        job = job_of(PlanRequest(run, shape_of("Qwen/Qwen2.5-7B-Instruct"), named(hardware)))
+        job = job_of(PlanRequest(run, load_model_shape("Qwen/Qwen2.5-7B-Instruct"), parse_hardware(hardware)))
         layouts, _ = layouts_for(job.config, job.shape, job.hardware)
         assert any(one.fits for one in thriftiest(job, layouts)) == any(one.fits for one in weigh(job, layouts))
 
 
 def test_max_says_how_and_with_how_much_ram():
     job = config()
-    found = largest_that_fits("model", PlanRequest(job, shape_of(job.model.name), named("1xH100,ram=1TiB")))
+    found = largest_that_fits("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB")))
     assert "zero3_offload" in found.limited_by
     assert "of 1024.0 GiB of RAM on each node" in found.limited_by
 
 
 def test_max_model_has_room_for_the_sequences():
     job = config("model.max_seq_len=32768")
-    found = largest_that_fits("model", PlanRequest(job, shape_of(job.model.name), named("1xRTX4090")))
+    found = largest_that_fits("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xRTX4090")))
     assert isinstance(found.value, str)
-    assert (shape_of(found.value).max_positions or 0) >= 32768
+    assert (load_model_shape(found.value).max_positions or 0) >= 32768
 
 
 @pytest.mark.parametrize("targets", ["[nope]", "[q_proj, nope]", "[lm_head]"])
@@ -290,7 +290,7 @@ def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
     text = json.dumps(LLAMA).replace('"vocab_size": 1000', '"vocab_size": 1' + "0" * 5000)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match="is not JSON"):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))
 
 
 STORED = [
@@ -321,7 +321,7 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
     settings = [f"model.name={tmp_path}", f"tuning.mode={mode}", "data.packing=none"]
     code, printed = command("plan", "--config", LORA, "--hardware", "1xH100", *settings)
     run = load_config(Path(LORA), overrides=settings).config
-    precision = choose_precision(run, named("1xH100"), shape_of(str(tmp_path)))
+    precision = choose_precision(run, parse_hardware("1xH100"), load_model_shape(str(tmp_path)))
     if said is None:
         assert (code, "quantised (" in printed) == (0, False), printed
         assert build_model_spec(run, precision, tokenizer_size=100).vocab_size == 1000
@@ -341,7 +341,7 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     assert (code, "stored in MXFP4" in printed, "Launch" in printed) == (0, True, True), printed
     monkeypatch.setattr(what_if, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
     asked = config("model.max_seq_len=512", "tuning.mode=qlora")
-    request = PlanRequest(asked, shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
+    request = PlanRequest(asked, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
     assert largest_that_fits("model", request).value == name
 
 
@@ -353,7 +353,7 @@ def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
     known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
     monkeypatch.setattr(what_if, "KNOWN_MODELS", known)
     monkeypatch.setattr(what_if, "refuse_quantised", refuses)
-    request = PlanRequest(config("model.max_seq_len=512"), shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
+    request = PlanRequest(config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
     assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
 
 
@@ -374,8 +374,8 @@ def test_a_run_of_unknown_length_says_so():
 
 
 def test_a_cluster_is_one_line():
-    assert detected_lines(named("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
-    assert len(detected_lines(named("2xH200"))[0].splitlines()) == 3
+    assert detected_lines(parse_hardware("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
+    assert len(detected_lines(parse_hardware("2xH200"))[0].splitlines()) == 3
 
 
 # --- what a run would be refused for ----------------------------------------------------------------------------------
@@ -445,18 +445,18 @@ def test_what_does_not_depend_on_this_machine_is_said_of_a_named_one(command: Co
 def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     command: Command, small_run, monkeypatch, verb
 ):
-    machine = dataclasses.replace(named("2xRTX3090"), named=False)
+    machine = dataclasses.replace(parse_hardware("2xRTX3090"), named=False)
     for module in ("commands.request", "commands.sweep", "starting.start", "launch.launch_options", "launch.machine"):
         monkeypatch.setattr(f"sft_play.{module}.detect", lambda: machine)
     monkeypatch.setattr("sft_play.launch.machine.require_compiler", lambda *_: None)
     monkeypatch.setattr("sft_play.starting.launch_ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda", lambda: None)
+    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda_version", lambda: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)
     assert (code, "the driver shows NVIDIA RTX 3090, but torch" in said) == (2, True), said
     code, said = command("plan", "--config", str(small_run))
     assert (code, "a run here would stop: the driver shows" in said, "make train" in said) == (0, True, False)
-    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda", lambda: "13.0")
+    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda_version", lambda: "13.0")
     code, said = command("plan", "--config", str(small_run))
     assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
 
@@ -468,7 +468,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
     """The need is that of the checkpoints that exist at once: those kept, and the one that is being written."""
     given = ("--config", str(small_run), f"tuning.mode={mode}")
     config = load_config(small_run, overrides=given[2:]).config
-    plan = plan_for(config, detect())
+    plan = plan_for(config, detect_hardware())
     one, all_at_once = plan.memory.checkpoint_bytes, 3  # save_total_limit is 2
     usage = shutil.disk_usage("/")
     for free, limit, refused in [(all_at_once * one - 1, 2, True), (all_at_once * one + 10_000, 2, False),
@@ -487,7 +487,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
 
 def test_the_checkpoints_of_a_run_that_is_resumed_need_no_room_again(command: Command, small_run, monkeypatch):
     config = load_config(small_run).config
-    one = plan_for(config, detect()).memory.checkpoint_bytes
+    one = plan_for(config, detect_hardware()).memory.checkpoint_bytes
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=one + 10_000))
     folder = output_dir(config.output) / "begun"
@@ -504,5 +504,5 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
     rows = RowTokens(20.0, 20, 20, 64, 64, sample=(20,) * 64)
     for steps, count in [(16, 1), (32, 2), (40, 3), (400, 3)]:
         config = load_config(small_run, overrides=[f"train.max_steps={steps}", "train.save_steps=null"]).config
-        plan = plan_for(config, detect(), rows=rows)
-        assert disk_use(config, shape_of(config.model.name), plan).count == count
+        plan = plan_for(config, detect_hardware(), rows=rows)
+        assert disk_use(config, load_model_shape(config.model.name), plan).count == count

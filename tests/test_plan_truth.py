@@ -15,8 +15,8 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import QUESTIONS, largest_that_fits
@@ -70,11 +70,11 @@ def random_plans() -> list[tuple[RunConfig, Plan]]:
     found = []
     full = config_from_text(f"model: {{name: {MODELS[2]}}}\ntuning: {{mode: full}}", name="x")
     jobs = [(run_of(chance, chance.choice(MODELS)), machine_of(chance)) for _ in range(25)]
-    for config, machine in [(full, named("1xH200,ram=8GiB")), *jobs]:
+    for config, machine in [(full, parse_hardware("1xH200,ram=8GiB")), *jobs]:
         only = (chance.choice(LAYOUT_NAMES),) if config is not full and chance.random() < 0.3 else LAYOUT_NAMES
         work = (lambda effective: Work(100, 1_000_000)) if chance.random() < 0.5 else None
         made = make_advised_plan(
-            PlanRequest(config, shape_of(config.model.name), machine, only=only, earlier=runs),
+            PlanRequest(config, load_model_shape(config.model.name), machine, only=only, earlier=runs),
             work=work,
             confirm=traced,
         )
@@ -98,13 +98,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def found_machine(count: int = 1) -> Hardware:
-    return dataclasses.replace(named(f"{count}xRTX4090,ram=128GiB"), named=False)
+    return dataclasses.replace(parse_hardware(f"{count}xRTX4090,ram=128GiB"), named=False)
 
 
 def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -> Plan:
     """Plan a run with what is recorded, and record what a machine measures that does constant shares of what is
     predicted without a record. The plan is handed over as JSON, as ranks are."""
-    shape = shape_of(config.model.name)
+    shape = load_model_shape(config.model.name)
     plan = make_plan(PlanRequest(config, shape, machine, only=("single",), earlier=calibration.load()))
     free = make_plan(PlanRequest(config, shape, machine, only=("single",)))
     raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
@@ -229,7 +229,7 @@ def test_a_trace_is_corrected_like_any_prediction():
     def traced(candidate: Any) -> Traced:
         return Traced(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
 
-    shape, name = shape_of(config.model.name), machine.gpus[0].name
+    shape, name = load_model_shape(config.model.name), machine.gpus[0].name
     plain = make_advised_plan(PlanRequest(config, shape, machine))
     size = int(1.1 * plain.memory.reserved)
     earlier = [measured(device=name, predicted_reserved=size, measured_reserved=round(1.2 * size))]
@@ -241,7 +241,7 @@ def test_a_trace_is_corrected_like_any_prediction():
 def test_ways_out_and_max_know_what_earlier_runs_taught():
     config, name = usual("full"), "Qwen/Qwen2.5-3B-Instruct"
     config = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x")
-    machine, shape = found_machine(), shape_of(name)
+    machine, shape = found_machine(), load_model_shape(name)
     earlier = [run for mode in ("lora", "qlora", "full")
                for run in of_all_sizes(3.6, device=machine.gpus[0].name, mode=mode)]  # fmt: skip
     plain = largest_that_fits("seq_len", PlanRequest(config, shape, machine))
@@ -257,7 +257,7 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
             words = way.setting.split()
             run = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x", overrides=words)
             again = make_advised_plan(
-                PlanRequest(run, shape_of(run.model.name), machine, only=("single",), earlier=earlier)
+                PlanRequest(run, load_model_shape(run.model.name), machine, only=("single",), earlier=earlier)
             )
             assert (again.fits, again.memory.required) == (True, way.required), way
             checked += 1
@@ -290,13 +290,13 @@ def test_a_correction_holds_for_like_sizes_and_never_turns_two_predictions_round
 
 def test_the_starters_memory_does_not_move_a_4b(cache):
     """382 MB predicted and 1,039 measured moved a 4B's plan on the same CPU by 2 GiB."""
-    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     starter = measured(device="cpu", mode="qlora", model="sft-play/starter-base", predicted_reserved=382_000_000,
                        measured_reserved=1_039_000_000)  # fmt: skip
     for dtype in ("bf16: true", "bf16: false"):
         config = config_from_text(f"model: {{name: Qwen/Qwen3-4B}}\ntrain: {{{dtype}}}", name="x")
         plain, taught = (
-            make_plan(PlanRequest(config, shape_of("Qwen/Qwen3-4B"), machine, earlier=runs)) for runs in ([], [starter])
+            make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-4B"), machine, earlier=runs)) for runs in ([], [starter])
         )
         assert taught.memory == plain.memory
         assert taught.memory.required > 4 * GIB
@@ -430,17 +430,17 @@ def test_a_grid_says_what_there_is_too_little_of(random_plans):
 
 def test_a_layout_that_offloads_into_ram_that_nobody_said_names_what_it_needs():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
-    shape = shape_of(config.model.name)
-    plan = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090")))
+    shape = load_model_shape(config.model.name)
+    plan = make_advised_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090")))
     assert plan.choice.needs_unknown_ram
     assert f"if each node has {plan.choice.host_required / GIB:.1f} GiB of RAM (not given" in choice_line(plan)
     assert plan.choice.host_required > 8e9 * 16
-    poor = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090,ram=66GiB")))
+    poor = make_advised_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090,ram=66GiB")))
     assert not poor.fits
     assert "of 66.0 GiB" in choice_line(poor)
     way = next(way for way in poor.suggestions if way.change.endswith("GiB of RAM on each node (zero2_offload)"))
-    assert make_advised_plan(PlanRequest(config, shape, named(str(way.hardware)))).fits
-    rich = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090,ram=512GiB")))
+    assert make_advised_plan(PlanRequest(config, shape, parse_hardware(str(way.hardware)))).fits
+    rich = make_advised_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090,ram=512GiB")))
     assert rich.fits
     assert "of 512.0 GiB of RAM on each node" in choice_line(rich)
 
@@ -451,7 +451,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
         config, machine = run_of(chance, chance.choice(MODELS[:4])), machine_of(chance)
         config = config.model_copy(update={"train": config.train.model_copy(update={"effective_batch_size": 8})})
         try:
-            found = largest_that_fits(question, PlanRequest(config, shape_of(config.model.name), machine))
+            found = largest_that_fits(question, PlanRequest(config, load_model_shape(config.model.name), machine))
         except SftPlayError:
             continue
         line = largest_line(found)
@@ -462,7 +462,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
     assert answered >= 5
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}\ntuning: {mode: lora}", name="x")
     for ram, offloads in (("", False), (",ram=66GiB", False), (",ram=1TiB", True)):
-        found = largest_that_fits("model", PlanRequest(config, shape_of(config.model.name), named(f"1xH100{ram}")))
+        found = largest_that_fits("model", PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"1xH100{ram}")))
         assert ("offload" in found.limited_by) == offloads, found
 
 
@@ -472,19 +472,19 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
 )
 def test_max_asks_for_the_ram_where_every_layout_needs_it(only, overrides):
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=["tuning.mode=full", *overrides])
-    request = PlanRequest(config, shape_of(config.model.name), named("2xH100"), only=only)
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("2xH100"), only=only)
     for question in ("batch", "seq_len"):
         with pytest.raises(ConfigError, match=r"none of the layouts .*; .* the RAM was not given \(ram=512GiB\)"):
             largest_that_fits(question, request)
     assert "the RAM was not given" in largest_that_fits("model", request).limited_by
-    given = dataclasses.replace(request, hardware=named("2xH100,ram=512GiB"))
+    given = dataclasses.replace(request, hardware=parse_hardware("2xH100,ram=512GiB"))
     assert largest_that_fits("batch", given).value
 
 
 def test_max_answers_in_layouts_that_can_be_launched_and_keeps_to_the_strategy():
     words = ["tuning.mode=full", "train.effective_batch_size=1", "train.batch_size=1"]
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}", name="x", overrides=words)
-    machine, shape = named("8xRTX4090"), shape_of("Qwen/Qwen2.5-7B-Instruct")
+    machine, shape = parse_hardware("8xRTX4090"), load_model_shape("Qwen/Qwen2.5-7B-Instruct")
     assert "fsdp_tp" in {layout.name for layout in layouts_for(config, shape, machine)[0]}
     values = {}
     for only in (LAYOUT_NAMES, ("ddp",), ("fsdp",), ("zero3",)):
@@ -499,11 +499,11 @@ def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: full}", name="x")
     needs = {
         count: make_advised_plan(
-            PlanRequest(config, shape_of(config.model.name), named(f"{count}xH200"), only=("single", "ddp"))
+            PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"{count}xH200"), only=("single", "ddp"))
         ).choice.host_required
         for count in (1, 2, 8)
     }
-    assert needs[1] == needs[2] == needs[8] == 4 * shape_of(config.model.name).params
+    assert needs[1] == needs[2] == needs[8] == 4 * load_model_shape(config.model.name).params
 
 
 @pytest.mark.parametrize(

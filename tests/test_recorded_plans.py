@@ -17,8 +17,8 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import layouts_for
@@ -78,7 +78,7 @@ def settings() -> dict[str, tuple[str, str, list[str], bool]]:
 
 def on_no_machine(name: str) -> Hardware:
     """The named machine, with a CPU of its own instead of that of the machine that the test runs on."""
-    hardware = replace(named(name), cpu_name="CPU", cpu_cores=16)
+    hardware = replace(parse_hardware(name), cpu_name="CPU", cpu_cores=16)
     return hardware if "ram=" in name else replace(hardware, ram_bytes=64 << 30, ram_free_bytes=60 << 30)
 
 
@@ -87,7 +87,7 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
     steps = ["train.max_steps=1000"] if len(words) % 2 else []  # hours and cost are predicted for a known number
     try:
         run = config_from_text(f"model: {{name: {model}}}\n", name="run.yaml", overrides=[*words, *steps])
-        shape, hardware = shape_of(model), on_no_machine(machine)
+        shape, hardware = load_model_shape(model), on_no_machine(machine)
         plan = make_advised_plan(PlanRequest(run, shape, hardware, has_eval=has_eval))
         job = job_of(PlanRequest(run, shape, hardware, has_eval=has_eval))
         candidates = weigh(job, layouts_for(run, shape, hardware)[0])

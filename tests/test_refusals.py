@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.commands import FILES
 from sft_play.config.load import load_config, resolved
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.runs.folder import FORMAT
 from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment
@@ -141,7 +141,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (run / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG).config)))
     manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
     (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
-    adapter = weights_facts(str(run / "adapter"), None)["sha256"]
+    adapter = base_weights_identity(str(run / "adapter"), None)["sha256"]
     records = {"stale": {"adapter_sha256": "another"}, "merged": {"adapter_sha256": adapter},
                "failed": {"adapter_sha256": adapter, "test": {"ok": False, "kl_merged": 9.0}}}  # fmt: skip
     for name, record in records.items():

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
@@ -148,7 +148,7 @@ def test_answers_are_generated_and_nothing_of_it_is_saved(tiny_llama, tmp_path):
     capability=st.sampled_from([None, (6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)]),
 )
 def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, half, capability):
-    shape = shape_of(name)
+    shape = load_model_shape(name)
     asked: dict[str, Any] = {"attention": attention, "half": half, "capability": capability}
     mine = kernel_of(shape, masked=masked, on_gpu=True, **asked)
     stock = sdpa_kernel(sdpa_call(shape, masked=masked, half=half), capability, cudnn=False)
@@ -179,7 +179,7 @@ def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, h
 )
 def test_the_gpu_and_the_precision_decide_and_the_plan_says_so(model, machine, words, repeats):
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
-    plan = make_plan(PlanRequest(config, shape_of(model), named(machine)))
+    plan = make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine)))
     assert plan.repeats_kv == repeats == plan.as_json()["repeats_kv"]
     assert any("keys and values are repeated" in reason for reason in plan.reasons) == repeats
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))).repeats_kv == repeats
@@ -225,7 +225,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
     step = Step(
         1, 1, 2048, checkpointed_layers=None if checkpointing else 0, loss="logits", capability=capability, saves=False
     )
-    shape = parse_config(model, name="m")
+    shape = parse_model_shape(model, name="m")
     planned = estimate(config, shape, precision, step).allocated
     scores = 16 * 2048**2 * 4
     assert traced[False] - traced[True] >= scores * (1 if checkpointing else 4)

@@ -185,7 +185,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from sft_play.data.build.splits import Split
     from sft_play.data.build.stats import RowStats
     from sft_play.facts.hardware import Hardware
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import build_trainer
@@ -198,7 +198,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     config = config_from_text(text, name="run.yaml", overrides=overrides)
     machine = Hardware((), "CPU", 2, 2**34, 2**34)
     split = Split(rows, RowStats("rows", "rows"))
-    plan = make_plan(PlanRequest(config, shape_of(str(model)), machine))
+    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), machine))
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),

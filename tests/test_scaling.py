@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.scaling import SCALING, compared
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan
@@ -53,7 +53,7 @@ def test_nothing_of_it_comes_out_without_a_term(monkeypatch):
 
 def speed(card: str, gpus: int, *, model: str, mode: str, layout: str, rows: int, accum: int, dtype: str = "bfloat16"):
     head, _, rest = card.partition(",")
-    hardware = named(f"{gpus}x{head}{',' + rest if rest else ''}")
+    hardware = parse_hardware(f"{gpus}x{head}{',' + rest if rest else ''}")
     config = config_from_text(f"model: {{name: {model}}}\ntuning: {{mode: {mode}}}", name="run.yaml")
     precision = Precision(dtype, dtype, "")
     shard = gpus if layout in ("fsdp", "zero1", "zero2", "zero3") else 1
@@ -61,7 +61,7 @@ def speed(card: str, gpus: int, *, model: str, mode: str, layout: str, rows: int
         micro_batch=rows, grad_accum=accum, seq_len=1024, checkpointed_layers=None,
         layout=SINGLE if gpus == 1 else Layout(layout, gpus, shard),
     )  # fmt: skip
-    return predict_speed(config, shape_of(model), precision, step, rates_of(hardware, precision)), hardware
+    return predict_speed(config, load_model_shape(model), precision, step, rates_of(hardware, precision)), hardware
 
 
 def test_more_gpus_are_never_as_many_times_faster_as_they_are_many():
@@ -92,10 +92,10 @@ def test_more_gpus_are_never_as_many_times_faster_as_they_are_many():
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_adapters_scale_well_over_pcie_and_not_wholly(card, mode):
     config = config_from_text(f"model: {{name: meta-llama/Llama-3.1-8B}}\ntuning: {{mode: {mode}}}\n", name="run.yaml")
-    shape = shape_of("meta-llama/Llama-3.1-8B")
+    shape = load_model_shape("meta-llama/Llama-3.1-8B")
     one, four = (
         make_plan(
-            PlanRequest(config, shape, named(f"{count}x{card}"), only=("single", "ddp"))
+            PlanRequest(config, shape, parse_hardware(f"{count}x{card}"), only=("single", "ddp"))
         ).choice.speed.tokens_per_s
         for count in (1, 4)
     )
@@ -112,14 +112,14 @@ def test_a_link_and_what_it_is_made_of_count():
         ("2xRTX3090,link=112.5GB/s", throughput.LINK_SHARE), ("2xH100,link=128GB/s", throughput.PCIE_SHARE),
         ("2xMyGPU,mem=24GiB", throughput.PCIE_SHARE), ("2xMyGPU,mem=24GiB,link=600GB/s", throughput.LINK_SHARE),
     ):  # fmt: skip
-        assert rates_of(named(text), Precision("bfloat16", "bfloat16", "")).link_share == share, text
+        assert rates_of(parse_hardware(text), Precision("bfloat16", "bfloat16", "")).link_share == share, text
 
 
 def test_over_nodes_the_slower_of_link_and_network_counts():
     """A ring enters and leaves a node once: 16 ranks on two nodes have the node's 50 GB/s together, as nccl-tests'
     bus bandwidth is the network's (https://github.com/NVIDIA/nccl-tests/issues/196). Eight groups of two ranks, one
     on either node, share it."""
-    rates = rates_of(named("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
+    rates = rates_of(parse_hardware("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
     assert throughput._link(8, rates) == pytest.approx(450e9 * 0.75)
     assert throughput._link(16, rates) == pytest.approx(50e9 * 0.75)
     assert throughput._link(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)

@@ -19,7 +19,7 @@ from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
@@ -453,7 +453,7 @@ def test_outputs_held_until_the_next_ones_live_through_its_forward() -> None:
 
 def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
     early, late = traced(), traced(zero_grad_late=True)
-    gradients = 2 * parse_config(LLAMA, name="m").params
+    gradients = 2 * parse_model_shape(LLAMA, name="m").params
     assert late.phases["end"][0] >= early.phases["end"][0] + gradients
     assert late.allocated == early.allocated
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import Plan, PlanRequest, Work
 from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_screen, warnings
@@ -94,7 +94,7 @@ def random_plan(chance: random.Random) -> tuple[Any, Plan]:
     text += f"tuning: {{mode: {chance.choice(['qlora', 'lora', 'full'])}}}\n"
     config = config_from_text(f"model: {{name: {chance.choice(MODELS)}}}\n{text}", name="x")
     work = Work(chance.choice([1, 15, 19, 20, 500]), 10**6) if chance.random() < 0.7 else None
-    request = PlanRequest(config, shape_of(config.model.name), named(chance.choice(MACHINES)))
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware(chance.choice(MACHINES)))
     return config, make_advised_plan(request, work=lambda effective: work)
 
 
@@ -126,7 +126,7 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
 
 def test_fifteen_steps_are_few_and_twenty_are_not():
     config = config_from_text(f"model: {{name: {MODELS[0]}}}", name="x")
-    plan = make_advised_plan(PlanRequest(config, shape_of(MODELS[0]), named("1xRTX4090")))
+    plan = make_advised_plan(PlanRequest(config, load_model_shape(MODELS[0]), parse_hardware("1xRTX4090")))
     by_steps = {steps: warnings(dataclasses.replace(plan, work=Work(steps, None)), config) for steps in (1, 15, 20)}
     assert FEW_STEPS == 20
     assert "15 optimizer steps are few" in by_steps[15][0]
@@ -155,10 +155,10 @@ def test_a_plan_says_the_same_in_four_lines_and_with_why(command, monkeypatch):
 def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
     monkeypatch.chdir(ROOT)
-    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
-    for name in ("sft_play.commands.request.detect", "sft_play.starting.start.detect"):
+    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
+    for name in ("sft_play.commands.request.detect_hardware", "sft_play.starting.start.detect_hardware"):
         monkeypatch.setattr(name, lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.machine.unusable_accelerator", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")
     why = refused.partition("error: ")[2]
     assert (code, "no GPU was detected here" in why) == (2, True)
@@ -350,8 +350,8 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
     from sft_play.launch.machine import require_machine
     from sft_play.training.measure.summary import _try_next
 
-    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
-    for hardware in (machine, named("1xRTX4090")):
+    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
+    for hardware in (machine, parse_hardware("1xRTX4090")):
         job: Any = SimpleNamespace(
             loaded=SimpleNamespace(path=Path("configs/run_starter.yaml")), plan=SimpleNamespace(hardware=hardware)
         )
@@ -359,7 +359,7 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
         found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
         assert found is not None
         config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
-        require_machine(config, hardware, {}, params=lambda name=config.model.name: shape_of(name).params)
+        require_machine(config, hardware, {}, params=lambda name=config.model.name: load_model_shape(name).params)
         assert ("0.5B" in config.model.name) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
     assert _try_next(job) == []

@@ -20,10 +20,10 @@ from benchmarks.gpu_selftest import environment
 from benchmarks.gpu_selftest.checks import attention_problems
 from sft_play.config.load import config_from_text
 from sft_play.facts import installed
-from sft_play.facts.hardware import named
+from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.installed import CudaLibraries
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
@@ -145,15 +145,15 @@ def test_an_unknown_gpu_has_no_kernel_of_cudnn_and_counts_as_a_current_one():
     ],
 )
 def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, packages, found):
-    monkeypatch.setattr(installed, "torch_cuda", lambda: built)
-    monkeypatch.setattr(installed, "version_of", packages.get)
+    monkeypatch.setattr(installed, "torch_cuda_version", lambda: built)
+    monkeypatch.setattr(installed, "installed_version", packages.get)
     assert installed.cuda_libraries() == CudaLibraries(*found)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def plan_of(machine: str, *words: str, model: str = LLAMA, wheel: str = "cu130") -> Any:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
-    return make_plan(PlanRequest(config, shape_of(model), named(machine), libraries=WHEELS[wheel]))
+    return make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), libraries=WHEELS[wheel]))
 
 
 BLOCKS, MASKED_PACKS = ("task_mode=cpt",), ("data.packing=best_fit", "model.attn_implementation=sdpa")
@@ -191,7 +191,7 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
 def test_the_trace_runs_what_the_plan_says(words, when):
     plan = plan_of("1xH100", *words)
     config = config_from_text(f"model: {{name: {LLAMA}}}", name="x", overrides=["tuning.mode=lora", *words])
-    assert settings_of(config, {}, shape_of(LLAMA), plan.precision, plan.choice.step).cudnn == when
+    assert settings_of(config, {}, load_model_shape(LLAMA), plan.precision, plan.choice.step).cudnn == when
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
         "model: {name: m}\ntuning: {mode: full}\ntrain: {optim: adamw_torch}\ndata: {packing: best_fit}", name="x"
     )
     step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
-    shape = parse_config(MODEL, name="m")
+    shape = parse_model_shape(MODEL, name="m")
     planned = {on: estimate(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
     for on in (True, False):
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
@@ -295,13 +295,13 @@ def seen_by(machine: Machine) -> dict[str, str]:
 )
 def test_healthy_gpus_pass_the_self_test_of_attention(monkeypatch, name, wheel):
     monkeypatch.setattr(environment, "cuda_libraries", lambda: WHEELS[wheel])
-    hardware = named(name)
+    hardware = parse_hardware(name)
     machine = Machine(hardware.gpus[0].capability, WHEELS[wheel])
     predicted, measured = environment.kernels_of(hardware), seen_by(machine)
     asked = {case: kernel for case, kernel in predicted.items() if case in measured}
     assert len(asked) == (24 if machine.sm >= (8, 0) else 16)
     assert attention_problems(asked, measured) == []
-    assert "cudnn" not in environment.kernels_of(named("1xMI300X")).values()
+    assert "cudnn" not in environment.kernels_of(parse_hardware("1xMI300X")).values()
     is_datacenter = machine.sm[0] in (9, 10) and wheel == "cu130"
     assert sum(kernel == "cudnn" for kernel in measured.values()) == (8 if is_datacenter else 0)
     stuck = seen_by(dataclasses.replace(machine)) | {

@@ -22,7 +22,7 @@ from benchmarks.gpu_selftest.part import LATER, Book, Part, open_book
 from benchmarks.gpu_selftest.report import page_lines
 from benchmarks.gpu_selftest.trials import Bench
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan
@@ -129,7 +129,7 @@ def test_kernels_are_told_by_their_names(names, kind):
 
 
 def test_what_the_plan_counts_on_follows_the_gpu():
-    new, old = environment.kernels_of(named("1xH100")), environment.kernels_of(named("1xT4"))
+    new, old = environment.kernels_of(parse_hardware("1xH100")), environment.kernels_of(parse_hardware("1xT4"))
     assert len(new) == len(old) == 24
     assert new["bf16, grouped heads, causal, one shape"] == "cudnn"
     assert new["bf16, grouped heads, causal"] == "flash"
@@ -251,8 +251,8 @@ def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE].config))
     write_rows(tmp_path, ON_GPU)
-    hardware = named("1xH100")
-    monkeypatch.setattr(trials, "detect", lambda: hardware)
+    hardware = parse_hardware("1xH100")
+    monkeypatch.setattr(trials, "detect_hardware", lambda: hardware)
     return Bench(tmp_path, tmp_path, on_gpu=True)
 
 
@@ -261,7 +261,7 @@ def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
     assert len(plans) == 36
     assert all(plan.fits and plan.layout == "single" for plan in plans)
     assert {plan.batch.micro_batch for plan in plans} == {ON_GPU.micro_batch}
-    total = named("1xH100").gpus[0].total_bytes
+    total = parse_hardware("1xH100").gpus[0].total_bytes
     sizes: dict[int, int] = {}
 
     def required(size: int) -> int:
@@ -276,8 +276,8 @@ def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
 
 
 def test_a_trial_that_does_not_fit_is_left_out_by_its_plan(on_h100, monkeypatch):
-    small = named("1xRTX3060")
-    monkeypatch.setattr(trials, "detect", lambda: small)
+    small = parse_hardware("1xRTX3060")
+    monkeypatch.setattr(trials, "detect_hardware", lambda: small)
     monkeypatch.setattr(trials, "run", lambda *_, **__: pytest.fail("it was started"))
     part = trials.make(trials.Trial("full", False, "equal", "evaluate"), on_h100)
     assert part.status == "skipped"
@@ -348,7 +348,7 @@ def test_loading_and_saving_are_judged_by_the_worst_trial_of_a_mode():
 
 def fake(monkeypatch: pytest.MonkeyPatch, *steps: selftest.Step) -> None:
     monkeypatch.setattr(selftest, "_steps", lambda *_: list(steps))
-    monkeypatch.setattr(selftest, "detect", lambda: ALONE)
+    monkeypatch.setattr(selftest, "detect_hardware", lambda: ALONE)
 
 
 def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypatch):
@@ -518,7 +518,7 @@ def left_out(hardware: Hardware) -> dict[str, str | None]:
 
 def test_what_a_machine_lacks_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
-    on_cpu, one, two = left_out(ALONE), left_out(named("1xH100")), left_out(named("2xH100"))
+    on_cpu, one, two = left_out(ALONE), left_out(parse_hardware("1xH100")), left_out(parse_hardware("2xH100"))
     assert len(on_cpu) == 7 + 36 + 1 + 4
     assert {name for name, why in on_cpu.items() if why} == {
         "environment/triton", "environment/nvml", "out-of-memory", "several/verify-layouts",
@@ -542,7 +542,7 @@ def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
 
 def test_trials_after_the_first_nine_wait_for_the_rest_and_for_time(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
-    hardware = named("2xH100")
+    hardware = parse_hardware("2xH100")
     steps = selftest._steps(Bench(Path(), Path(), on_gpu=True), hardware, Book(Path(), {}))
     late = [step.name for step in steps if selftest._left_out(step, hardware, 1e6) == LATER]
     assert late == [step.name for step in steps][-27:]
@@ -599,11 +599,11 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
 def test_the_plan_says_what_it_learned_from_the_self_test():
     from sft_play.config.load import config_from_text
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.plan import PlanRequest, make_plan
 
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
-    machine, shape = named("1xH100"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    machine, shape = parse_hardware("1xH100"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     earlier = [measured(device=machine.gpus[0].name)]
     plain = make_plan(PlanRequest(config, shape, machine))
     taught = make_plan(PlanRequest(config, shape, machine, earlier=earlier))

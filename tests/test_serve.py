@@ -313,9 +313,9 @@ def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(world):
             code, said = post(endpoint, {**CHAT, "max_tokens": 1}, Origin=origin)
             assert code == status, origin
             assert code == 200 or said["error"]["type"] == "invalid_request_error"
-    assert serve.names_of("0.0.0.0") is None
-    assert serve.names_of("gpu-node") is None
-    assert "evil.example" not in serve.names_of("::1")
+    assert serve.allowed_host_names("0.0.0.0") is None
+    assert serve.allowed_host_names("gpu-node") is None
+    assert "evil.example" not in serve.allowed_host_names("::1")
 
 
 # --- its end ----------------------------------------------------------------------------------------------------------

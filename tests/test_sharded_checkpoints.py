@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory import loading_and_saving
 from sft_play.planner.memory.estimate import estimate
@@ -260,7 +260,7 @@ def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
 def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
     draw = random.Random(seed)
     name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B", "Mixtral-8x7B-v0.1"])
-    shape = parse_config(model_config(name), name=name)
+    shape = parse_model_shape(model_config(name), name=name)
     mode = draw.choice(["full", "full", "lora"])
     ranks = draw.choice([2, 4, 8])
     layout = draw.choice([Layout("fsdp", ranks, ranks), Layout("ddp", ranks), Layout("zero3", ranks, ranks)])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.evaluate.ship import VERSION, general_sample
 from sft_play.finished.evaluate.ship_rule import (
     Evidence,
@@ -447,7 +447,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(world, command
 def test_a_wrong_merge_is_refused_for_the_merge(world, command):
     folder = adapter_copy(world, "unmerged", lambda key, tensor: tensor)
     shutil.copytree(world / "base", folder / "merged")
-    adapter = weights_facts(str(folder / "adapter"), None)["sha256"]
+    adapter = base_weights_identity(str(folder / "adapter"), None)["sha256"]
     (folder / "merged" / "merge.json").write_text(json.dumps({"adapter_sha256": adapter}))
     code, answer = shipped(command, folder)
     assert code == 2

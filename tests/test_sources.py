@@ -219,7 +219,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import data_paths
     from sft_play.facts.hardware import Hardware
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import build_trainer
@@ -230,7 +230,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     tokenizer = AutoTokenizer.from_pretrained(name)
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=config.model.max_seq_len)
     assert splits.sources is not None
-    plan = make_plan(PlanRequest(config, shape_of(name), Hardware((), "CPU", 2, 2**34, 2**34)))
+    plan = make_plan(PlanRequest(config, load_model_shape(name), Hardware((), "CPU", 2, 2**34, 2**34)))
     trainer = build_trainer(
         config, plan, RunFolder(run_yaml.parent / "run"),
         peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train=splits.train,

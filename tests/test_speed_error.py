@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import published_speeds
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
@@ -88,8 +88,8 @@ def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
 
 def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_shorter():
     config = config_from_text("model: {name: x}\ntuning: {mode: full}", name="x")
-    shape = shape_of("meta-llama/Llama-3.1-8B")
-    rates = throughput.rates_of(named("1xH100"), BF16)
+    shape = load_model_shape("meta-llama/Llama-3.1-8B")
+    rates = throughput.rates_of(parse_hardware("1xH100"), BF16)
     starting = throughput.PASS_OVERHEAD_S * 32 * 4
     for tokens in (1, 64, 512, 4096, 65_536):
         step = Step(micro_batch=1, grad_accum=1, seq_len=tokens)
@@ -101,7 +101,7 @@ def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_short
 
 def classed(model: str, machine: str, *, length: int = 2048, compute: str = "bfloat16", **more):
     precision = Precision(compute, compute, "")
-    return speed_error(shape_of(model), precision, named(machine), Step(1, 1, length, **more))
+    return speed_error(load_model_shape(model), precision, parse_hardware(machine), Step(1, 1, length, **more))
 
 
 def test_the_class_is_that_of_card_precision_model_and_row():
@@ -123,7 +123,7 @@ def test_the_class_is_that_of_card_precision_model_and_row():
 
 def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: lora}", name="x")
-    request = PlanRequest(config, shape_of(config.model.name), named("1xH100"))
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xH100"))
     plan = make_plan(request)
     assert (
         f"Speed: about {plan.speed.tokens_per_s:,.0f} tokens/s (±15%, bf16 on data-centre cards), "
@@ -132,7 +132,7 @@ def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
     data = json.loads(json.dumps(plan.as_json()))
     assert data["speed_error"] == {"share": 0.15, "of": "bf16 on data-centre cards"}
     assert plan_from_json(data).speed_error == plan.speed_error
-    unknown = make_plan(replace(request, hardware=named("1xMyGPU,mem=80GiB")))
+    unknown = make_plan(replace(request, hardware=parse_hardware("1xMyGPU,mem=80GiB")))
     assert unknown.speed_error is None
     assert unknown.as_json()["speed_error"] is None
 
@@ -153,7 +153,7 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
         model = chance.choice(("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-32B"))
         mode, machine = chance.choice(("full", "lora", "qlora")), chance.choice(("1xH100", "4xA100-80GB", "2xRTX4090"))
         text = f"model: {{name: {model}}}\ntuning: {{mode: {mode}}}\ntrain: {{effective_batch_size: 32}}"
-        request = PlanRequest(config_from_text(text, name="x"), shape_of(model), named(machine))
+        request = PlanRequest(config_from_text(text, name="x"), load_model_shape(model), parse_hardware(machine))
         plan = make_plan(request)
         error = plan.speed_error
         for candidate in plan.candidates:

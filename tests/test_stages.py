@@ -362,12 +362,12 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
 def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
     from sft_play.config.load import config_from_text
-    from sft_play.facts.hardware import named
+    from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.layout import LAYOUT_NAMES
     from sft_play.starting.plan_run import plan_for
     from sft_play.starting.plan_stages import common_layout
 
-    machine, only = named("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
+    machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
     short, long = (
         config_from_text(
             f"model: {{name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x"

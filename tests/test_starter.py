@@ -25,8 +25,8 @@ from benchmarks.starter_language import (
     corpus_documents,
     normalised,
 )
-from sft_play.facts.models.architecture import KNOWN_MODELS, local_folder
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.architecture import KNOWN_MODELS, find_model_folder
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.starter import BASE, BASE_NAME
 from tests import warm
 from tests.conftest import ROOT, shared
@@ -150,9 +150,9 @@ def test_the_shipped_tokenizer_and_shape_are_made_from_the_corpus_and_the_table(
     starter_base.make_tokenizer(documents).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (BASE / name).read_bytes()
-    table = parse_config(KNOWN_MODELS[BASE_NAME].config, name=BASE_NAME)
-    assert parse_config(json.loads((BASE / "config.json").read_text()), name=BASE_NAME) == table
-    assert local_folder(BASE_NAME) == BASE
+    table = parse_model_shape(KNOWN_MODELS[BASE_NAME].config, name=BASE_NAME)
+    assert parse_model_shape(json.loads((BASE / "config.json").read_text()), name=BASE_NAME) == table
+    assert find_model_folder(BASE_NAME) == BASE
 
 
 def test_what_two_bases_differ_by_is_said_of_random_weights():

@@ -310,8 +310,8 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.schema import RunConfig
-    from sft_play.facts.hardware import detect
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.hardware import detect_hardware
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.precision import choose_precision
     from sft_play.training.model.model_loading import load_model
     from sft_play.training.prepare.model_spec import build_model_spec
@@ -361,7 +361,7 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     config = RunConfig.model_validate(
         {"model": {"name": str(tmp_path), "max_seq_len": 64}, "data": {"train_path": "x"}, "tuning": {"mode": mode}}
     )
-    precision = choose_precision(config, detect(), shape_of(str(tmp_path)))
+    precision = choose_precision(config, detect_hardware(), load_model_shape(str(tmp_path)))
     spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
     loaded = load_model(config, precision, spec, device="cpu")
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}

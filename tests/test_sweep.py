@@ -16,7 +16,7 @@ from sft_play.commands import sweep
 from sft_play.commands.sweep import cell_name, cells_of, plan_cells, plan_lines
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.planner.advice.what_if import grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import checked_name
@@ -117,8 +117,8 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     words = ("tuning.lora.r=4,64", LISTED, *fixed)
     small, _, large, _ = (cell.plan.memory.required for cell in cells(*words))
     assert small < large
-    between = dataclasses.replace(detect(), ram_free_bytes=(small + large) // 2)
-    monkeypatch.setattr(sweep, "detect", lambda: between)
+    between = dataclasses.replace(detect_hardware(), ram_free_bytes=(small + large) // 2)
+    monkeypatch.setattr(sweep, "detect_hardware", lambda: between)
     planned = cells(*words)
     assert [cell.state for cell in planned] == ["new", "new", "does_not_fit", "does_not_fit"]
     lines = plan_lines(planned)
@@ -134,7 +134,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     assert [one.state for one in given] == ["new", "does_not_fit"]
     # where none fits, nothing is started and the code says so
     monkeypatch.setattr(sweep.endings, "run_beside", lambda *_, **__: pytest.fail("started"))
-    monkeypatch.setattr(sweep, "detect", lambda: dataclasses.replace(between, ram_free_bytes=small // 2))
+    monkeypatch.setattr(sweep, "detect_hardware", lambda: dataclasses.replace(between, ram_free_bytes=small // 2))
     capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == 3
     answer = json.loads(capsys.readouterr().out)

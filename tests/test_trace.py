@@ -17,8 +17,8 @@ from benchmarks.memory_model import old_scripts  # which lets the tracer run the
 from benchmarks.memory_model.script_settings import as_script
 from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
-from sft_play.facts.installed import version_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.installed import installed_version
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
@@ -232,7 +232,7 @@ def test_a_library_that_moved_on_is_named(patch, monkeypatch):
         patch.holder()
     library = patch.target.split(".")[0].split(":")[0]
     assert patch.name in str(error.value)
-    assert f"{library} {version_of(library)}" in str(error.value)
+    assert f"{library} {installed_version(library)}" in str(error.value)
 
 
 def test_shims_are_gone_after_a_trace():
@@ -487,7 +487,7 @@ def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
     alive = living(log, "optimizer")
     assert alive.get(gathered, 0) == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
-    assert alive[reduced] == 4 * parse_config(LLAMA, name="m").params // 2
+    assert alive[reduced] == 4 * parse_model_shape(LLAMA, name="m").params // 2
     assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing
 
 
@@ -520,7 +520,7 @@ def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
 
 def test_ddp_adds_one_copy_of_the_trained_gradients():
     single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
-    gradients = 2 * parse_config(LLAMA, name="m").params
+    gradients = 2 * parse_model_shape(LLAMA, name="m").params
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
 
 
@@ -584,7 +584,7 @@ def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
     assert cached_trace(SMALL).allocated == 1
     monkeypatch.setattr(step, "trace_step", lambda settings: first)
     assert cached_trace(SMALL).allocated == 1
-    monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
+    monkeypatch.setattr("sft_play.facts.installed.installed_version", lambda library: "99")
     assert cached_trace(SMALL).allocated == first.allocated != 1
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.facts.network import is_asked_from_here, names_of
+from sft_play.facts.network import is_local_request, allowed_host_names
 from sft_play.log import set_up_logging
 from tests.conftest import ROOT, chat, clean_environment
 
@@ -295,7 +295,7 @@ def test_a_traceback_of_ours_hides_tokens_too(tmp_path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9", "LOCALHOST"])
 def test_a_server_of_this_machine_alone_knows_its_names(host):
-    names = names_of(host)
+    names = allowed_host_names(host)
     for asked in (
         "localhost",
         "localhost:80",
@@ -304,21 +304,21 @@ def test_a_server_of_this_machine_alone_knows_its_names(host):
         "[::1]",
         host if ":" not in host else "[::1]",
     ):
-        assert is_asked_from_here(names, asked, None), asked
-        assert is_asked_from_here(names, asked, f"http://{asked}"), asked
+        assert is_local_request(names, asked, None), asked
+        assert is_local_request(names, asked, f"http://{asked}"), asked
     others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[", "a b",
               "evil.example#localhost", "localhost@evil.example", "evil.example/localhost")  # fmt: skip
     for other in others:
-        assert not is_asked_from_here(names, other, None), other
-        assert not is_asked_from_here(names, "localhost", f"http://{other}"), other
+        assert not is_local_request(names, other, None), other
+        assert not is_local_request(names, "localhost", f"http://{other}"), other
     for origin in ("null", "", "file://", "localhost"):
-        assert not is_asked_from_here(names, "localhost", origin), origin
+        assert not is_local_request(names, "localhost", origin), origin
 
 
 def test_a_server_that_others_may_reach_is_asked_under_any_name():
     for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-node"):
-        assert names_of(host) is None
-        assert is_asked_from_here(names_of(host), "gpu-node:8000", "http://elsewhere.example")
+        assert allowed_host_names(host) is None
+        assert is_local_request(allowed_host_names(host), "gpu-node:8000", "http://elsewhere.example")
 
 
 def test_what_listens_listens_on_this_machine_unless_asked():

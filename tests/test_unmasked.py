@@ -14,7 +14,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.attention import Attended
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import chat
@@ -51,15 +51,15 @@ def test_plans_leave_the_mask_out_by_the_rule():
             f"model.attn_implementation={attention}",
         )  # fmt: skip
         dropout = draw.choice([0.0, 0.0, 0.1])
-        shape = dataclasses.replace(shape_of(model), alibi=draw.random() < 0.1, attention_dropout=dropout)
+        shape = dataclasses.replace(load_model_shape(model), uses_alibi=draw.random() < 0.1, attention_dropout=dropout)
         plan = make_plan(PlanRequest(config, shape, machine(capability)))
         keeps = (
-            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.alibi)
+            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.uses_alibi)
             or capability == (7, 5) or backend == "unsloth"
         )  # fmt: skip
         bounded = (
             packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
-            and not dropout and not shape.alibi and backend != "unsloth"
+            and not dropout and not shape.uses_alibi and backend != "unsloth"
         )  # fmt: skip
         step = plan.choice.step
         assert step.varlen == bounded
@@ -78,7 +78,7 @@ def test_plans_leave_the_mask_out_by_the_rule():
 
 
 def test_rows_without_a_mask_are_planned_as_rows_without_padding():
-    config, shape = run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4"), shape_of("meta-llama/Llama-3.1-8B")
+    config, shape = run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4"), load_model_shape("meta-llama/Llama-3.1-8B")
     plan = make_plan(PlanRequest(config, shape, machine(), has_eval=False))
     text = make_plan(
         PlanRequest(

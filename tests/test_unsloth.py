@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import leaves
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
-from sft_play.facts.hardware import named
+from sft_play.facts.hardware import parse_hardware
 from sft_play.planner.precision import Precision
 from sft_play.process.failures import Failure
 from sft_play.runs.folder import RunFolder
@@ -607,7 +607,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
     assert "Backend: bnb instead of unsloth: " in printed
     asks = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
     for machine, layout in (("1xH100", "single"), ("2xRTX4090", "ddp"), ("cpu", "single")):
-        here = dataclasses.replace(named(machine), named=False)
+        here = dataclasses.replace(parse_hardware(machine), named=False)
         plans = [
             plan_for(load_config(path, overrides=["tuning.mode=lora", *words]).config, here, only=(layout,))
             for words in (asks, [])

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
@@ -154,7 +154,7 @@ def test_fp32_weights_stay_what_they_are():
 
 
 def planned(config: RunConfig, machine: str) -> Plan:
-    return make_plan(PlanRequest(config, shape_of(config.model.name), named(machine)))
+    return make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine)))
 
 
 @pytest.mark.parametrize("machine", ["1xRTX4090", "1xA100-80GB", "1xH200", "2xRTX4090", "8xRTX4090", "1xL40S"])
@@ -180,7 +180,7 @@ def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
     config = config_from_text(
         "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}", name="run.yaml", overrides=[asked]
     )
-    found = make_advised_plan(PlanRequest(config, shape_of(config.model.name), named("1xRTX4090"), only=("single",)))
+    found = make_advised_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), only=("single",)))
     assert not found.fits
     way = asked.partition("=")[0] + "=auto"
     assert way in [one.setting for one in found.suggestions]
@@ -191,7 +191,7 @@ def test_somewhere_rounding_makes_a_run_fit():
     found = planned(run("full", name="Qwen/Qwen2.5-1.5B"), "1xRTX4090")
     assert found.fits
     assert found.precision.updates == "stochastic"
-    params = shape_of("Qwen/Qwen2.5-1.5B").params
+    params = load_model_shape("Qwen/Qwen2.5-1.5B").params
     terms = found.memory.terms
     assert terms["weights"] == pytest.approx(2 * params, rel=0.02)
     assert terms["optimizer"] == pytest.approx(8 * params, rel=0.02)
@@ -231,7 +231,7 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
     plain = run(mode, more, name)
     lora = plain.tuning.lora.model_copy(update={"dtype": "bfloat16"})
     asked = plain.model_copy(update={"tuning": plain.tuning.model_copy(update={"lora": lora})})
-    plans = [make_plan(PlanRequest(one, shape_of(name), named(machine), only=(only,))) for one in (plain, asked)]
+    plans = [make_plan(PlanRequest(one, load_model_shape(name), parse_hardware(machine), only=(only,))) for one in (plain, asked)]
     assert [reason for reason in plans[1].reasons if said in reason]
     assert not [reason for reason in plans[0].reasons if "tuning.lora.dtype" in reason]
 
@@ -242,7 +242,7 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
 )
 def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, trained):
     """Bytes a parameter: weight, gradient, two states, DDP's bucket: 4 each; ZeRO-2 on 2 ranks 2 + 1 + 2 + 4."""
-    config, shape = run("qlora"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    config, shape = run("qlora"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     found = resident(config, shape, numbers(config, BF16, layout), layout)
     r, targets = config.tuning.lora.r, shape.linears
     params = sum(count * r * (linear.inputs + linear.outputs) for linear, count in targets)

@@ -278,8 +278,8 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
 
     from sft_play.config.load import config_from_text
     from sft_play.errors import ModelError
-    from sft_play.facts.hardware import named
-    from sft_play.facts.models.architecture import shape_of
+    from sft_play.facts.hardware import parse_hardware
+    from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner import attention
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.training.prepare import model_spec
@@ -289,7 +289,7 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
         return config_from_text(text, name="run")
 
     plans = [
-        make_plan(PlanRequest(config(wanted), shape_of("Qwen/Qwen2.5-0.5B"), named("H100")))
+        make_plan(PlanRequest(config(wanted), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("H100")))
         for wanted in (HUB, "flash_attention_2")
     ]
     assert plans[0].choice == plans[1].choice

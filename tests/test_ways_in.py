@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from sft_play.commands import launching
 from sft_play.commands.request import read_request
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import named
-from sft_play.facts.network import Nodes
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.network import NodeSetup
 from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import (
@@ -78,8 +78,8 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
     assert len(lines) == (rank + more > 1)
     for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
         options = read_request([command, "--config", "x.yaml"], environment).options
-        several = Nodes(rank + more, rank, "10.0.0.1", 1234)
-        assert options.nodes == (several if rank + more > 1 else Nodes())
+        several = NodeSetup(rank + more, rank, "10.0.0.1", 1234)
+        assert options.nodes == (several if rank + more > 1 else NodeSetup())
         assert bool(options.notes) == (rank + more > 1)
 
 
@@ -89,13 +89,13 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "5", "RANK": "1",
              "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"},
-            Nodes(2, 1, "a", 5), 8,
+            NodeSetup(2, 1, "a", 5), 8,
         ),
-        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC_PER_NODE": "4"}, Nodes(2, 1, "a", 29_500), 4),
-        ({"NNODES": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Nodes(), None),
-        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "MASTER_ADDR": "a"}, Nodes(), None),
-        ({"MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, Nodes(1, 0, "a", None), None),
-        ({"NPROC_PER_NODE": "4", "NPROC": "2"}, Nodes(), 2),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC_PER_NODE": "4"}, NodeSetup(2, 1, "a", 29_500), 4),
+        ({"NNODES": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, NodeSetup(), None),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "MASTER_ADDR": "a"}, NodeSetup(), None),
+        ({"MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, NodeSetup(1, 0, "a", None), None),
+        ({"NPROC_PER_NODE": "4", "NPROC": "2"}, NodeSetup(), 2),
     ],
 )  # fmt: skip
 def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, nodes, processes):
@@ -168,17 +168,17 @@ def test_copies_that_mpi_starts_are_refused_unless_they_are_ranks_or_nodes(name)
 
 
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
-    for nodes in (Nodes(), Nodes(1, 0, "127.0.0.1", None), Nodes(1, 0, "localhost", 5), Nodes(2, 1, "192.0.2.1", 5)):
+    for nodes in (NodeSetup(), NodeSetup(1, 0, "127.0.0.1", None), NodeSetup(1, 0, "localhost", 5), NodeSetup(2, 1, "192.0.2.1", 5)):
         refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
-            refuse_lone_node(Nodes(1, 0, address, None))
+            refuse_lone_node(NodeSetup(1, 0, address, None))
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(exported, "is_own", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(exported, "can_bind", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
-        refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
+        refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
 
 
@@ -246,7 +246,7 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
             with_accelerate(LaunchOptions(), config)
         return
     options = with_accelerate(LaunchOptions(), config)
-    assert options.nodes == (Nodes(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else Nodes())
+    assert options.nodes == (NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup())
     assert options.processes == each
     typed = with_accelerate(launch_options_of({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
@@ -317,10 +317,10 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
     used = min(used, there)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_ranks, "detect", lambda: named(f"{there}xH100"))
+        patch.setattr(of_ranks, "detect_hardware", lambda: parse_hardware(f"{there}xH100"))
         patch.setattr(of_ranks.logger, "warning", lambda text, *values: said.append(text % values))
-        hardware = of_ranks.spread_over(named(f"{used}xH100"), used * nodes, nodes)
-        options = LaunchOptions(nodes=Nodes(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
+        hardware = of_ranks.spread_over(parse_hardware(f"{used}xH100"), used * nodes, nodes)
+        options = LaunchOptions(nodes=NodeSetup(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
         of_ranks.log_idle(hardware, options, Path("acc.yaml") if file else None)
     if used == there or named_ones:
         assert said == []
@@ -332,9 +332,9 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
 
 
 def test_cpu_ranks_leave_nothing_idle(monkeypatch):
-    monkeypatch.setattr(of_ranks, "detect", lambda: pytest.fail("a CPU has no GPUs to count"))
-    cpu = replace(named("cpu"), cpu_ranks=2)
-    monkeypatch.setattr(of_ranks, "detect", lambda: cpu)
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: pytest.fail("a CPU has no GPUs to count"))
+    cpu = replace(parse_hardware("cpu"), cpu_ranks=2)
+    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: cpu)
     monkeypatch.setattr(of_ranks.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
     of_ranks.log_idle(cpu, LaunchOptions(), None)
 

@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page, surroundings
 from sft_play.facts.gpus import unusable_accelerators, visible_gpus
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.units import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -149,7 +149,7 @@ def pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
     seen, memory = gpu_info.see_machine(Path("outputs"), {}), memory_check.see_memory(Path("outputs"), {})
     json.dumps([seen.as_json(), memory.as_json()])
-    surroundings.read_surroundings(detect({}), {})
+    surroundings.read_surroundings(detect_hardware({}), {})
     return "\n".join([*gpu_page.machine_lines(seen), *memory_page.memory_lines(memory)])
 
 
@@ -183,13 +183,13 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
 @pytest.mark.parametrize(("refused", "how"), WITHHELD)
 def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused, how):
     machine(refused, how)
-    found, text = detect({}), pages()
+    found, text = detect_hardware({}), pages()
     if refused == "nvmlDeviceGetHandleByIndex" or (refused == "nvmlInit" and REFUSALS[how]):  # nothing can be asked
         assert not found.gpus
         return
     assert [gpu.index for gpu in found.gpus] == [0, 1]
     for gpu in found.gpus:
-        assert gpu.name == (visible_gpus.UNNAMED if refused == "nvmlDeviceGetName" else A100)
+        assert gpu.name == (visible_gpus.UNNAMED_GPU if refused == "nvmlDeviceGetName" else A100)
         assert gpu.total_bytes == 80 * GIB  # the catalogue's, where the driver does not tell it
         assert gpu.capability == (8, 0)
         assert gpu.free_bytes == (None if refused == "nvmlDeviceGetMemoryInfo" else 81_420 * MIB)
@@ -200,21 +200,21 @@ def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused,
     # links: a driver that does not tell them is not one that has none
     if refused == "nvmlDeviceGetNvLinkState" and how != "not supported":
         assert found.link_bytes_per_s == 300e9
-    assert [gpu.index for gpu in detect({"CUDA_VISIBLE_DEVICES": "1"}).gpus] == [1]
+    assert [gpu.index for gpu in detect_hardware({"CUDA_VISIBLE_DEVICES": "1"}).gpus] == [1]
 
 
 @pytest.mark.parametrize("parent", [True, False], ids=["parent's memory told", "parent's memory refused"])
 @pytest.mark.parametrize(("refused", "how"), WITHHELD)
 def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, how, parent):
     machine(refused, how, split=True, parent=parent)
-    found = detect({})
+    found = detect_hardware({})
     assert pages()
     if refused == "nvmlInit" and REFUSALS[how] is not None:
         assert not found.gpus
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unusable_accelerators.unseen({"CUDA_VISIBLE_DEVICES": "MIG-one"})
+        words = unusable_accelerators.unusable_accelerator({"CUDA_VISIBLE_DEVICES": "MIG-one"})
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words
@@ -226,9 +226,9 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
     assert gpu.total_bytes == (40_192 * MIB if told else int(40 * GIB * 0.95))
     assert gpu.free_bytes == (39_692 * MIB if told else None)
     # what CUDA_VISIBLE_DEVICES names by number is the whole split GPU, whether or not its UUID is told
-    assert detect({"CUDA_VISIBLE_DEVICES": "0"}).gpus == found.gpus
+    assert detect_hardware({"CUDA_VISIBLE_DEVICES": "0"}).gpus == found.gpus
     if refused != "nvmlDeviceGetUUID":
-        assert [item.mig for item in detect({"CUDA_VISIBLE_DEVICES": "MIG-two"}).gpus] == [
+        assert [item.mig for item in detect_hardware({"CUDA_VISIBLE_DEVICES": "MIG-two"}).gpus] == [
             "10gb" if refused == "nvmlDeviceGetName" else "1g.10gb"
         ]
 
@@ -236,8 +236,8 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
 def test_a_container_trains_on_the_instance_that_it_was_given(machine, tmp_path):
     """nvidia-container-toolkit#842: the memory of the GPU is refused, that of its instances is not."""
     machine(split=True, parent=False)
-    found = detect({"NVIDIA_VISIBLE_DEVICES": "MIG-two", "CUDA_VISIBLE_DEVICES": "MIG-two"})
-    assert (found.device, found.mig, found.gpus[0].name) == ("cuda", True, f"{A100} MIG 1g.10gb")
+    found = detect_hardware({"NVIDIA_VISIBLE_DEVICES": "MIG-two", "CUDA_VISIBLE_DEVICES": "MIG-two"})
+    assert (found.device, found.is_mig_instance, found.gpus[0].name) == ("cuda", True, f"{A100} MIG 1g.10gb")
     assert found.notes[0].startswith("GPU 1 is in MIG mode and has no instance")
     assert found.gpus[0].bf16_flops == pytest.approx(312e12 / 7)
     assert "GPU 0: NVML does not tell its memory (Insufficient Permissions)" in pages()
@@ -248,16 +248,16 @@ def test_the_only_instance_is_meant_by_a_uuid_that_the_driver_does_not_tell(mach
     monkeypatch.setattr(sys.modules[__name__], "INSTANCES", INSTANCES[:1])
     machine("nvmlDeviceGetUUID", "no permission", split=True, parent=False)
     monkeypatch.setattr(Machine, "_nvmlDeviceGetCount", lambda self: 1)
-    assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == ["3g.40gb"]
+    assert [gpu.mig for gpu in detect_hardware({"CUDA_VISIBLE_DEVICES": variable}).gpus] == ["3g.40gb"]
 
 
 @pytest.mark.parametrize("how", ["no permission", "unknown"])
 def test_nvidia_smi_names_the_instances_that_nvml_withholds(machine, monkeypatch, how):
     machine("nvmlDeviceGetMigDeviceHandleByIndex", how, split=True)
     lists = f"GPU 0: {A100} (UUID: GPU-0)\nGPU 1: {A100} (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-one)\n"
-    monkeypatch.setattr(visible_gpus, "answer_of", lambda *words: lists if words == ("nvidia-smi", "-L") else "")
-    (gpu,) = detect({}).gpus
+    monkeypatch.setattr(visible_gpus, "program_output", lambda *words: lists if words == ("nvidia-smi", "-L") else "")
+    (gpu,) = detect_hardware({}).gpus
     assert (gpu.index, gpu.mig, gpu.total_bytes, gpu.capability) == (1, "1g.10gb", int(10 * GIB * 0.95), (8, 0))
-    assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": "MIG-one"}).gpus] == ["1g.10gb"]
-    monkeypatch.setattr(visible_gpus, "answer_of", lambda *_: f"GPU 0: {A100} (UUID: GPU-0)\n")
-    assert detect({}).gpus == ()
+    assert [gpu.mig for gpu in detect_hardware({"CUDA_VISIBLE_DEVICES": "MIG-one"}).gpus] == ["1g.10gb"]
+    monkeypatch.setattr(visible_gpus, "program_output", lambda *_: f"GPU 0: {A100} (UUID: GPU-0)\n")
+    assert detect_hardware({}).gpus == ()

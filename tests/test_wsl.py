@@ -15,9 +15,9 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import DoesNotFit
 from sft_play.facts import hardware as facts
 from sft_play.facts import host
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.host import on_wsl
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.host import is_wsl
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.units import GIB
@@ -28,11 +28,11 @@ WSL = "6.6.87.2-microsoft-standard-WSL2\n"
 
 def plan_on(machine: Hardware, *words: str) -> Any:
     config = config_from_text(f"model: {{name: {MODEL}}}", name="x", overrides=["tuning.mode=qlora", *words])
-    return config, make_plan(PlanRequest(config, shape_of(MODEL), machine))
+    return config, make_plan(PlanRequest(config, load_model_shape(MODEL), machine))
 
 
 def paging(text: str) -> Hardware:
-    return dataclasses.replace(named(text), pages=True)
+    return dataclasses.replace(parse_hardware(text), pages=True)
 
 
 @pytest.mark.parametrize(
@@ -42,26 +42,26 @@ def paging(text: str) -> Hardware:
 def test_wsl_is_known_by_its_kernel(tmp_path, release, found):
     path = tmp_path / "osrelease"
     path.write_text(release)
-    assert on_wsl(path) == found
-    assert not on_wsl(tmp_path / "absent")
+    assert is_wsl(path) == found
+    assert not is_wsl(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_machine_under_wsl_says_that_a_desktop_shares_its_gpu(tmp_path, monkeypatch, gpus):
     (tmp_path / "osrelease").write_text(WSL)
     monkeypatch.setattr(host, "OSRELEASE", tmp_path / "osrelease")
-    card = dataclasses.replace(named("RTX4090").gpus[0], free_bytes=20 * GIB)
+    card = dataclasses.replace(parse_hardware("RTX4090").gpus[0], free_bytes=20 * GIB)
     monkeypatch.setattr(facts, "visible_gpus", lambda _: (tuple(SimpleNamespace(gpu=card) for _ in range(gpus)), ()))
-    monkeypatch.setattr(facts, "_link", lambda *_: None)
-    monkeypatch.setattr(facts, "_detected", lambda gpu, entry: gpu)
-    found = facts.detect({})
+    monkeypatch.setattr(facts, "_slowest_link", lambda *_: None)
+    monkeypatch.setattr(facts, "_fill_detected_rates", lambda gpu, entry: gpu)
+    found = facts.detect_hardware({})
     assert found.pages == bool(gpus)
     assert any("Windows' desktop shares the GPU" in note for note in found.notes) == bool(gpus)
     assert TypeAdapter(Hardware).validate_json(json.dumps(found.as_json())) == found
 
 
 def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
-    _, plain = plan_on(named("RTX4090"), "train.batch_size=1")
+    _, plain = plan_on(parse_hardware("RTX4090"), "train.batch_size=1")
     _, shared = plan_on(paging("RTX4090"), "train.batch_size=1")
     assert shared.memory.margin - plain.memory.margin == DESKTOP_BYTES == GIB
     assert shared.memory.required - plain.memory.required == DESKTOP_BYTES
@@ -69,13 +69,13 @@ def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
     assert shared.memory.allocated == plain.memory.allocated
     assert "1.0 GiB of it for the desktop beside WSL" in shared.memory.margin_reason
     assert plan_from_json(json.loads(json.dumps(shared.as_json()))) == shared
-    on_cpu = dataclasses.replace(named("cpu"), pages=True)
+    on_cpu = dataclasses.replace(parse_hardware("cpu"), pages=True)
     assert not plan_on(on_cpu, "tuning.mode=lora")[1].choice.step.pages
 
 
 def test_offload_under_wsl_is_said_to_hang_on_page_locked_memory():
     said = "WSL has been seen to give only 0.5 to 1 GiB"
-    for machine, is_there in ((paging("RTX4090"), True), (named("RTX4090"), False)):
+    for machine, is_there in ((paging("RTX4090"), True), (parse_hardware("RTX4090"), False)):
         _, plan = plan_on(machine, "train.gradient_checkpointing=offload")
         assert any(said in reason for reason in plan.reasons) == is_there
 
@@ -120,7 +120,7 @@ def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(mo
 def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(monkeypatch):
     from sft_play.training.prepare import device_checks
 
-    config, plan = plan_on(named("RTX4090"))
+    config, plan = plan_on(parse_hardware("RTX4090"))
     cuda = Cuda(free=23.0, total=23.99)
     cuda.put_in(monkeypatch, device_checks)
     device_checks.check_gpu(plan, config)
@@ -137,7 +137,7 @@ def test_memory_is_page_locked_but_under_wsl(tmp_path):
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import training_arguments
 
-    for machine, pinned in ((named("RTX4090"), True), (paging("RTX4090"), False)):
+    for machine, pinned in ((parse_hardware("RTX4090"), True), (paging("RTX4090"), False)):
         config, plan = plan_on(machine)
         made = training_arguments(config, plan, RunFolder(tmp_path), has_eval=False, make=dict)
         assert made["dataloader_pin_memory"] is pinned

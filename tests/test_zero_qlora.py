@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.hardware import parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import Layout, layouts_for
 from sft_play.planner.memory.estimate import estimate
@@ -38,7 +38,7 @@ def run(text: str = "", *, name: str = LLAMA_8B, mode: str = "qlora"):
 
 
 def walk(name: str, ranks: int, *, mode: str = "qlora") -> Walk:
-    return Walk(run(mode=mode), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+    return Walk(run(mode=mode), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
 
 
 def test_loading_holds_all_weights_on_every_rank_but_under_fsdp():
-    shape = shape_of(LLAMA_8B)
+    shape = load_model_shape(LLAMA_8B)
     whole = weight_bytes(shape, width=2, nf4=True)
     adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
     for ranks in (2, 8):
@@ -79,7 +79,7 @@ LLAMA_70B = "meta-llama/Llama-3.1-70B"
 def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
     """All of the 4-bit weights would be 38 GiB on every GPU."""
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(PlanRequest(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=64GiB")))
+    plan = make_plan(PlanRequest(config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=64GiB")))
     assert (plan.layout, plan.fits) == ("fsdp", True)
     by_layout = {candidate.layout.name: candidate for candidate in plan.candidates}
     assert not by_layout["zero3"].fits
@@ -96,7 +96,7 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
 
 def test_loading_that_does_not_fit_is_refused_and_named():
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(PlanRequest(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=512GiB"), only=("zero3",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), only=("zero3",)))
     assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
     assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
     assert any("while loading" in reason for reason in plan.reasons)
@@ -110,7 +110,7 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     draw = random.Random(seed)
     mode = draw.choice(["full", "lora", "qlora"])
     model = draw.choice([LLAMA_8B, LLAMA_70B, "google/gemma-2b", "Qwen/Qwen3-30B-A3B"])
-    shape = replace(shape_of(model), stored_dtype=draw.choice(["bfloat16", "float32", None]))
+    shape = replace(load_model_shape(model), stored_dtype=draw.choice(["bfloat16", "float32", None]))
     precision = draw.choice([BF16, Precision("float32", "float32", "")])
 
     def loaded(name: str, ranks: int) -> Walk:
@@ -138,7 +138,7 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
 def test_what_four_threads_cast_at_once_is_in_ram():
     def in_ram(mode: str, stored: str) -> int:
         step = Step(1, 1, 512, layout=Layout("single"))
-        return read_in_ram(Walk(run(mode=mode), replace(shape_of(LLAMA_8B), stored_dtype=stored), BF16, step))
+        return read_in_ram(Walk(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step))
 
     table, matrix = WORDS * H, 4096 * 14336
     assert in_ram("lora", "float32") == in_ram("full", "float32") == 2 * (2 * table + 2 * matrix)
@@ -155,7 +155,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     config = config_from_text(
         f"model: {{name: {model}, max_seq_len: {draw.choice([256, 1024, 4096])}}}\n{text}", name="r"
     )
-    shape, hardware = shape_of(model), named(machine)
+    shape, hardware = load_model_shape(model), parse_hardware(machine)
     job = job_of(PlanRequest(config, shape, hardware))
     whole = weight_bytes(shape, width=2, nf4=True)
     candidates = weigh(job, layouts_for(config, shape, hardware)[0])
@@ -174,7 +174,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
 def test_more_ranks_never_need_more_in_a_step():
     for name in ("zero3", "zero3_offload"):
         found = [
-            estimate(run(), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+            estimate(run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
             for ranks in (2, 4, 8, 16)
         ]
         assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]

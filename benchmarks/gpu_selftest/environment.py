@@ -22,7 +22,7 @@ from sft_play.facts import compiler
 from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.attention import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
 from sft_play.planner.memory.structure import kernel_of
@@ -39,9 +39,9 @@ def device(hardware: Hardware) -> Part:
     """The device that everything below runs on; fails if there is an accelerator that is not detected."""
     name = f"{PREFIX}device"
     if hardware.gpus:
-        kinds = [f"{len(group)} x {group[0].name}" for group in hardware.alike]
+        kinds = [f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    if there := unusable_accelerators.unseen(os.environ):
+    if there := unusable_accelerators.unusable_accelerator(os.environ):
         return Part(name, "fail", f"{there}; what follows ran on the CPU")
     return Part(
         name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"
@@ -51,12 +51,12 @@ def device(hardware: Hardware) -> Part:
 def toolchain(_: Bench) -> Part:
     """A C compiler and Python's headers, which Triton needs."""
     name, there = f"{PREFIX}compiler", compiler.find_toolchain(os.environ)
-    measured = {"compiler": there.compiler, "failed": there.failed, "triton": there.triton, "built": there.built}
-    if there.compiler is None or there.failed is not None:
-        missing, remedy = compiler.obstacle(dataclasses.replace(there, triton=True, built=False)) or ("none", "")
-        if not there.triton:
+    measured = {"compiler": there.compiler, "failed": there.compile_error, "triton": there.has_triton, "built": there.has_built_module}
+    if there.compiler is None or there.compile_error is not None:
+        missing, remedy = compiler.toolchain_obstacle(dataclasses.replace(there, has_triton=True, has_built_module=False)) or ("none", "")
+        if not there.has_triton:
             return Part(name, "skipped", f"there is {missing}, and no Triton that needs one", measured=measured)
-        if not there.built:
+        if not there.has_built_module:
             return Part(name, "fail", f"there is {missing}: {remedy}", measured=measured)
         return Part(name, "pass", f"there is {missing}; what Triton needs was built earlier", measured=measured)
     return Part(name, "pass", f"{there.compiler} compiles against {there.headers}", measured=measured)
@@ -132,7 +132,7 @@ def varlen(bench: Bench) -> Part:
 
 def kernels_of(hardware: Hardware) -> dict[str, str]:
     """The kernel that the plan counts on, by case, on the first GPU."""
-    shape, capability = shape_of(LARGE), hardware.gpus[0].capability
+    shape, capability = load_model_shape(LARGE), hardware.gpus[0].capability
     preferred = prefers_cudnn(capability, cuda_libraries(), is_amd=hardware.gpus[0].is_amd)
     kernels = {}
     for dtype in ("bf16", "fp16", "fp32"):

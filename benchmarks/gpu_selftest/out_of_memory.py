@@ -10,7 +10,7 @@ from benchmarks.gpu_selftest.checks import FREE_APART, out_of_memory_problems
 from benchmarks.gpu_selftest.material import write_rows
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import Bench, micro_batch_that_cannot_fit, planned, train
-from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.planner.plan import Plan
 
 NAME = "out-of-memory"
@@ -65,7 +65,7 @@ def _config(bench: Bench, micro: int) -> Path:
 
 
 def _free() -> int:
-    free = detect().gpus[0].free_bytes
+    free = detect_hardware().gpus[0].free_bytes
     return free if free is not None else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.process.signals import leave_with_starter
 
 MASKS = ("causal", "padding mask")
@@ -192,13 +192,13 @@ def nvml() -> dict[str, int]:
         "free_by_driver": by_driver,
         "free_by_cuda": free,
         "total_by_cuda": total,
-        "total_by_driver": detect().gpus[0].total_bytes,
+        "total_by_driver": detect_hardware().gpus[0].total_bytes,
         "context": before - by_driver - torch.cuda.memory_reserved(),
     }
 
 
 def _free_by_driver() -> int:
-    free = detect().gpus[0].free_bytes
+    free = detect_hardware().gpus[0].free_bytes
     assert free is not None, "the driver does not say what is free"
     return free
 

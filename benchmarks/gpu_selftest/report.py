@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu_selftest.part import LATER, Book, Part
-from sft_play.facts.installed import COMPUTING
+from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.log import one_line
 
 WORDS = {"pass": "PASS", "fail": "FAIL", "skipped": "SKIP"}
@@ -18,7 +18,7 @@ def page_lines(book: Book) -> list[str]:
     """The text report."""
     gpus = [gpu["name"] for gpu in book.machine["gpus"]]
     machine = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
-    versions = ", ".join(f"{name} {book.versions[name]}" for name in COMPUTING if book.versions.get(name))
+    versions = ", ".join(f"{name} {book.versions[name]}" for name in COMPUTE_PACKAGES if book.versions.get(name))
     about = f"{machine}; {book.machine['cpu_name']}, {book.machine['cpu_cores']} cores, " \
             f"{book.machine['ram_bytes'] / 2**30:.0f} GiB"  # fmt: skip
     head = f"sft_play {book.versions['sft_play']}, Python {book.versions['python']}, {versions}"

@@ -24,7 +24,7 @@ from benchmarks.gpu_selftest.material import write_rows
 from benchmarks.gpu_selftest.part import LATER, Book, Part, open_book
 from benchmarks.gpu_selftest.report import line_of, page_lines
 from benchmarks.gpu_selftest.trials import MODES, Bench, Trial
-from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.log import one_line, redact
 from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
@@ -70,7 +70,7 @@ def selftest(
         ConfigError: `out` is another's file, or cannot be written; nothing has been done then.
     """
     began = time.monotonic()
-    hardware = detect()
+    hardware = detect_hardware()
     book = open_book((out or OUT).expanduser(), hardware.as_json())
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of an interrupted self-test: continuing it")

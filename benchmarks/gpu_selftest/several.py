@@ -14,7 +14,7 @@ from benchmarks.gpu_selftest.trials import Bench, Ended, judged, run, train
 from sft_play.config.load import load_config
 from sft_play.diagnose import ranks, surroundings
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import Nodes
+from sft_play.facts.network import NodeSetup
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.speed.throughput import rates_of
@@ -30,7 +30,7 @@ def together(hardware: Hardware) -> Hardware:
     """The ranks that work together: GPUs of one kind, or two processes on the CPU."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=2)
-    return dataclasses.replace(hardware, gpus=hardware.alike[0])
+    return dataclasses.replace(hardware, gpus=hardware.gpu_groups[0])
 
 
 def _spread(hardware: Hardware) -> LaunchOptions:
@@ -51,7 +51,7 @@ def all_reduce(bench: Bench, hardware: Hardware) -> Part:
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     outcome = ranks.run_ranks(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    findings = ranks.judge(outcome, surroundings.read_surroundings(machine, os.environ), Nodes())
+    findings = ranks.judge(outcome, surroundings.read_surroundings(machine, os.environ), NodeSetup())
     failed = [finding.found for finding in findings if finding.verdict == "FAIL"]
     if failed or outcome.result is None:
         return Part(name, "fail", "; ".join(failed) or "no rank reported a result")

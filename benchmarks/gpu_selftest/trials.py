@@ -19,8 +19,8 @@ from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems,
 from benchmarks.gpu_selftest.material import KINDS, ON_CPU, ON_GPU, Size
 from benchmarks.gpu_selftest.part import Part
 from sft_play.config.load import load_config
-from sft_play.facts.gpus.unusable_accelerators import HIDING
-from sft_play.facts.hardware import detect
+from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
+from sft_play.facts.hardware import detect_hardware
 from sft_play.log import one_line, redact
 from sft_play.planner.calibration import FILE as RECORD
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
@@ -167,7 +167,7 @@ def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT
         "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
     )  # the first GPU of the driver's list is the first here too
     if not bench.on_gpu:
-        environment |= dict.fromkeys(HIDING, "-1")
+        environment |= dict.fromkeys(VISIBILITY_VARIABLES, "-1")
     began = time.monotonic()
     code: int | None
     with log.open("ab") as sink:
@@ -209,7 +209,7 @@ def make(trial: Trial, bench: Bench) -> Part:
 def planned(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
-    return make_plan(PlanRequest(read, shape_for(read), detect().first(1), only=("single",), has_eval=has_eval(read)))
+    return make_plan(PlanRequest(read, shape_for(read), detect_hardware().limit_gpus(1), only=("single",), has_eval=has_eval(read)))
 
 
 def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import KNOWN_MODELS, config_json, hub_answers
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json, is_hub_reachable
 
 Config = Mapping[str, Any]
 ConfigOf = Callable[[str], Config]
@@ -115,12 +115,12 @@ def known_config(name: str) -> Config:
         return original
     if not _hub_once():
         raise ModelError(f"model {name} is in no table, and the hub cannot be reached")
-    return config_json(name)
+    return load_config_json(name)
 
 
 @cache
 def _hub_once() -> bool:
-    return hub_answers()
+    return is_hub_reachable()
 
 
 @cache

@@ -26,7 +26,7 @@ from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.published_models import ConfigOf
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.signals import leave_with
 from sft_play.runs.manifest import versions
@@ -256,7 +256,7 @@ class ScoreReport:
         """The object of INTERFACES.md, `memory-model-score --out`; bytes are integers, errors fractions."""
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": detect().as_json(),
+            "machine": detect_hardware().as_json(),
             "versions": versions(),
             "rows": [row.as_json() for row in self.rows],
             "not_expressible": self.not_expressible,

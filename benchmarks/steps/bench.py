@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.steps.order import Order, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
@@ -124,7 +124,7 @@ class Comparison:
         """Plain data."""
         return {
             "date": self.date,
-            "machine": detect().as_json(),
+            "machine": detect_hardware().as_json(),
             "versions": versions(),
             "config": self.config,
             "peer": self.peer,

@@ -24,8 +24,8 @@ from typing import Any
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.models.architecture import config_json, local_folder, shape_of
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.models.architecture import load_config_json, find_model_folder, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
@@ -190,7 +190,7 @@ def verify(
         ConfigError: the config or one of the names cannot be meant, or the machine has one GPU only.
         TrainingError: the single process itself could not be run.
     """
-    hardware = detect()
+    hardware = detect_hardware()
     _check_names(layouts, modes)
     if not hardware.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
@@ -307,7 +307,7 @@ class _Bench:
     def base_dtype(self) -> str:
         """The dtype of the base's weights, as its config.json says."""
         model = self.parsed.model
-        plain = config_json(model.name, revision=model.revision)
+        plain = load_config_json(model.name, revision=model.revision)
         return str(plain.get("dtype") or plain.get("torch_dtype") or "float32")
 
     def row(self, case: Case) -> Row:
@@ -338,7 +338,7 @@ class _Bench:
         """The model's shape; None for a class that the tables do not know."""
         model = self.parsed.model
         try:
-            return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+            return load_model_shape(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
         except UnknownArchitecture:
             return None
 
@@ -384,7 +384,7 @@ class _Bench:
 
     def _without_dropout(self) -> Path | None:
         """A copy of a local model whose config has its dropouts off, beside the same files; None where it has none."""
-        source = local_folder(self.parsed.model.name)
+        source = find_model_folder(self.parsed.model.name)
         if source is None or not (source / "config.json").is_file():
             return None
         settings = json.loads((source / "config.json").read_text(encoding="utf-8"))

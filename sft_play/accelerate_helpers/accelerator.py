@@ -16,7 +16,7 @@ import torch
 from sft_play.accelerate_helpers.one_process import NoOpAccelerator
 from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.errors import BackendError, ConfigError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.launch.accelerate import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
 from sft_play.launch.exported import rank_variables
@@ -44,7 +44,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     if best == "no":
         deepspeed_on_cpu()
     elif torch.version.hip is None:
-        without_bad_p2p(detect(), os.environ)
+        without_bad_p2p(detect_hardware(), os.environ)
     wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     if wanted.fallback is not None:
         lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.request import Request, finished_run, output_dir_of, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import detect_hardware
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.places import (
     EXPORT,
@@ -124,7 +124,7 @@ def _consolidate(request: Request) -> Answer:
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if not detect().gpus:
+    if not detect_hardware().gpus:
         deepspeed_on_cpu()
     given = Path(request.run).expanduser()
     checkpoint = given if given.name.startswith("checkpoint-") and given.name != request.run else None

@@ -25,7 +25,7 @@ from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.files import ROOT, atomic
 from sft_play.log import one_line
 
@@ -114,7 +114,7 @@ def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job
         raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
     file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
     name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = next((entry.name for entry in find(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
+    gpu = next((entry.name for entry in find_gpus(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
     return Job(
         name=name,
         config=loaded.path.absolute(),

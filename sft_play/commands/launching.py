@@ -16,8 +16,8 @@ from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request, make_words, refuse_hardware, trusts_code
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import detect
-from sft_play.facts.network import MEETING_S
+from sft_play.facts.hardware import detect_hardware
+from sft_play.facts.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.finished.listing import best_checkpoint
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
@@ -148,7 +148,7 @@ def launched_ranks(request: Request) -> Ranks | None:
     refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
-    if options.nodes.exported:
+    if options.nodes.exported_rank:
         logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s",
                     _command_alone(request))  # fmt: skip
     if ranks is None or request.command == "launch-command":
@@ -184,7 +184,7 @@ def _warn_of_the_wait(ranks: Ranks, request: Request) -> None:
     logger.warning(
         "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, %.0f s "
         "at most; alone: %s", ranks.rank, ranks.world_size, one_line(place["MASTER_ADDR"]),
-        one_line(place["MASTER_PORT"]), others, MEETING_S, _command_alone(request),
+        one_line(place["MASTER_PORT"]), others, RENDEZVOUS_TIMEOUT_S, _command_alone(request),
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _setup_accelerate(request: Request) -> Answer:
         return Answer({"ok": code == 0, "path": str(path)}, exit_code=code)
     loaded = load_config(request.config, overrides=request.overrides)
     options = dataclasses.replace(request.options, nodes=machines_of(os.environ))
-    hardware = machine_of(options, machine_for(loaded.config, detect()))
+    hardware = machine_of(options, machine_for(loaded.config, detect_hardware()))
     precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
         path,

@@ -16,7 +16,7 @@ from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.checks import missed_columns
 from sft_play.data.infer_dataset import Count, by_characters, first_look
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
@@ -95,7 +95,7 @@ def _translated(request: Request, file: Path) -> _Written:
 def _fresh(request: Request) -> _Written:
     assert request.model is not None
     assert request.data is not None
-    folder = local_folder(request.model)
+    folder = find_model_folder(request.model)
     base: dict[str, Plain] = {"model.name": request.model}
     asked = config_from_text(run_yaml({**base, "tuning.mode": _MODES[-1]}), name="the run YAML")
     look = first_look(request.data, count=_counting(folder), positions=shape_for(asked).max_positions)

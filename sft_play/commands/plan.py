@@ -16,9 +16,9 @@ from sft_play.commands.request import Request, asked_machine, refuse_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, about, in_stage
-from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.installed import missing_kernels
+from sft_play.facts.gpus.gpu_catalog import Price, load_prices, lowest_prices, find_gpus
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.files import from_here
 from sft_play.launch.deepspeed.files import keeps_params
@@ -197,7 +197,7 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     from sft_play.planner.advice.what_if import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
-    evaluates, without = has_eval(config), missing_kernels()
+    evaluates, without = has_eval(config), missing_kernel_packages()
     return largest_that_fits(
         asked, PlanRequest(config, shape_for(config), hardware, only, evaluates, earlier, without=without)
     )
@@ -257,7 +257,7 @@ def budget_for(
         return plan_for(config, machine, only=only, with_suggestions=False)
 
     if asked.price_per_gpu_hour is None and not (asked.named and asked.gpus):
-        return budget_of(usd, cheapest(), plan=plan, today=today)
+        return budget_of(usd, lowest_prices(), plan=plan, today=today)
     if not asked.gpus:
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
     name, listed = _machine_name(asked), None
@@ -274,7 +274,7 @@ def budget_for(
     if offer is None:
         return Budget(usd, (), (name,), today)
     if listed is not None:
-        of = listed.of
+        of = listed.price_list
         offer = dataclasses.replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address)
     return Budget(usd, (offer,), (), today)
 
@@ -284,13 +284,13 @@ def cheapest_machine(budget: Budget) -> Hardware | None:
     if not budget.offers:
         return None
     first = budget.offers[0]
-    return dataclasses.replace(named(first.machine), price_per_gpu_hour=first.usd_per_gpu_hour)
+    return dataclasses.replace(parse_hardware(first.machine), price_per_gpu_hour=first.usd_per_gpu_hour)
 
 
 def _prices_of(machine: Hardware) -> Iterator[Price]:
-    entry = next(iter(find(machine.gpus[0].name)), None)
+    entry = next(iter(find_gpus(machine.gpus[0].name)), None)
     if entry is not None:
-        yield from (one for one in all_prices() if one.gpu == entry.name and machine.gpus_per_node in one.counts)
+        yield from (one for one in load_prices() if one.gpu == entry.name and machine.gpus_per_node in one.gpu_counts)
 
 
 def _machine_name(machine: Hardware) -> str:

@@ -22,7 +22,7 @@ from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_value
 from sft_play.data.sources.files import data_files, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
-from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import from_here
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
@@ -379,7 +379,7 @@ def make_words(request: Request, command: str, settings: Sequence[str]) -> list[
 
 def asked_machine(request: Request) -> Hardware:
     """The machine to plan for, with the price that was given."""
-    hardware = named(request.hardware) if request.hardware else detect()
+    hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
     return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
 
 

@@ -25,8 +25,8 @@ from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import Nodes
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.network import NodeSetup
 from sft_play.launch.command import Launch, torchrun
 from sft_play.launch.exported import ranks_of
 from sft_play.launch.machine import machine_of
@@ -44,7 +44,7 @@ def run(request: Request) -> Answer | int:
     cells = read(request.notebook)
     ranks, answer = ranks_of(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if ranks is None:
-        launch = launch_of(request.notebook, machine_of(request.options, detect()), gpus=request.options.gpus)
+        launch = launch_of(request.notebook, machine_of(request.options, detect_hardware()), gpus=request.options.gpus)
         logger.info("Launch: %s", launch.line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
@@ -137,7 +137,7 @@ def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> Lau
     launch = torchrun(
         ["run-notebook", "--notebook", str(path.absolute())],
         processes=machine.ranks,
-        nodes=Nodes(),
+        nodes=NodeSetup(),
         threads=None if machine.gpus else max(1, machine.cpu_cores // machine.ranks),
         gpus=",".join(str(gpu) for gpu in gpus) or None,
     )

@@ -27,7 +27,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stage
-from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
@@ -196,10 +196,10 @@ def _sum(of: Sequence[Plan | Cell]) -> float | None:
 
 
 def _hardware(loaded: LoadedConfig) -> Hardware:
-    config, machine = loaded.config, machine_for(loaded.config, detect())
+    config, machine = loaded.config, machine_for(loaded.config, detect_hardware())
     as_the_mesh_says(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
     machine = machine_of_mesh(config, machine)
-    return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.first(1)
+    return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
 
 
 def _plans(loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> list[Plan]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
-from sft_play.facts.host import Space, free_at
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.host import DiskSpace, nearest_disk_space
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
@@ -73,7 +73,7 @@ def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
 
 def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
     """Whether the weights to download and the checkpoints fit on their disks."""
-    existing, space = free_at(hub_cache())
+    existing, space = nearest_disk_space(hub_cache())
     fetch = check_fetch(shape, cached=has_weights(config), there=existing, space=space)
     if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
         return [skipped("disk", "node 0 writes checkpoints and the final weights"), fetch]
@@ -81,7 +81,7 @@ def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: Lau
         folder = output_dir(config.output)
     except SftPlayError as error:
         return [failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"), fetch]
-    existing, space = free_at(folder)
+    existing, space = nearest_disk_space(folder)
     use, may_write = disk_use(config, shape, plan), os.access(existing, os.W_OK | os.X_OK)
     return [check_disk(use, folder=folder, there=existing, space=space, may_write=may_write), fetch]
 
@@ -90,7 +90,7 @@ def has_weights(config: RunConfig) -> bool:
     """Whether the model's weights are on this machine already."""
     name = config.model.name
     cached = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    return local_folder(name) is not None or any(cached.glob("*/*.safetensors"))
+    return find_model_folder(name) is not None or any(cached.glob("*/*.safetensors"))
 
 
 def hub_cache() -> Path:
@@ -100,7 +100,7 @@ def hub_cache() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, may_write: bool) -> Finding:
+def check_disk(use: DiskUse, *, folder: Path, there: Path, space: DiskSpace | None, may_write: bool) -> Finding:
     """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
     if not may_write:
         return failed("disk", f"output.dir {folder}: {there} is not writable for this user",
@@ -119,7 +119,7 @@ def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, 
     return passed("disk", needed)
 
 
-def check_fetch(shape: ModelShape, *, cached: bool, there: Path, space: Space | None) -> Finding:
+def check_fetch(shape: ModelShape, *, cached: bool, there: Path, space: DiskSpace | None) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
     size = STORED_WIDTH * shape.params
     if cached:

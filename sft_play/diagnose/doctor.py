@@ -13,10 +13,10 @@ from sft_play.diagnose.disk import disk_findings
 from sft_play.diagnose.pages import DoctorReport, each_once
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.installed import COMPUTING
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.network import Nodes
+from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import machine_of, require_machine, without_bad_p2p
@@ -58,7 +58,7 @@ def examine(
     started = time.monotonic()
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
-    whole = detect(environment).without_gpus() if on_cpu else detect(environment)
+    whole = detect_hardware(environment).without_gpus() if on_cpu else detect_hardware(environment)
     here, everywhere, chosen = _choose(whole, options)
     planned, plan_findings = _plan(planner, everywhere, chosen)
     around = surroundings.read_surroundings(here, environment)
@@ -74,7 +74,7 @@ def examine(
 
 def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
     try:
-        here = machine_of(replace(options, nodes=Nodes()), whole)
+        here = machine_of(replace(options, nodes=NodeSetup()), whole)
     except SftPlayError as error:
         found, _, remedy = str(error).partition("; ")
         return whole, whole, failed("GPUs", found, remedy or "GPUS= and NPROC= name GPUs that there are")
@@ -172,7 +172,7 @@ def _together(
 
 
 def meet_nodes(
-    around: Surroundings, nodes: Nodes, environment: Mapping[str, str], *, limit_s: float
+    around: Surroundings, nodes: NodeSetup, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
     """All nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did not
     meet), and the finding, with the nodes that are missing and what differs."""
@@ -193,7 +193,7 @@ def meet_nodes(
 
 def card_of(around: Surroundings) -> Mapping[str, object]:
     """This node's description, which the others compare with theirs."""
-    names = [name for name in around.versions if name in COMPUTING or name.startswith("nvidia-nccl")]
+    names = [name for name in around.versions if name in COMPUTE_PACKAGES or name.startswith("nvidia-nccl")]
     return {
         "host": around.host,
         "alike": {

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Seen
-from sft_play.facts.gpus.unusable_accelerators import unseen
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.host import free_at
-from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
+from sft_play.facts.gpus.gpu import GpuSnapshot
+from sft_play.facts.gpus.unusable_accelerators import unusable_accelerator
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.host import nearest_disk_space
+from sft_play.facts.installed import nccl_package, torch_cuda_version, torch_hip_version, installed_version
 from sft_play.log import one_line
 
 # An import of torch from a cold network disk takes a minute and more.
@@ -56,7 +56,7 @@ class Machine:
     """One look at this machine. `visible` are the indices of the GPUs that a run here would see, in its order;
     `asked_torch` is torch's own report, None where it was not asked."""
 
-    seen: Seen
+    seen: GpuSnapshot
     visible: tuple[int, ...]
     visible_setting: str | None
     hardware: Hardware
@@ -96,11 +96,11 @@ class Machine:
 def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
     """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`); `full`:
     torch is asked too, in a process of its own."""
-    hardware = detect(environment)
+    hardware = detect_hardware(environment)
     seen = all_gpus()
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
-    folder, space = free_at(outputs)
+    folder, space = nearest_disk_space(outputs)
     return Machine(
         seen=seen,
         visible=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
@@ -118,15 +118,15 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
             disk_bytes=space.total if space else None,
             disk_free_bytes=space.free if space else None,
         ),
-        software=Software(version_of("torch"), torch_cuda(), torch_hip(), nccl_version, nccl_name),
+        software=Software(installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name),
         asked_torch=ask_torch(environment) if full else None,
-        unused=None if hardware.gpus else unseen(environment),
+        unused=None if hardware.gpus else unusable_accelerator(environment),
     )
 
 
-def all_gpus(*, topology: bool = True) -> Seen:
+def all_gpus(*, topology: bool = True) -> GpuSnapshot:
     """Every GPU of this machine, visible to this process or not."""
-    return nvml.see(topology=topology) or Seen()
+    return nvml.gpu_snapshot(topology=topology) or GpuSnapshot()
 
 
 def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:

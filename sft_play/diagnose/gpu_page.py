@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
 from sft_play.diagnose.pages import NOT_KNOWN, gib, lines_of, table_of, value_text, yes_no
-from sft_play.facts.gpus.gpu import Seen, SeenGpu, Topology
+from sft_play.facts.gpus.gpu import GpuSnapshot, GpuStatus, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import budget_bytes
@@ -18,7 +18,7 @@ def machine_lines(machine: Machine) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
     seen = machine.seen
     source = f"GPUs as {seen.source} shows them" if seen.source else "no driver shows a GPU"
-    shown = seen.only([*machine.visible, *(gpu.index for gpu in seen.gpus if gpu.trouble)])
+    shown = seen.select([*machine.visible, *(gpu.index for gpu in seen.gpus if gpu.trouble)])
     parts = [f"This machine: {source}", f"Number of GPUs: {machine.count}", *_visible_lines(machine)]
     if shown.gpus:
         parts += ["", *_gpu_lines(shown), *_process_lines(shown)]
@@ -39,7 +39,7 @@ def _visible_lines(machine: Machine) -> list[str]:
     return [*shown, *machine.hardware.notes]
 
 
-def _gpu_lines(seen: Seen) -> list[str]:
+def _gpu_lines(seen: GpuSnapshot) -> list[str]:
     heads = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
              "PCIe\nnow/max", "MIG")  # fmt: skip
     page = lines_of(table_of(heads, [_gpu_row(gpu) for gpu in seen.gpus], left=(1,)))
@@ -55,7 +55,7 @@ def _gpu_lines(seen: Seen) -> list[str]:
     return page
 
 
-def _gpu_row(gpu: SeenGpu) -> list[str]:
+def _gpu_row(gpu: GpuStatus) -> list[str]:
     sizes = (gib(size) for size in (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes))
     capability, power, heat = map(value_text, (gpu.compute_capability, gpu.power_cap_watts, gpu.temperature_celsius))
     link = f"{_link(gpu.pcie.generation, gpu.pcie.lanes)}/{_link(gpu.pcie.max_generation, gpu.pcie.max_lanes)}"
@@ -70,7 +70,7 @@ def _link(generation: int | None, lanes: int | None) -> str:
     return f"{generation if generation is not None else '?'}x{lanes if lanes is not None else '?'}"
 
 
-def _process_lines(seen: Seen) -> list[str]:
+def _process_lines(seen: GpuSnapshot) -> list[str]:
     rows = [
         [str(gpu.index), str(item.pid), value_text(item.name), gib(item.used_bytes, digits=2)]
         for gpu in seen.gpus

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from sft_play.diagnose.surroundings import Surroundings
-from sft_play.facts.installed import LINEAR_ATTENTION, unsound
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.findings import Finding, passed
 from sft_play.launch.machine import P2P_OFF, refuses_p2p
 
@@ -81,11 +81,11 @@ def _facts(around: Surroundings, packages: Collection[str], *, ranks: int, nodes
     gpus = around.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     built, newest = _numbers(around.torch_cuda), around.driver_cuda
-    why_not = next(filter(None, (unsound(name, one) for name in packages for one in capabilities)), "")
+    why_not = next(filter(None, (kernel_package_problem(name, one) for name in packages for one in capabilities)), "")
     over_nccl = ranks > 1 and bool(gpus)
     is_off = P2P_OFF.keys() <= around.environment.keys()
     return {
-        **{name: around.versions.get(name) for name in (*_PACKAGES, LINEAR_ATTENTION)},
+        **{name: around.versions.get(name) for name in (*_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
         "driver": around.driver,
         "driver_cuda": ".".join(map(str, newest)) if newest else None,
         "driver_runs_torchs_cuda": newest[0] >= built[0] if gpus and newest and built else None,
@@ -96,7 +96,7 @@ def _facts(around: Surroundings, packages: Collection[str], *, ranks: int, nodes
         "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
         "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
         "has_hopper": any(capability[0] == 9 for capability in capabilities),
-        "runs_delta_rules": LINEAR_ATTENTION in packages,
+        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
         "unsound": why_not != "",
         "why_not": why_not,
         "ranks": ranks,

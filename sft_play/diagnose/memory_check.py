@@ -13,8 +13,8 @@ from typing import Any
 from sft_play.diagnose.gpu_info import all_gpus
 from sft_play.diagnose.pages import gib, value_text
 from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
-from sft_play.facts.gpus.gpu import GpuProcess, SeenGpu
-from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.gpus.gpu import GpuProcess, GpuStatus
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
 
@@ -148,7 +148,7 @@ def see_memory(
     seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)
-    hardware = detect(environment)
+    hardware = detect_hardware(environment)
     folder, group = run.folder, run.group
     prediction = prediction_of(folder) if folder else None
     peaks.of_run((str(folder.path) if folder else None, group.started) if group else None)
@@ -176,7 +176,7 @@ def _rank_use(rank: RankProcess, position: int, peaks: HighestSeen) -> RankUse:
 
 
 def gpu_uses(
-    gpus: tuple[SeenGpu, ...], hardware: Hardware, group: Group | None, peaks: HighestSeen
+    gpus: tuple[GpuStatus, ...], hardware: Hardware, group: Group | None, peaks: HighestSeen
 ) -> tuple[GpuUse, ...]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
     taken = _gpus_of(group) if group else {}
@@ -192,7 +192,7 @@ def gpu_uses(
 def _gpus_of(group: Group) -> dict[int, list[int]]:
     """Ranks by the GPU that each uses: of those that its environment lets it see, the one of its local rank."""
     ranks_by_gpu: dict[int, list[int]] = {}
-    machine = functools.cache(lambda setting: detect(dict(setting)))  # asking the driver takes a while
+    machine = functools.cache(lambda setting: detect_hardware(dict(setting)))  # asking the driver takes a while
     for rank in group.ranks:
         names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
         setting = tuple((name, rank.environment[name]) for name in names if name in rank.environment)
@@ -202,7 +202,7 @@ def _gpus_of(group: Group) -> dict[int, list[int]]:
     return ranks_by_gpu
 
 
-def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: HighestSeen) -> GpuUse:
+def _use(gpu: GpuStatus, pids: set[int], ranks: tuple[int, ...], peaks: HighestSeen) -> GpuUse:
     own = [item for item in gpu.all_processes if item.pid in pids]
     others = tuple(item for item in gpu.all_processes if item.pid not in pids)
     # A rank holds memory of its GPU from its first steps on: where the driver lists none of the run's, it counts those

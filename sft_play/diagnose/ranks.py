@@ -13,9 +13,9 @@ from typing import Any
 
 from sft_play.diagnose.known_bad import explained
 from sft_play.diagnose.surroundings import Surroundings
-from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import Nodes
+from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import LAUNCHER, Launch, torchrun
 from sft_play.launch.launch_options import LaunchOptions
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return note if isinstance(note, dict) else None
 
 
-def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
+def judge(outcome: Outcome, around: Surroundings, nodes: NodeSetup) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
     errors = {rank: str(note["error"]) for rank, note in outcome.notes.items() if "error" in note}
     wrong = {rank: int(note["wrong"]) for rank, note in outcome.notes.items() if note.get("wrong")}
@@ -201,7 +201,7 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
-def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
+def _bandwidth(outcome: Outcome, around: Surroundings, nodes: NodeSetup) -> list[Finding]:
     if outcome.result is None:
         return [skipped(SPEED, "node 0 reports it")]
     if outcome.world == 1:
@@ -224,6 +224,6 @@ def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Fin
 def expected(around: Surroundings) -> tuple[float | None, float, str]:
     """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name."""
     link = around.hardware.link_bytes_per_s
-    entries = find(around.hardware.gpus[0].name)
+    entries = find_gpus(around.hardware.gpus[0].name)
     over_pcie = link is not None and bool(entries) and link <= entries[0].pcie
     return (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")

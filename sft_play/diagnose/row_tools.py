@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import RowMaker
 from sft_play.data.sources.files import AnySource
 from sft_play.errors import DataError, ModelError
-from sft_play.facts.models.architecture import positions_of
+from sft_play.facts.models.architecture import load_max_positions
 from sft_play.launch.machine import offline_without_hub
 
 SPLITS = ("train", "val", "test")
@@ -43,7 +43,7 @@ def maker_of(config: RunConfig, tokenizer: Any) -> RowMaker:
     from sft_play.data.masks.render import Renderer
 
     wish = config.model.max_seq_len
-    positions = positions_of(config.model.name, revision=config.model.revision)
+    positions = load_max_positions(config.model.name, revision=config.model.revision)
     return RowMaker(
         Renderer(tokenizer, config.data, max_seq_len=min(wish, positions or wish)), task_mode=config.task_mode
     )

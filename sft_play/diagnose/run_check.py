@@ -23,7 +23,7 @@ from sft_play.diagnose.pages import CheckReport
 from sft_play.diagnose.row_tools import maker_of, prepare_hub
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder, positions_of
+from sft_play.facts.models.architecture import require_available_model, load_config_json, is_hub_reachable, find_model_folder, load_max_positions
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_machine
@@ -188,7 +188,7 @@ class _Checks:
     def _masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
         assert maker is not None
-        positions = positions_of(config.model.name, revision=config.model.revision)
+        positions = load_max_positions(config.model.name, revision=config.model.revision)
         chats = [survey for survey in surveys.values() if not self._is_text(survey)]
         for survey in chats:
             yield from checks.judge_masks(survey, config.data)
@@ -307,7 +307,7 @@ class _Checks:
             yield skipped("serve", "not without the model files; see there")
             return
         model = self._config.model
-        architecture = engines.architecture_of(config_json(model.name, revision=model.revision))
+        architecture = engines.architecture_of(load_config_json(model.name, revision=model.revision))
         served = engines.served_of(self._config, architecture, self._targets or ())
         for name in self._serve:
             yield from engines.engine_findings(name, served)
@@ -333,11 +333,11 @@ def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
 
 def _weights_problem(config: RunConfig) -> str:
     name = config.model.name
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is None:
-        check_available(name, revision=config.model.revision)
-        if disk.has_weights(config) or hub_answers():
+        require_available_model(name, revision=config.model.revision)
+        if disk.has_weights(config) or is_hub_reachable():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
-    config_json(name)
+    load_config_json(name)
     return "" if any(folder.glob("*.safetensors")) else f"{folder} holds no *.safetensors"

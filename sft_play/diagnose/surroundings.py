@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 
 from sft_play.facts.gpus import nvml
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.host import Space, space_of
-from sft_play.facts.installed import nccl_package, torch_cuda
+from sft_play.facts.host import DiskSpace, disk_space
+from sft_play.facts.installed import nccl_package, torch_cuda_version
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
@@ -43,7 +43,7 @@ class Surroundings:
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
-    shm: Space | None = None
+    shm: DiskSpace | None = None
     """None where /dev/shm is not a separate file system."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -64,11 +64,11 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         host=socket.gethostname(),
         versions=installed,
         requirements=_requirements(),
-        torch_cuda=torch_cuda(),
+        torch_cuda=torch_cuda_version(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
-        shm=space_of(SHM) if SHM.is_mount() else None,
+        shm=disk_space(SHM) if SHM.is_mount() else None,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
     )
 
@@ -84,6 +84,6 @@ def _requirements() -> tuple[str, ...]:
 
 
 def _driver() -> tuple[str | None, tuple[int, int] | None]:
-    with contextlib.suppress(Exception), nvml.opened() as library:  # its own exceptions differ between platforms
-        return nvml.driver(library)
+    with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ between platforms
+        return nvml.driver_versions(library)
     return None, None

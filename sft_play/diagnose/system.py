@@ -9,8 +9,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from sft_play.facts.host import Space
-from sft_play.facts.installed import COMPUTING
+from sft_play.facts.host import DiskSpace
+from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.units import GIB, MIB, size_of
 
@@ -27,7 +27,7 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
     problems = [problem for text in requirements if (problem := _problem(Requirement(text), versions))]
     if problems:
         return failed("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
-    shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
+    shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
     return passed("packages", shown) if requirements else skipped("packages", f"{shown}: no ranges")
 
 
@@ -43,7 +43,7 @@ def _problem(wanted: Requirement, versions: Mapping[str, str]) -> str | None:
     return None
 
 
-def check_shared_memory(space: Space | None, *, gpus_per_node: int) -> Finding:
+def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
     """Whether /dev/shm has room for what NCCL puts there."""
     if space is None:
         return skipped("shared memory", "/dev/shm is not a separate file system here")

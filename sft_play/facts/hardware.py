@@ -14,10 +14,10 @@ from typing import Any
 from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_aliases import grammatical
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, key_of, nearest
-from sft_play.facts.gpus.visible_gpus import Found, visible_gpus
-from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
+from sft_play.facts.gpus.gpu_aliases import normalize_machine_text
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find_gpus, catalog_key, nearest_gpus
+from sft_play.facts.gpus.visible_gpus import ListedGpu, visible_gpus
+from sft_play.facts.machine_spec import MachineSpec, is_machine_file, parse_machine_spec
 from sft_play.log import one_line
 from sft_play.units import GIB
 
@@ -63,32 +63,32 @@ class Hardware:
         return len(self.gpus) or self.cpu_ranks
 
     @property
-    def mig(self) -> bool:
+    def is_mig_instance(self) -> bool:
         """Whether its GPU is an instance of a split one."""
         return any(gpu.mig for gpu in self.gpus)
 
     @property
-    def alike(self) -> tuple[tuple[Gpu, ...], ...]:
+    def gpu_groups(self) -> tuple[tuple[Gpu, ...], ...]:
         """The GPUs by name, the largest group first, then the one with more memory: a run takes GPUs of one kind."""
-        kinds: dict[str, list[Gpu]] = {}
+        gpus_by_name: dict[str, list[Gpu]] = {}
         for gpu in self.gpus:
-            kinds.setdefault(gpu.name, []).append(gpu)
-        groups = [tuple(group) for group in kinds.values()]
+            gpus_by_name.setdefault(gpu.name, []).append(gpu)
+        groups = [tuple(group) for group in gpus_by_name.values()]
         # of two groups of one size the one whose smallest GPU has more memory
         return tuple(sorted(groups, key=lambda group: (-len(group), -min(gpu.total_bytes for gpu in group))))
 
-    def alike_words(self, *, processes: int | None = None) -> str:
+    def format_gpu_choices(self, *, processes: int | None = None) -> str:
         """What to give for GPUs of one kind: `GPUS=0,2 (2 x NVIDIA A100-SXM4-80GB) or GPUS=1 (1 x NVIDIA L4)`;
         `processes`: NPROC=, where it was given."""
         choices = []
-        for group in self.alike:
-            some = group[:processes]
-            fewer = f"NPROC={len(some)} " if processes is not None and len(some) < processes else ""
-            numbers = ",".join(str(gpu.index) for gpu in some)
-            choices.append(f"{fewer}GPUS={numbers} ({len(some)} x {some[0].name})")
+        for group in self.gpu_groups:
+            chosen = group[:processes]
+            nproc_prefix = f"NPROC={len(chosen)} " if processes is not None and len(chosen) < processes else ""
+            numbers = ",".join(str(gpu.index) for gpu in chosen)
+            choices.append(f"{nproc_prefix}GPUS={numbers} ({len(chosen)} x {chosen[0].name})")
         return " or ".join(choices)
 
-    def first(self, count: int) -> Hardware:
+    def limit_gpus(self, count: int) -> Hardware:
         """The same machine with its first `count` GPUs only, on as many nodes as they fill."""
         gpus = self.gpus[:count]
         return replace(self, gpus=gpus, nodes=max(1, -(-len(gpus) // self.gpus_per_node)))
@@ -114,20 +114,20 @@ AMD_NOTE = (
 # --- a machine that is named ------------------------------------------------------------------------------------------
 
 
-def named(text: str) -> Hardware:
+def parse_hardware(text: str) -> Hardware:
     """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file
     (`machine_spec`). Raises HardwareError for another text, or an unknown GPU without `mem=`."""
-    said, note = (text, "") if is_path(text) else grammatical(text)
-    spec = read_spec(said)
-    ram_total, _ = host.memory()
+    normalized, note = (text, "") if is_machine_file(text) else normalize_machine_text(text)
+    spec = parse_machine_spec(normalized)
+    ram_total, _ = host.total_and_free_ram()
     ram = spec.ram or ram_total
     machine = Hardware(
         (), host.cpu_name(), spec.cores or host.cpu_cores(), ram, ram, named=True, ram_given=spec.ram is not None
     )
     if spec.gpu is None:
         return machine
-    entry, notes = _entry(spec, text)
-    gpu = _named_gpu(spec, entry)
+    entry, notes = _find_entry(spec, text)
+    gpu = _build_named_gpu(spec, entry)
     return replace(
         machine,
         gpus=tuple(replace(gpu, index=index) for index in range(spec.nodes * spec.per_node)),
@@ -139,30 +139,30 @@ def named(text: str) -> Hardware:
     )
 
 
-def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
+def _find_entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
     name = spec.gpu or ""
-    entries = find(name)
+    entries = find_gpus(name)
     if entries:
         first, *others = entries
-        chosen = first.aliases[0] if key_of(first.name) == key_of(name) and first.aliases else first.name
+        chosen = first.aliases[0] if catalog_key(first.name) == catalog_key(name) and first.aliases else first.name
         listed = ", ".join(entry.name for entry in others)
         note = f"{name} is read as {chosen} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {listed}"
         return first, (note,) if others else ()
     if spec.mem is not None:
         return None, ()
-    size = 8 if key_of(name).startswith("laptop") else 24
+    size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
-    how = f"mem: {size}GiB beside its name" if is_path(text) else f"HARDWARE=1x{short},mem={size}GiB"
-    near = nearest(name)
-    hint = f"nearest: {', '.join(near)}" if near else "docs/gpus.md lists those that are"
+    remedy = f"mem: {size}GiB beside its name" if is_machine_file(text) else f"HARDWARE=1x{short},mem={size}GiB"
+    suggestions = nearest_gpus(name)
+    hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
     raise HardwareError(
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
-        f"one with {size} GiB {how}"
+        f"one with {size} GiB {remedy}"
     )
 
 
 # A GPU's rates, and what the catalogue and a description call them.
-_RATES = {
+_RATE_FIELDS = {
     "bandwidth": "bandwidth",
     "bf16_flops": "bf16",
     "fp16_flops": "fp16",
@@ -171,84 +171,84 @@ _RATES = {
 }
 
 
-def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
+def _build_named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
     if entry is None:
         # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
         gpu = Gpu(0, spec.gpu or "", 0, None, None, bf16_flops=spec.fp16, fp16_flops=spec.bf16)
     else:
-        gpu = _rated(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
+        gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
     return replace(
-        _rated(gpu, spec),
+        _fill_rates(gpu, spec),
         total_bytes=spec.mem or gpu.total_bytes,
         capability=spec.cc or gpu.capability,
         tdp_watts=spec.tdp or gpu.tdp_watts,
     )
 
 
-def _rated(gpu: Gpu, of: CatalogEntry | MachineSpec) -> Gpu:
-    rates: dict[str, Any] = {own: getattr(of, name) or getattr(gpu, own) for own, name in _RATES.items()}
-    watts = of.tdp_watts if isinstance(of, CatalogEntry) else gpu.tdp_watts
+def _fill_rates(gpu: Gpu, source: CatalogEntry | MachineSpec) -> Gpu:
+    rates: dict[str, Any] = {field: getattr(source, name) or getattr(gpu, field) for field, name in _RATE_FIELDS.items()}
+    watts = source.tdp_watts if isinstance(source, CatalogEntry) else gpu.tdp_watts
     return replace(gpu, **rates, tdp_watts=watts)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Hardware:
+def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
     """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
     environment = os.environ if environment is None else environment
     visible, notes = visible_gpus(environment)
     # a driver reports memory and capability; rates are the catalogue's, by the GPU's name
-    entries = [_entry_of(item.gpu) for item in visible]
-    gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(visible, entries, strict=True))
-    ram_total, ram_free = host.memory()
-    link = _link(visible, entries)
-    pages = bool(gpus) and host.on_wsl()
+    entries = [_catalog_entry(item.gpu) for item in visible]
+    gpus = tuple(_fill_detected_rates(item.gpu, entry) for item, entry in zip(visible, entries, strict=True))
+    ram_total, ram_free = host.total_and_free_ram()
+    link_rate = _slowest_link(visible, entries)
+    pages = bool(gpus) and host.is_wsl()
     hardware = Hardware(
-        gpus, host.cpu_name(), host.cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes, pages=pages
+        gpus, host.cpu_name(), host.cpu_cores(), ram_total, ram_free, link_bytes_per_s=link_rate, notes=notes, pages=pages
     )
-    shared = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
-    return replace(hardware, notes=(*notes, *shared, *_mixed(hardware)))
+    wsl_notes = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
+    return replace(hardware, notes=(*notes, *wsl_notes, *_mixed_gpu_notes(hardware)))
 
 
-def _mixed(hardware: Hardware) -> list[str]:
-    if len(hardware.alike) < 2:
+def _mixed_gpu_notes(hardware: Hardware) -> list[str]:
+    if len(hardware.gpu_groups) < 2:
         return []
-    kinds = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.alike)
+    groups_text = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups)
     return [
-        f"the GPUs differ ({kinds}): a plan for all of them goes by the smallest memory and the slowest rates; "
-        f"make train-distributed takes those that are alike: {hardware.alike_words()}"
+        f"the GPUs differ ({groups_text}): a plan for all of them goes by the smallest memory and the slowest rates; "
+        f"make train-distributed takes those that are alike: {hardware.format_gpu_choices()}"
     ]
 
 
-def _entry_of(gpu: Gpu) -> CatalogEntry | None:
+def _catalog_entry(gpu: Gpu) -> CatalogEntry | None:
     name = gpu.name.split(" MIG ")[0]
     # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
-    entries = find(name) if gpu.mig else find(name, gpu.total_bytes)
+    entries = find_gpus(name) if gpu.mig else find_gpus(name, gpu.total_bytes)
     return entries[0] if entries else None
 
 
-def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
+def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     """With the catalogue's rates; an instance has its share of them, by slices of seven and by memory."""
     if entry is None:
         return gpu
     gpu = replace(gpu, capability=gpu.capability or entry.capability)  # where the driver does not tell it
     if gpu.mig is None:
-        return _rated(gpu, entry)
+        return _fill_rates(gpu, entry)
     # 3g.20gb: three of seven slices; 1c.3g.20gb: a compute instance with one of those three, and the memory of all
     match = re.match(r"(?:([0-9])c\.)?([0-9])g\.", gpu.mig)
-    compute = int(match[1] or match[2]) / 7 if match else 1.0
-    memory = min(1.0, gpu.total_bytes / entry.driver_bytes)
+    compute_share = int(match[1] or match[2]) / 7 if match else 1.0
+    memory_share = min(1.0, gpu.total_bytes / entry.driver_bytes)
     rates = {name: getattr(entry, name) for name in ("bf16", "fp16", "fp8", "fp32")}
-    part: dict[str, Any] = {name: rate and rate * compute for name, rate in rates.items()}
-    return _rated(gpu, replace(entry, bandwidth=entry.bandwidth * memory, **part))
+    instance_rates: dict[str, Any] = {name: rate and rate * compute_share for name, rate in rates.items()}
+    return _fill_rates(gpu, replace(entry, bandwidth=entry.bandwidth * memory_share, **instance_rates))
 
 
-def _link(gpus: tuple[Found, ...], entries: list[CatalogEntry | None]) -> float | None:
+def _slowest_link(gpus: tuple[ListedGpu, ...], entries: list[CatalogEntry | None]) -> float | None:
     """Bytes per second between the GPUs, one way: the slowest one's, PCIe's where no link is active or cards are only
     joined by bridges; None where one is not known."""
-    known = [entry for entry in entries if entry is not None]
-    if len(known) < len(entries):
+    known_entries = [entry for entry in entries if entry is not None]
+    if len(known_entries) < len(entries):
         return None
-    pairs = zip(gpus, known, strict=True)
+    pairs = zip(gpus, known_entries, strict=True)
     return min((entry.pcie if item.nvlinks == 0 else entry.link for item, entry in pairs), default=None)

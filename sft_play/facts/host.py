@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 
 # After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does.
-TIMEOUT_S = 10.0
+PROGRAM_TIMEOUT_S = 10.0
 # The kernel's release; WSL's own kernel has Microsoft's name in it.
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 _CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
+_PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
-def text_of(path: Path) -> str:
+def read_text_or_empty(path: Path) -> str:
     """The text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -28,14 +28,14 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
+def program_output(program: str, *arguments: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> str:
     """What a program prints; empty where it does not exist, fails, or does not answer in time."""
     path = shutil.which(program)
     if path is None:
         return ""
     try:
-        answer = subprocess.run(
-            [path, *words],
+        completed = subprocess.run(
+            [path, *arguments],
             capture_output=True,
             stdin=subprocess.DEVNULL,  # a tool that asks something must not wait for the terminal
             text=True,
@@ -45,25 +45,25 @@ def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer.stdout
+    return completed.stdout
 
 
-def on_wsl(osrelease: Path | None = None) -> bool:
+def is_wsl(osrelease: Path | None = None) -> bool:
     """Whether this Linux runs in Windows (WSL), by the kernel's release."""
-    return "microsoft" in text_of(osrelease or OSRELEASE).lower()
+    return "microsoft" in read_text_or_empty(osrelease or OSRELEASE).lower()
 
 
-def memory() -> tuple[int, int]:
+def total_and_free_ram() -> tuple[int, int]:
     """Total and available RAM in bytes, no more than the control groups of this process allow."""
     host = psutil.virtual_memory()
     total, free = int(host.total), int(host.available)  # available: free, and cache that the kernel would drop
     # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
-        limit = _number(folder / limit_file)
+        limit = _read_number(folder / limit_file)
         if limit is not None and limit < host.total:
             # file cache that can be dropped does not count as used
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
-            used = max(0, (_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE)
+            used = max(0, (_read_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 
@@ -72,7 +72,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
     """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
     paths = {"": "/", "memory": "/"}
     # hierarchy:controllers:path; version 2 has one line without controllers
-    for line in text_of(_OWN_CGROUP).splitlines():
+    for line in read_text_or_empty(_PROCESS_CGROUP).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for name in controllers.split(","):
             if name in paths:
@@ -83,13 +83,13 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
         (_CGROUP / "memory", paths["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     ):
         # a limit of any group above applies too; in a container the path may be the host's, and folders are missing
-        own = root / path.strip("/")
-        folders += [(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+        group_folder = root / path.strip("/")
+        folders += [(folder, *names) for folder in (group_folder, *group_folder.parents) if folder.is_relative_to(root)]
     return folders
 
 
-def _number(path: Path) -> int | None:
-    text = text_of(path).strip()
+def _read_number(path: Path) -> int | None:
+    text = read_text_or_empty(path).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -100,31 +100,31 @@ def cpu_cores() -> int:
 
 def cpu_name() -> str:
     """The CPU's name as its maker gives it."""
-    for line in text_of(Path("/proc/cpuinfo")).splitlines():
+    for line in read_text_or_empty(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
 @dataclass(frozen=True)
-class Space:
+class DiskSpace:
     """A file system's size and what is free, in bytes."""
 
     total: int
     free: int
 
 
-def space_of(path: Path) -> Space | None:
+def disk_space(path: Path) -> DiskSpace | None:
     """The file system that holds `path`; None where it cannot be read."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
         return None
-    return Space(usage.total, usage.free)
+    return DiskSpace(usage.total, usage.free)
 
 
-def free_at(path: Path) -> tuple[Path, Space | None]:
+def nearest_disk_space(path: Path) -> tuple[Path, DiskSpace | None]:
     """The nearest folder above `path` that exists, and the space of its file system."""
     path = path.expanduser().absolute()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
-    return nearest, space_of(nearest)
+    return nearest, disk_space(nearest)

@@ -21,19 +21,19 @@ from pydantic import TypeAdapter, ValidationError
 from sft_play.files import atomic, cache_dir
 
 # Packages that compute on every rank: with two versions of one, two models would be trained.
-COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+COMPUTE_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 # The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`.
-LINEAR_ATTENTION = "flash-linear-attention"
-LIGER = "liger-kernel"
+LINEAR_ATTENTION_PACKAGE = "flash-linear-attention"
+LIGER_PACKAGE = "liger-kernel"
 # Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
 # where `train.kernels` asks for them.
-KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", LIGER)
+KERNEL_PACKAGES = (LINEAR_ATTENTION_PACKAGE, "causal-conv1d", "mamba-ssm", LIGER_PACKAGE)
 _CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 @functools.cache  # importlib parses a package's whole METADATA for it, 2 ms a package
-def version_of(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The version of an installed distribution; None where it is not installed."""
     try:
         return metadata.version(package)
@@ -41,16 +41,16 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def missing_kernels() -> frozenset[str]:
+def missing_kernel_packages() -> frozenset[str]:
     """Those of `KERNEL_PACKAGES` that are not installed."""
-    return frozenset(name for name in KERNEL_PACKAGES if version_of(name) is None)
+    return frozenset(name for name in KERNEL_PACKAGES if installed_version(name) is None)
 
 
-def unsound(package: str, capability: tuple[int, int] | None) -> str:
+def kernel_package_problem(package: str, capability: tuple[int, int] | None) -> str:
     """Why not to install a package for such a GPU; empty: nothing is known against its kernels.
     fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1), 999 (a backward pass
     that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code."""
-    if package != LINEAR_ATTENTION or capability is None or capability[0] not in (10, 12):
+    if package != LINEAR_ATTENTION_PACKAGE or capability is None or capability[0] not in (10, 12):
         return ""
     return (
         "on Blackwell its releases before 0.6.0 stop with a misaligned address, hang, or compute NaN or something else "
@@ -58,9 +58,9 @@ def unsound(package: str, capability: tuple[int, int] | None) -> str:
     )
 
 
-def torch_cuda() -> str | None:
+def torch_cuda_version() -> str | None:
     """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
-    return _built_with("cuda")
+    return _torch_build_version("cuda")
 
 
 @dataclass(frozen=True)
@@ -73,32 +73,32 @@ class CudaLibraries:
     cudnn: int = 92000
 
 
-PINNED = CudaLibraries()
+PINNED_CUDA_LIBRARIES = CudaLibraries()
 
 
 def cuda_libraries() -> CudaLibraries:
     """Those of the installed torch; the pinned one's where it is a build without CUDA: the plan is for another
     machine."""
-    built = torch_cuda()
-    if built is None:
-        return PINNED
-    found = next((version for name in _CUDNN_PACKAGES if (version := version_of(name)) is not None), "0")
-    major, minor, patch = (*map(int, re.findall(r"\d+", found)[:3]), 0, 0)[:3]
-    return CudaLibraries(tuple(map(int, re.findall(r"\d+", built)[:2])), 10_000 * major + 100 * minor + patch)
+    cuda_version = torch_cuda_version()
+    if cuda_version is None:
+        return PINNED_CUDA_LIBRARIES
+    cudnn_version = next((version for name in _CUDNN_PACKAGES if (version := installed_version(name)) is not None), "0")
+    major, minor, patch = (*map(int, re.findall(r"\d+", cudnn_version)[:3]), 0, 0)[:3]
+    return CudaLibraries(tuple(map(int, re.findall(r"\d+", cuda_version)[:2])), 10_000 * major + 100 * minor + patch)
 
 
-def torch_hip() -> str | None:
+def torch_hip_version() -> str | None:
     """The ROCm (HIP) version that the installed torch was built with; None for any other build."""
-    return _built_with("hip")
+    return _torch_build_version("hip")
 
 
-def _built_with(what: str) -> str | None:
+def _torch_build_version(name: str) -> str | None:
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
             text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
             # `cuda: Optional[str] = '13.0'`, or None
-            match = re.search(rf"^{what}\b[^=\n]*=\s*['\"]([0-9][^'\"]*)['\"]", text, re.MULTILINE)
+            match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([0-9][^'\"]*)['\"]", text, re.MULTILINE)
             return match[1] if match else None
     return None
 
@@ -106,37 +106,37 @@ def _built_with(what: str) -> str | None:
 def nccl_package() -> tuple[str, str] | None:
     """Name and version of the package that provides NCCL; None where torch has none beside it."""
     for name in _NCCL_PACKAGES:
-        if (version := version_of(name)) is not None:
+        if (version := installed_version(name)) is not None:
             return name, version
     return None
 
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
-Found = TypeVar("Found")
+MEASURED_LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
+MeasuredT = TypeVar("MeasuredT")
 
 
-def remembered(
-    kind: str,
-    decides: Mapping[str, Any],
-    form: TypeAdapter[Found],
-    measure: Callable[[], Found],
+def load_or_measure(
+    cache_name: str,
+    key: Mapping[str, Any],
+    adapter: TypeAdapter[MeasuredT],
+    measure: Callable[[], MeasuredT],
     *,
-    keeps: bool = True,
-) -> Found:
-    """What was measured with the libraries' versions and these values before, read from the cache; else measured now.
-    `decides`: all that the answer depends on; `keeps`: whether it may be kept."""
-    if not keeps:
+    cacheable: bool = True,
+) -> MeasuredT:
+    """Read what was measured before with the libraries' versions and this key from the cache; else measure it now.
+    `key`: all that the answer depends on; `cacheable`: whether it may be kept."""
+    if not cacheable:
         return measure()
-    versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}
-    text = json.dumps({**decides, "versions": versions}, sort_keys=True)
-    path = cache_dir() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    versions = {name: installed_version(name) or "none" for name in MEASURED_LIBRARIES} | {"python": platform.python_version()}
+    key_text = json.dumps({**key, "versions": versions}, sort_keys=True)
+    path = cache_dir() / cache_name / f"{hashlib.sha256(key_text.encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValidationError):  # absent, or broken
-        return form.validate_json(path.read_bytes())
-    found = measure()
+        return adapter.validate_json(path.read_bytes())
+    measured = measure()
     try:
-        atomic.write(path, form.dump_json(found).decode())
+        atomic.write(path, adapter.dump_json(measured).decode())
     except OSError as error:  # a full disk costs the next start its time
         logger.debug("%s cannot be kept: %s", path, error)
-    return found
+    return measured

@@ -21,9 +21,9 @@ from sft_play.spelling import nearest
 
 MAX_GPUS = 100_000
 _MAX_FILE_BYTES = 1_000_000
-_EXAMPLE = "such as 2xH200, 2x8xH100 or 2xMyGPU,mem=24GiB"
-_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_BINARY = {"i": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_EXAMPLES = "such as 2xH200, 2x8xH100 or 2xMyGPU,mem=24GiB"
+_DECIMAL_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY_UNITS = {"i": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 
 
@@ -51,84 +51,84 @@ class MachineSpec:
     notes: tuple[str, ...] = field(default=())
 
 
-class _Unreadable(Exception):
+class _InvalidValue(Exception):
     """A value that its option does not accept; the text says what it accepts."""
 
 
-def _reader(
-    pattern: str, factor: Callable[[re.Match[str]], float], least: float, most: float, takes: str
+def _make_reader(
+    pattern: str, unit_factor: Callable[[re.Match[str]], float], minimum: float, maximum: float, expected: str
 ) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         match = re.fullmatch(pattern, text)
-        value = float(match[1]) * factor(match) if match else math.nan
-        if not least <= value <= most:
-            raise _Unreadable(takes)
+        value = float(match[1]) * unit_factor(match) if match else math.nan
+        if not minimum <= value <= maximum:
+            raise _InvalidValue(expected)
         return value
 
     return read
 
 
-_memory = _reader(
+_read_memory = _make_reader(
     rf"(?i){_NUMBER}\s*([KMGT]?)(i?b|i)",
-    lambda match: (_BINARY[match[2].upper() + "i"] if "i" in match[3].lower() else _PREFIXES[match[2].upper()]),
+    lambda match: (_BINARY_UNITS[match[2].upper() + "i"] if "i" in match[3].lower() else _DECIMAL_UNITS[match[2].upper()]),
     2**20, 2**50, "a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB",
 )  # fmt: skip
-_speed = _reader(
+_read_speed = _make_reader(
     rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?",  # case matters: B is a byte, b a bit
-    lambda match: {**_PREFIXES, **_BINARY}[match[2]] / (1 if match[3] == "B" else 8),
+    lambda match: {**_DECIMAL_UNITS, **_BINARY_UNITS}[match[2]] / (1 if match[3] == "B" else 8),
     1e3, 1e17, "a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps",
 )  # fmt: skip
-_rate = _reader(
+_read_flops = _make_reader(
     rf"(?i){_NUMBER}\s*([GTP])(?:FLOPS?(?:/s)?|OPS?(?:/s)?)?",
-    lambda match: _PREFIXES[match[2].upper()],
+    lambda match: _DECIMAL_UNITS[match[2].upper()],
     1e9, 1e18, "a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS",
 )  # fmt: skip
-_watts = _reader(rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W")
-_cores = _reader(r"([0-9]{1,6})", lambda match: 1, 1, math.inf, "a whole number from 1, such as 64")
-_price = _reader(_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5")
+_read_watts = _make_reader(rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W")
+_read_cores = _make_reader(r"([0-9]{1,6})", lambda match: 1, 1, math.inf, "a whole number from 1, such as 64")
+_read_price = _make_reader(_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5")
 
 
-def _capability(text: str) -> tuple[int, int]:
+def _read_capability(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
     if match is None:
-        raise _Unreadable("a CUDA compute capability, such as 8.9")
+        raise _InvalidValue("a CUDA compute capability, such as 8.9")
     return int(match[1]), int(match[2])
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "mem": lambda text: round(_memory(text)),
-    "bandwidth": _speed,
-    **dict.fromkeys(("bf16", "fp16", "fp8", "fp32"), _rate),
-    "link": _speed,
-    "network": _speed,
-    "ram": lambda text: round(_memory(text)),
-    "cores": lambda text: round(_cores(text)),
-    "cc": _capability,
-    "tdp": lambda text: round(_watts(text)),
-    "price": _price,
+    "mem": lambda text: round(_read_memory(text)),
+    "bandwidth": _read_speed,
+    **dict.fromkeys(("bf16", "fp16", "fp8", "fp32"), _read_flops),
+    "link": _read_speed,
+    "network": _read_speed,
+    "ram": lambda text: round(_read_memory(text)),
+    "cores": lambda text: round(_read_cores(text)),
+    "cc": _read_capability,
+    "tdp": lambda text: round(_read_watts(text)),
+    "price": _read_price,
 }
 _HOST_OPTIONS = ("ram", "cores")
 
 
-def read_spec(text: str) -> MachineSpec:
+def parse_machine_spec(text: str) -> MachineSpec:
     """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file. Raises
     HardwareError."""
-    if is_path(text):
-        return _read_file(Path(text.strip()).expanduser())
-    where = f"HARDWARE={one_line(text)}"
-    head, *options = [part.strip() for part in text.split(",")]
-    given: dict[str, str] = {}
-    for option in options:
-        name, equals, value = (part.strip() for part in option.partition("="))
+    if is_machine_file(text):
+        return _parse_machine_file(Path(text.strip()).expanduser())
+    prefix = f"HARDWARE={one_line(text)}"
+    head, *assignments = [part.strip() for part in text.split(",")]
+    options: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals:
-            raise HardwareError(f"{where}: {one_line(option)!r} is not NAME=VALUE with {', '.join(_READERS)}")
-        if given.setdefault(name.lower(), value) != value:
-            raise HardwareError(f"{where} gives {one_line(name)}= twice; keep one")
-    return _with(_head(head, where), given, where)
+            raise HardwareError(f"{prefix}: {one_line(assignment)!r} is not NAME=VALUE with {', '.join(_READERS)}")
+        if options.setdefault(name.lower(), value) != value:
+            raise HardwareError(f"{prefix} gives {one_line(name)}= twice; keep one")
+    return _apply_options(_parse_head(head, prefix), options, prefix)
 
 
-def is_path(text: str) -> bool:
+def is_machine_file(text: str) -> bool:
     """Whether the text is a YAML file: by its ending, or because it exists."""
     stripped = text.strip()
     if stripped.lower().endswith((".yaml", ".yml")):
@@ -139,80 +139,80 @@ def is_path(text: str) -> bool:
         return False
 
 
-def _head(text: str, where: str) -> MachineSpec:
+def _parse_head(text: str, prefix: str) -> MachineSpec:
     if re.fullmatch(r"cpu", text, re.IGNORECASE):
         return MachineSpec(None)
     # an X before T or TX is the card's: 7900 XTX
     match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*(?!TX?\b)){0,2})(.+)", text)
     name = match[2].strip() if match else ""
     # neither a bare count (`2x`) nor a third one (`2x2x2xH100`) is a GPU's name
-    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(
+    is_gpu_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(
         r"[0-9.]+\s*[xX*×](?!TX?\b)", name
     )
-    if match is None or not is_name:
-        raise HardwareError(f"{where} is not COUNTxGPU, {_EXAMPLE}; or cpu, or a YAML file")
+    if match is None or not is_gpu_name:
+        raise HardwareError(f"{prefix} is not COUNTxGPU, {_EXAMPLES}; or cpu, or a YAML file")
     counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]  # nodes and GPUs of each, or GPUs only
     if name.lower() == "cpu":
-        raise HardwareError(f"{where}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
+        raise HardwareError(f"{prefix}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
     total = math.prod(counts)
     if not 1 <= total <= MAX_GPUS:
-        raise HardwareError(f"{where} names {total} GPUs; name 1 to {MAX_GPUS}")
+        raise HardwareError(f"{prefix} names {total} GPUs; name 1 to {MAX_GPUS}")
     return MachineSpec(name, per_node=counts[-1] if counts else 1, nodes=counts[0] if len(counts) == 2 else 1)
 
 
-def _with(spec: MachineSpec, options: dict[str, str], where: str) -> MachineSpec:
+def _apply_options(spec: MachineSpec, options: dict[str, str], prefix: str) -> MachineSpec:
     for name, value in options.items():
         if name not in _READERS:
-            near = nearest(name, tuple(_READERS), alike=0.5)
-            hint = f"nearest: {near}; " if near else ""
+            suggestion = nearest(name, tuple(_READERS), alike=0.5)
+            hint = f"nearest: {suggestion}; " if suggestion else ""
             raise HardwareError(
-                f"{where}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_READERS)}"
+                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_READERS)}"
             )
         if spec.gpu is None and name not in _HOST_OPTIONS:
-            raise HardwareError(f"{where}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
+            raise HardwareError(f"{prefix}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
         try:
-            read = _READERS[name](value)
-        except _Unreadable as takes:
-            raise HardwareError(f"{where}: {name} takes {takes}, not {one_line(value)!r}") from None
+            parsed = _READERS[name](value)
+        except _InvalidValue as expected:
+            raise HardwareError(f"{prefix}: {name} takes {expected}, not {one_line(value)!r}") from None
         if name == "link":
-            note = f"link={value} is read as data sheets quote it, both directions: {read / 2e9:g} GB/s each way"
-            spec = replace(spec, link=read / 2, notes=(*spec.notes, note))
+            note = f"link={value} is read as data sheets quote it, both directions: {parsed / 2e9:g} GB/s each way"
+            spec = replace(spec, link=parsed / 2, notes=(*spec.notes, note))
         else:
-            spec = replace(spec, **{name: read})
+            spec = replace(spec, **{name: parsed})
     return spec
 
 
 # --- the YAML file ----------------------------------------------------------------------------------------------------
-_FILE = "a machine's file has gpus: (a name, or name:, count: and options), nodes:, ram:, cores:, network:, price:"
+_FILE_FORMAT = "a machine's file has gpus: (a name, or name:, count: and options), nodes:, ram:, cores:, network:, price:"
 
 
-def _read_file(path: Path) -> MachineSpec:
-    where = f"HARDWARE={path}"
+def _parse_machine_file(path: Path) -> MachineSpec:
+    prefix = f"HARDWARE={path}"
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has over {_MAX_FILE_BYTES} bytes")
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # every value is a text
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise HardwareError(f"{where} cannot be read as YAML: {one_line(str(error))}") from None
+        raise HardwareError(f"{prefix} cannot be read as YAML: {one_line(str(error))}") from None
     if not isinstance(data, dict):
-        raise HardwareError(f"{where} is not a mapping; {_FILE}")
+        raise HardwareError(f"{prefix} is not a mapping; {_FILE_FORMAT}")
     gpus = data.pop("gpus", "cpu")
     options = {**data, **(gpus if isinstance(gpus, dict) else {"name": gpus})}
     if any(not isinstance(part, str) for pair in options.items() for part in pair) or "name" not in options:
-        raise HardwareError(f"{where}: gpus has no name, or a value is a list or a mapping; {_FILE}")
+        raise HardwareError(f"{prefix}: gpus has no name, or a value is a list or a mapping; {_FILE_FORMAT}")
     name = options.pop("name").strip()
-    spec = _head("cpu" if name.lower() in ("", "~", "null", "none", "0") else name, where)
+    spec = _parse_head("cpu" if name.lower() in ("", "~", "null", "none", "0") else name, prefix)
     for key, part in (("count", "per_node"), ("nodes", "nodes")):
         if key in options:
-            spec = _counted(spec, key, part, options.pop(key), where)
-    return _with(spec, {key: value.strip() for key, value in options.items()}, where)
+            spec = _apply_count(spec, key, part, options.pop(key), prefix)
+    return _apply_options(spec, {key: value.strip() for key, value in options.items()}, prefix)
 
 
-def _counted(spec: MachineSpec, key: str, part: str, text: str, where: str) -> MachineSpec:
-    number = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
-    total = number * (spec.nodes if part == "per_node" else spec.per_node)
-    if spec.gpu is None or getattr(spec, part) != 1 or not 1 <= total <= MAX_GPUS:
+def _apply_count(spec: MachineSpec, key: str, field_name: str, text: str, prefix: str) -> MachineSpec:
+    count = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
+    total = count * (spec.nodes if field_name == "per_node" else spec.per_node)
+    if spec.gpu is None or getattr(spec, field_name) != 1 or not 1 <= total <= MAX_GPUS:
         raise HardwareError(
-            f"{where}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does not have"
+            f"{prefix}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does not have"
         )
-    return replace(spec, per_node=number) if part == "per_node" else replace(spec, nodes=number)
+    return replace(spec, per_node=count) if field_name == "per_node" else replace(spec, nodes=count)

@@ -17,40 +17,40 @@ from sft_play.log import one_line
 # torch.distributed's and accelerate's default port of the main process.
 DEFAULT_PORT = 29500
 # How long ranks that a launcher started wait for each other.
-MEETING_S = 600.0
-QUIET_SHARE = 1 / 60  # of the time for which nodes wait: how long none may come that contradicts those that are here
+RENDEZVOUS_TIMEOUT_S = 600.0
+SETTLE_SHARE = 1 / 60  # of the time for which nodes wait: how long none may come that contradicts those that are here
 # The network interface that gloo listens on. Without it gloo resolves this host's own name.
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSetup:
     """The machines of a run: how many, which this is, and where they meet."""
 
     count: int = 1
     rank: int = 0
     address: str | None = None
     port: int | None = None
-    exported: str = field(default="", compare=False)
+    exported_rank: str = field(default="", compare=False)
     """What RANK and WORLD_SIZE of the environment were read as, where they gave count and rank; else empty."""
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """Address and port, for a message."""
         return f"{one_line(str(self.address))}:{self.port}"
 
 
-def is_address(text: str) -> bool:
+def is_host_address(text: str) -> bool:
     """Whether a text can be a host: an IP address or a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        return bool(_HOST.fullmatch(text)) and len(text) <= 253
+        return bool(_HOST_NAME.fullmatch(text)) and len(text) <= 253
     return True
 
 
-def addresses_of(host: str, port: int) -> list[str]:
+def resolve_addresses(host: str, port: int) -> list[str]:
     """The addresses that `MASTER_ADDR` resolves to on this machine. Raises ConfigError where it does not."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -63,32 +63,32 @@ def addresses_of(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(item[4][0]) for item in resolved))
 
 
-def own_addresses() -> list[str]:
+def local_addresses() -> list[str]:
     """This machine's IPv4 addresses but the loopback."""
-    held = (item for items in psutil.net_if_addrs().values() for item in items)
-    return sorted(item.address for item in held if item.family == socket.AF_INET and not is_loopback(item.address))
+    interface_addresses = (item for items in psutil.net_if_addrs().values() for item in items)
+    return sorted(item.address for item in interface_addresses if item.family == socket.AF_INET and not is_loopback(item.address))
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The network interface that has an address of this machine; None where none has it."""
-    wanted = _plain(address)
-    for name, held in psutil.net_if_addrs().items():
-        of_ip = (item.address for item in held if item.family in (socket.AF_INET, socket.AF_INET6))
-        if any(_plain(text) == wanted for text in of_ip):
+    normalized = _normalize_address(address)
+    for name, interface_addresses in psutil.net_if_addrs().items():
+        ip_addresses = (item.address for item in interface_addresses if item.family in (socket.AF_INET, socket.AF_INET6))
+        if any(_normalize_address(text) == normalized for text in ip_addresses):
             return name
     return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None
 
 
-def address_towards(host: str, port: int) -> str | None:
+def route_address(host: str, port: int) -> str | None:
     """This machine's address on the route to another (no packet is sent); None where there is no route."""
-    for address in addresses_of(host, port):
-        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+    for address in resolve_addresses(host, port):
+        with contextlib.suppress(OSError), socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, port or 9))  # of UDP: it only chooses the route; any port does
             return str(probe.getsockname()[0])
     return None
 
 
-def _plain(address: str) -> str:
+def _normalize_address(address: str) -> str:
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -99,7 +99,7 @@ def _plain(address: str) -> str:
 def is_loopback(address: str) -> bool:
     """Whether an address means this machine wherever it is read."""
     try:
-        return ipaddress.ip_address(_plain(address)).is_loopback
+        return ipaddress.ip_address(_normalize_address(address)).is_loopback
     except ValueError:
         return False
 
@@ -109,31 +109,31 @@ def is_local(host: str) -> bool:
     return host.lower() == "localhost" or is_loopback(host)
 
 
-def names_of(host: str) -> frozenset[str] | None:
+def allowed_host_names(host: str) -> frozenset[str] | None:
     """The names under which clients ask a server that only this machine can reach; None, which is any, for another. A
     page in a browser of this machine can be made to reach it too: under its own name, pointed here (DNS rebinding)."""
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 
-def is_asked_from_here(names: frozenset[str] | None, host: str, origin: str | None) -> bool:
+def is_local_request(names: frozenset[str] | None, host: str, origin: str | None) -> bool:
     """Whether a request's Host, and its Origin where it has one, are names of this machine."""
-    return names is None or all(_name_in(text) in names for text in (f"//{host}", origin) if text is not None)
+    return names is None or all(_url_host(text) in names for text in (f"//{host}", origin) if text is not None)
 
 
-def _name_in(url: str) -> str | None:
+def _url_host(url: str) -> str | None:
     try:
         return urlsplit(url).hostname
     except ValueError:
         return None
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def is_own(address: str) -> bool:
+def can_bind(address: str) -> bool:
     """Whether this machine can listen at an address."""
-    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+    with contextlib.suppress(OSError), socket.socket(_address_family(address), socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return True
     return False

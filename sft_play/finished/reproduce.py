@@ -25,8 +25,8 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
-from sft_play.facts.hardware import detect
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.hardware import detect_hardware
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import signals
@@ -157,11 +157,11 @@ def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) ->
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
     words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
     weights = (manifest.get("data") or {}).get("weights") or {}
-    if local_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
+    if find_model_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         words.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
         words.append(f'data.template_date="{manifest["template_date"]}"')
-    if not (manifest.get("hardware") or {}).get("gpus") and detect().gpus:
+    if not (manifest.get("hardware") or {}).get("gpus") and detect_hardware().gpus:
         words.append("train.device=cpu")
     return words
 

@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import config_json, local_folder, positions_of, text_only, weights_facts
+from sft_play.facts.models.architecture import load_config_json, find_model_folder, load_max_positions, text_only_note, base_weights_identity
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
@@ -135,7 +135,7 @@ def base_folder(run: FinishedRun) -> Path:
     trained on."""
     name = run.config.model.name
     recorded = (run.manifest.get("data") or {}).get("weights") or {}
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
             raise ModelError(f"the base {folder}, from which {run.weights} was trained, holds no *.safetensors")
@@ -149,7 +149,7 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    now = weights_facts(run.config.model.name, None)["sha256"]
+    now = base_weights_identity(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):
         weights = f"the weights in {run.config.model.name}"
         raise ModelError(f"{weights} are not those that {run.folder.path} was trained on: put the base back")
@@ -182,7 +182,7 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
     """A line on a run that trained the language model of a larger class; none for others."""
     model = run.config.model
     try:
-        said = text_only(config_json(model.name, revision=model.revision))
+        said = text_only_note(load_config_json(model.name, revision=model.revision))
     except ModelError:  # the base is gone: a fully trained model needs it no more
         return ()
     return (f"Class: {said}",) if said else ()
@@ -191,10 +191,10 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
 def context_of(run: FinishedRun, model: str) -> tuple[int, str]:
     """How many positions the model in a folder, or on the hub, has for a conversation, and what to say of the rows that
     it was trained on; empty where they were as long."""
-    trained, config = run.plan().max_seq_len, config_json(model)
+    trained, config = run.plan().max_seq_len, load_config_json(model)
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    positions = positions_of(model) or trained
+    positions = load_max_positions(model) or trained
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
         positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
     rows = f"rows of training had at most {trained:,} tokens (model.max_seq_len)"

@@ -22,7 +22,7 @@ from sft_play.config.yaml_io import parse_value, read_text, show
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import Nodes, is_address
+from sft_play.facts.network import NodeSetup, is_host_address
 from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.exported import nodes_of, rank_variables
 from sft_play.log import one_line
@@ -126,7 +126,7 @@ class AccelerateConfig(BaseModel):
     @field_validator("main_process_ip")
     @classmethod
     def _address(cls, given: str | None) -> str | None:
-        if given is not None and not is_address(given):
+        if given is not None and not is_host_address(given):
             raise ValueError("a host name or an IP address")
         return given
 
@@ -286,7 +286,7 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 _TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
-ALONE = Nodes()
+ALONE = NodeSetup()
 
 
 def write_accelerate_file(
@@ -294,7 +294,7 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: str,
-    machines: Nodes = ALONE,
+    machines: NodeSetup = ALONE,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> str:
@@ -323,11 +323,11 @@ def write_accelerate_file(
     return text
 
 
-def machines_of(environment: Mapping[str, str]) -> Nodes:
+def machines_of(environment: Mapping[str, str]) -> NodeSetup:
     """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line. Raises
     ConfigError as `nodes_of` does, or where the address is none."""
     given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
     nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
-    if nodes.address is not None and not is_address(nodes.address):
+    if nodes.address is not None and not is_host_address(nodes.address):
         raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
     return nodes

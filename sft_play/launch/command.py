@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.network import Nodes
+from sft_play.facts.network import NodeSetup
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def torchrun(
     program: Sequence[str],
     *,
     processes: int,
-    nodes: Nodes,
+    nodes: NodeSetup,
     threads: int | None = None,
     gpus: str | None = None,
     python: str | None = None,

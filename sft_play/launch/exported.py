@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError
-from sft_play.facts.network import DEFAULT_PORT, Nodes, addresses_of, is_address, is_loopback, is_own
+from sft_play.facts.network import DEFAULT_PORT, NodeSetup, resolve_addresses, is_host_address, is_loopback, can_bind
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
 
@@ -127,17 +127,17 @@ def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
     )
 
 
-def refuse_lone_node(nodes: Nodes) -> None:
+def refuse_lone_node(nodes: NodeSetup) -> None:
     """Raises ConfigError where MASTER_ADDR is set, but not the number of nodes; on the machine that has the address,
     where it may have been exported for a single node, only a warning."""
     if nodes.count > 1 or nodes.address is None:
         return
     given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
     with contextlib.suppress(ConfigError, OSError):
-        addresses = addresses_of(nodes.address, 0)
+        addresses = resolve_addresses(nodes.address, 0)
         if all(is_loopback(address) for address in addresses):
             return
-        if any(is_own(address) for address in addresses):  # batch systems export it for a single node too
+        if any(can_bind(address) for address in addresses):  # batch systems export it for a single node too
             logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
             return
     raise ConfigError(
@@ -216,7 +216,7 @@ def whole_number(values: Mapping[str, str], name: str, *, least: int) -> int | N
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> Nodes:
+def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> NodeSetup:
     """The machines of a run as four variables say: how many, which this is, and the address and port of the first;
     raises ConfigError where one is not a number or out of range, or is missing where there are several machines."""
     of_count, of_rank, of_address, of_port = names
@@ -228,14 +228,14 @@ def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_
         default = "" if values.get(of_count, "").strip() else " (its default)"
         raise ConfigError(f"{of_rank}={rank} is not one of {of_count}={count}{default}: ranks go from 0 to {count - 1}")
     if count == 1:
-        return Nodes(1, 0, address, port)
+        return NodeSetup(1, 0, address, port)
     if rank is None or address is None:
         raise ConfigError(
             f"{of_count}={count} needs {of_rank}=0 to {count - 1} and {of_address}=, an address at which the others "
             f"reach node 0 (and {of_port}=, default {DEFAULT_PORT})"
         )
-    if not is_address(address):
+    if not is_host_address(address):
         raise ConfigError(
             f"{of_address}={one_line(address)} is not a host name or an IP address; the port goes into {of_port}="
         )
-    return Nodes(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))
+    return NodeSetup(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))

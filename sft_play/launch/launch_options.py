@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import DEFAULT_PORT, Nodes
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.network import DEFAULT_PORT, NodeSetup
 from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_choices,
@@ -43,7 +43,7 @@ class LaunchOptions:
     strategy: LayoutName | None = None
     processes: int | None = None
     gpus: tuple[int, ...] = ()
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: NodeSetup = field(default_factory=NodeSetup)
     deepspeed: DeepspeedRequest | None = None
     board: bool = False
     show_only: bool = False
@@ -60,7 +60,7 @@ def launch_options_of(
     try:
         nodes = nodes_of(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
-            nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
+            nodes = NodeSetup()  # without NNODES a file of accelerate may name several: address and port are kept for it
         return LaunchOptions(
             strategy=_strategy(values.get("STRATEGY")),
             processes=whole_number(values, "NPROC", least=1),
@@ -91,7 +91,7 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig, mesh: 
                 "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
             )
         port = nodes.port or accelerate.main_process_port or DEFAULT_PORT
-        nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
+        nodes = NodeSetup(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     request = options.deepspeed or (DeepspeedRequest(file) if accelerate.distributed_type == "DEEPSPEED" else None)
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
@@ -160,7 +160,7 @@ def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
         return hardware
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=mesh.ranks)
-    return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.first(mesh.ranks)
+    return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.limit_gpus(mesh.ranks)
 
 
 def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
@@ -172,7 +172,7 @@ def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions
     where, nodes = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}", options.nodes.count
     if mesh.ranks % nodes:
         raise ConfigError(f"{where} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
-    per_node, gpus = mesh.ranks // nodes, len(detect().gpus)
+    per_node, gpus = mesh.ranks // nodes, len(detect_hardware().gpus)
     if gpus and per_node > gpus:
         raise HardwareError(f"{where} needs {per_node} processes on each node, and there are {gpus} GPUs: one each")
     return dataclasses.replace(options, processes=per_node)

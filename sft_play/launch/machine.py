@@ -15,12 +15,12 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.compiler import require_compiler, require_for_blocks
+from sft_play.facts.compiler import require_compiler, require_inductor
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unusable_accelerators import HIDING, ON_CPU, unseen
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.models.architecture import hub_answers, local_folder
-from sft_play.facts.network import GLOO_VARIABLE, address_towards, interface_of
+from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES, CPU_HINT, unusable_accelerator
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.models.architecture import is_hub_reachable, find_model_folder
+from sft_play.facts.network import GLOO_VARIABLE, route_address, find_interface
 from sft_play.launch.command import visible_only
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions
@@ -64,9 +64,9 @@ def machine_of(options: LaunchOptions, hardware: Hardware) -> Hardware:
         kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
         raise HardwareError(
             f"the GPUs differ, and a run takes GPUs of one kind ({asked}: {kinds}); name GPUs that are alike: "
-            f"{hardware.alike_words(processes=options.processes)}"
+            f"{hardware.format_gpu_choices(processes=options.processes)}"
         )
-    if len(hardware.alike) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
+    if len(hardware.gpu_groups) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen))
     return spread_over(machine, len(chosen) * options.nodes.count, options.nodes.count)
@@ -91,13 +91,13 @@ def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> Non
         return
     port = environment.get("MASTER_PORT", "")
     try:
-        address = address_towards(host, int(port) if port.isdigit() else 0)
+        address = route_address(host, int(port) if port.isdigit() else 0)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
             "--local-addr with this node's own address on every node"
         ) from None
-    interface = interface_of(address) if address else None
+    interface = find_interface(address) if address else None
     if environment.get(GLOO_VARIABLE) or interface is None:
         return
     environment[GLOO_VARIABLE] = interface
@@ -109,7 +109,7 @@ def name_of_gpu(ranks: Ranks, hardware: Hardware) -> str:
     """This rank's GPU in one word that no other GPU has: host and UUID; empty where the driver does not tell it, or
     there is none."""
     index = hardware.gpus[ranks.local_rank].index if ranks.local_rank < len(hardware.gpus) else None
-    seen = nvml.see(details=False, topology=False) if index is not None else None
+    seen = nvml.gpu_snapshot(details=False, topology=False) if index is not None else None
     uuid = next((gpu.uuid or gpu.bus_id for gpu in seen.gpus if gpu.index == index), None) if seen else None
     return f"{socket.gethostname()} {uuid}" if uuid else ""
 
@@ -127,7 +127,7 @@ def require_own_gpus(names: Sequence[str]) -> None:
 
 
 def spread_over(hardware: Hardware, world: int, nodes: int, *, is_own: bool = False) -> Hardware:
-    """The machine as `world` ranks on `nodes` nodes like this one use it; `is_own`: each rank sees only its own GPU,
+    """The machine as `world` ranks on `nodes` nodes like this one use it; `can_bind`: each rank sees only its own GPU,
     and those of the others are like it."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=world, nodes=nodes)
@@ -151,14 +151,14 @@ def one_gpu(hardware: Hardware) -> Hardware:
     logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
                 first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
     os.environ.update(visible_only(str(first.index)))
-    return hardware.first(1)
+    return hardware.limit_gpus(1)
 
 
 def check_gpu(plan: Plan, ranks: Ranks) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    here, planned = detect().gpus, plan.hardware.gpus[0]
+    here, planned = detect_hardware().gpus, plan.hardware.gpus[0]
     if ranks.local_rank >= len(here):
         raise HardwareError(f"rank {ranks.rank} needs GPU {ranks.local_rank}, and {len(here)} can be seen")
     if here[ranks.local_rank].name != planned.name:
@@ -170,7 +170,7 @@ def check_gpu(plan: Plan, ranks: Ranks) -> None:
 
 def log_idle(hardware: Hardware, options: LaunchOptions, file: Path | None) -> None:
     """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
-    total, used = len(detect().gpus), hardware.gpus_per_node
+    total, used = len(detect_hardware().gpus), hardware.gpus_per_node
     if not hardware.gpus or options.gpus or used >= total:
         return
     in_file = f", or num_processes: {total * options.nodes.count} in {one_line(str(file))}," if file else ""
@@ -185,9 +185,9 @@ def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
     """Hide all GPUs from libraries imported later and from ranks, where the CPU is asked for: with -1, because AMD's
     HIP reads an empty list as unset."""
     if config.train.device == "cpu":
-        if environment.get(HIDING[0]) != "-1":  # for a rank, the parent has logged it already
+        if environment.get(VISIBILITY_VARIABLES[0]) != "-1":  # for a rank, the parent has logged it already
             logger.info("train.device=cpu: no GPU is used or looked for")
-        environment.update(dict.fromkeys(HIDING, "-1"))
+        environment.update(dict.fromkeys(VISIBILITY_VARIABLES, "-1"))
 
 
 def without_bad_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
@@ -211,7 +211,7 @@ def refuses_p2p(names: Sequence[str], driver: str | None) -> bool:
 
 
 def _cards() -> tuple[list[str], str | None]:
-    seen = nvml.see(details=False, topology=False)
+    seen = nvml.gpu_snapshot(details=False, topology=False)
     return ([gpu.name or "" for gpu in seen.gpus], seen.driver) if seen else ([], None)
 
 
@@ -229,7 +229,7 @@ def require_machine(
     parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model is too
     large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
-        require_for_blocks(hardware, environment)
+        require_inductor(hardware, environment)
     flash = flash_obstacle(config, hardware)
     if flash is not None:
         raise HardwareError(f"model.attn_implementation: {flash[0]}; {flash[1]}")
@@ -237,13 +237,13 @@ def require_machine(
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
         return None
-    if accelerator := unseen(environment):
+    if accelerator := unusable_accelerator(environment):
         raise HardwareError(accelerator)
     count = params()  # asked last: for a model of the hub it fetches the config
     if count > CPU_PARAMS:
         raise HardwareError(
             f"no GPU was detected here, and {one_line(config.model.name)} has {count / 1e9:.1f} billion parameters: "
-            f"make gpu-info shows what this machine has; or {ON_CPU}"
+            f"make gpu-info shows what this machine has; or {CPU_HINT}"
         )
     return None
 
@@ -278,6 +278,6 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
 
 def offline_without_hub(name: str) -> None:
     """Before the libraries are imported, keep them from waiting for a hub that does not answer."""
-    if local_folder(name) is None and not hub_answers():
+    if find_model_folder(name) is None and not is_hub_reachable():
         logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
         os.environ["HF_HUB_OFFLINE"] = "1"

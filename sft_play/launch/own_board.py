@@ -11,15 +11,15 @@ from typing import Any
 from absl import app
 from tensorboard import default, main_lib, program
 
-from sft_play.facts.network import is_asked_from_here, names_of
+from sft_play.facts.network import is_local_request, allowed_host_names
 
 
 def checked(board: Any, host: str) -> Any:
     """A WSGI application that answers 403 to requests under a name, or from a page, that is not this machine's."""
-    names = names_of(host)
+    names = allowed_host_names(host)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if is_asked_from_here(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
+        if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
             return board(environ, start_response)  # type: ignore[no-any-return]
         said = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
         plain = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]

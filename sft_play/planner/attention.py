@@ -175,7 +175,7 @@ class Attended:
             return "the balance loss of its experts leaves out padding by the mask"
         if any(kind.attention == "none" for kind in self.shape.layers):
             return "some of its layers carry a state from token to token, and read the mask"
-        if self.shape.alibi:
+        if self.shape.uses_alibi:
             return "its positions are a bias that is added to a mask"
         return "flash attention does not run on this GPU" if is_old else self._own_code
 
@@ -192,7 +192,7 @@ class Attended:
             return f"the model's class runs {self.attention} attention"
         if any(kind.attention in ("none", "chunked") for kind in self.shape.layers):
             return "some of its layers see a state or chunks, which boundaries do not say"
-        if self.shape.alibi:
+        if self.shape.uses_alibi:
             return "its positions are a bias that is added to a mask"
         if self.shape.attention_dropout:
             return "attention between boundaries has no dropout"
@@ -206,7 +206,7 @@ class Attended:
         half = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
-        if self.shape.is_latent:  # flash attention takes one width for all three
+        if self.shape.has_latent_attention:  # flash attention takes one width for all three
             return "its keys and values have different widths"
         if self.shape.head_dim > FLASH_HEAD:
             return f"flash attention takes no heads wider than {FLASH_HEAD}"

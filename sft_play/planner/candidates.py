@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import LINEAR_ATTENTION, PINNED, CudaLibraries
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import Attended, AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
@@ -167,7 +167,7 @@ class Job:
     """How updates have reached the weights of a run that is resumed."""
     rows: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
-    libraries: CudaLibraries = PINNED
+    libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -320,7 +320,7 @@ def candidate_of(
     `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory than
     the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
     precision = job.precision_of(layout)
-    loss = loss or ("logits" if job.shape.own_logits else "chunked")
+    loss = loss or ("logits" if job.shape.has_custom_logits else "chunked")
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
@@ -389,8 +389,8 @@ def _step_of(
         on_gpu=bool(job.hardware.gpus),
         capability=job.capability,
         fla=bool(job.hardware.gpus)
-        and LINEAR_ATTENTION in job.shape.kernel_packages
-        and LINEAR_ATTENTION not in job.rates.without,
+        and LINEAR_ATTENTION_PACKAGE in job.shape.kernel_packages
+        and LINEAR_ATTENTION_PACKAGE not in job.rates.without,
         pages=job.hardware.pages and bool(job.hardware.gpus),
     )
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.installed import LIGER
+from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
@@ -101,15 +101,15 @@ def planned_kernels(
     setting = f"kernels: train.kernels={wish}: "
     problem = _problem(config, shape, layout, on_gpu=on_gpu)
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
-    if problem is None and wish == "auto" and LIGER in without:
-        problem = f"{LIGER} is not installed here"
+    if problem is None and wish == "auto" and LIGER_PACKAGE in without:
+        problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
     replaced = REPLACED[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         replaced = replace(replaced, gate=False)
     words = f"{setting}Liger's for {replaced.words}"
-    check = f"if a measurement before the first step shows that they compute the same ({LIGER} {LIGER_VERSION})"
+    check = f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
     if wish == "liger":
         return PlannedKernels(replaced, replaced, f"{words}, {check}")
     # auto may fall back to the plain code when the run starts, which must then still fit
@@ -125,7 +125,7 @@ def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bo
     if layout.tensor_parallel > 1:
         return "tensor-parallel ranks replace the same forwards"
     if shape.model_type not in REPLACED:
-        return f"{LIGER} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
+        return f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
     return None
 
 
@@ -194,7 +194,7 @@ def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) 
         return None
     # the width of experts in code that is not known is not known either
     widths = sorted({shape.hidden_size, *(kind.expert_width for kind in kinds if kind.expert_width)})
-    return experts_of(config, has_own_code=shape.own_experts, widths=widths, precision=precision)
+    return experts_of(config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision)
 
 
 def refuse_without_experts(config: RunConfig) -> None:

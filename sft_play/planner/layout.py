@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from sft_play.config.schema import BITSANDBYTES, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.families import TENSOR_PARALLEL
+from sft_play.facts.models.families import TENSOR_PARALLEL_TYPES
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.gradients import refusal
@@ -296,7 +296,7 @@ def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, h
         return "NF4 weights cannot be split over tensor-parallel ranks (tuning.mode=lora can)"
     if config.tuning.mode == "lora" and config.tuning.lora.use_dora:
         return "DoRA's magnitudes belong to whole layers"
-    if shape.model_type not in TENSOR_PARALLEL:
+    if shape.model_type not in TENSOR_PARALLEL_TYPES:
         return f"transformers' plan of {shape.model_type} models does not split every layer of a block by heads"
     if shape.num_kv_heads % ranks or shape.num_heads % ranks:
         return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
@@ -317,9 +317,9 @@ def _not_context_parallel(layout: Layout, config: RunConfig, shape: ModelShape) 
         return f"{shape.num_kv_heads} key heads do not split over {ranks} ranks"
     if config.data.packing != "none" and config.task_mode != "cpt":
         return "packed chats need a mask between them (data.packing=none)"
-    if config.model.attn_implementation not in ("auto", "sdpa") or shape.attention_softcap is not None or shape.sinks:
+    if config.model.attn_implementation not in ("auto", "sdpa") or shape.attention_softcap is not None or shape.has_attention_sinks:
         return "it runs with sdpa attention only"
-    if shape.alibi:
+    if shape.uses_alibi:
         return "ALiBi's biases are a mask, and it has none"
     others = {kind.attention for kind in shape.layers} - {"full"}
     if others - {"sliding"} or (others and (shape.window or length) < length):

@@ -60,7 +60,7 @@ def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, la
     mode, lora = config.tuning.mode, config.tuning.lora
     full, nf4 = mode == "full", mode == "qlora"
     learned = trained(config, shape, numbers(config, precision, layout)).params
-    stacks = [(one, kind.count) for kind in shape.layers for one in kind.stacked]
+    stacks = [(one, kind.count) for kind in shape.layers for one in kind.expert_weights]
     experts = Experts(
         total=sum(count * one.weights for one, count in stacks),
         adapters=0 if full else sum(count * stacked_adapter(one, lora) for one, count in stacks),
@@ -72,7 +72,7 @@ def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, la
         adapters=0 if full else adapter_params(shape, lora),
         adapter_dtype=None if full else _held_in(adapter_dtype(config, precision), config, precision, layout),
         trained=learned,
-        frozen=shape.untrained if full else shape.params,
+        frozen=shape.untrained_params if full else shape.params,
         rest_dtype=_held_in(precision.load, config, precision, layout) if full else precision.load,
         experts=experts if stacks else None,
     )

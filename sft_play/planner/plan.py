@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import PINNED, CudaLibraries
+from sft_play.facts.installed import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner import calibration
 from sft_play.planner.attention import attention_of
@@ -240,8 +240,8 @@ class PlanRequest:
     rows: RowTokens | None = None
     """The lengths of the rows, where they are known."""
     without: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed (`facts.installed.missing_kernels`)."""
-    libraries: CudaLibraries = PINNED
+    """Packages with kernels that are not installed (`facts.installed.missing_kernel_packages`)."""
+    libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
     """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
 
     @property
@@ -310,7 +310,7 @@ def make_plan(
         row_tokens=job.rows,
         kernels=None if config.train.kernels == "none" else kernels.counted,
         compile_s=compile_s(config, shape),
-        activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
+        activations_from="trace" if chosen.traced else "blocks" if shape.block_meter is None else "measured",
         parameters=parameters_of(config, shape, chosen.precision, chosen.layout),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.installed import LINEAR_ATTENTION, unsound
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.batching import arithmetic
 from sft_play.planner.candidates import (
@@ -70,11 +70,11 @@ def reasons_of(
     return (
         chosen.precision.reason,
         *shortened,
-        *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
+        *([f"the model's shape is {job.shape.source_note}"] if job.shape.source_note else []),
         *([ACTIVATIONS[walk.on_cpu]] if isinstance(walk, MeasuredWalk) else []),
-        *([OWN_LOGITS] if job.shape.own_logits else []),
-        *(f"adapters: {words}" for words in (job.shape.adapters.words if job.shape.adapters and adapts else ())),
-        *filter(None, (job.shape.text_only, job.shape.stored, job.shape.published)),
+        *([OWN_LOGITS] if job.shape.has_custom_logits else []),
+        *(f"adapters: {words}" for words in (job.shape.adapter_placement.notes if job.shape.adapter_placement and adapts else ())),
+        *filter(None, (job.shape.text_only_note, job.shape.storage_note, job.shape.published_note)),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
         *_loading_words(job, chosen),
@@ -307,8 +307,8 @@ def slow_words(config: RunConfig, shape: ModelShape, chosen: Candidate, without:
         lines.append(f"experts: {experts.reason}")
     for name in shape.kernel_packages if chosen.step.capability is not None else ():
         if name in without:
-            cost = _cost(chosen.speed, LINEAR_PART) if name == LINEAR_ATTENTION else ""
-            why_not = unsound(name, chosen.step.capability)
+            cost = _cost(chosen.speed, LINEAR_PART) if name == LINEAR_ATTENTION_PACKAGE else ""
+            why_not = kernel_package_problem(name, chosen.step.capability)
             leave = f"; leave it so: {why_not}" if why_not else ""
             lines.append(f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}")
     return lines

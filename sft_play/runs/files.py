@@ -19,7 +19,7 @@ from typing import Any
 
 from sft_play.config.options import sections
 from sft_play.errors import RunFolderError, SftPlayError
-from sft_play.facts.host import free_at
+from sft_play.facts.host import nearest_disk_space
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
 from sft_play.units import size_of
@@ -231,7 +231,7 @@ def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[
 
 def free_bytes(path: Path) -> int | None:
     """What the disk of a path, which may not exist yet, has free; None where it does not say."""
-    _, space = free_at(path)
+    _, space = nearest_disk_space(path)
     return space.free if space is not None and space.total else None
 
 

@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig, differing_keys, follows, load_con
 from sft_play.config.options import leaves
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.facts.installed import version_of
+from sft_play.facts.installed import installed_version
 from sft_play.files import ROOT
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, scrub
@@ -64,7 +64,7 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and what can change a run's numbers; None where not installed."""
     own = {"sft_play": __version__, "python": platform.python_version()}
-    packages = {package: version_of(package) for package in PACKAGES}
+    packages = {package: installed_version(package) for package in PACKAGES}
     return own | packages | {"platform": f"{platform.system()} {platform.machine()}"}
 
 

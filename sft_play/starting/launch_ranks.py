@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError, SftPlayError, about
-from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.network import QUIET_SHARE, Nodes, require_free_port
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.network import SETTLE_SHARE, NodeSetup, require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, meeting_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions
@@ -145,7 +145,7 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
 def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
     of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
-    nodes, here = options.nodes, machine_of(dataclasses.replace(options, nodes=Nodes()), machine_for(config, detect()))
+    nodes, here = options.nodes, machine_of(dataclasses.replace(options, nodes=NodeSetup()), machine_for(config, detect_hardware()))
     if here.ranks == 1 or nodes.count % here.ranks:
         return options
     ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
@@ -153,12 +153,12 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
         logger.info("Nodes: or %s: NNODES=%d says so", ranks, nodes.count // here.ranks)
         return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                ranks, timeout_of(config, os.environ) * QUIET_SHARE)  # fmt: skip
-    with about(f"{nodes.exported}, or {ranks}"):
+                ranks, timeout_of(config, os.environ) * SETTLE_SHARE)  # fmt: skip
+    with about(f"{nodes.exported_rank}, or {ranks}"):
         count = len(_meet(options, config, here, may_count_ranks=True).cards)
     if count < nodes.count:
         logger.info("Nodes: %s", ranks)
-        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // here.ranks, exported=ranks)
+        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // here.ranks, exported_rank=ranks)
     return dataclasses.replace(options, nodes=nodes)
 
 
@@ -175,8 +175,8 @@ def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOpt
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
     of_meeting = _meet(options, loaded.config, hardware).variables(os.environ)
     code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **of_meeting}), None)
-    if code not in (0, Interrupted.exit_code) and options.nodes.exported:  # the agent has told why
-        logger.warning("Nodes: %s", options.nodes.exported)
+    if code not in (0, Interrupted.exit_code) and options.nodes.exported_rank:  # the agent has told why
+        logger.warning("Nodes: %s", options.nodes.exported_rank)
     return code
 
 
@@ -303,7 +303,7 @@ def placed(config: RunConfig, ranks: Ranks) -> Ranks:
     os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
     os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
     if ranks.folder is None:  # another launcher may show each rank its own GPU alone
-        ranks = with_own_gpu(ranks, machine_for(config, detect()), os.environ)
+        ranks = with_own_gpu(ranks, machine_for(config, detect_hardware()), os.environ)
     choose_interface(ranks, os.environ)
     return ranks
 
@@ -317,7 +317,7 @@ def received(config: RunConfig, ranks: Ranks) -> Decided | None:
         from sft_play.training.ranks.distributed import handed_over, say_gpu
 
     heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
-    say_gpu(name_of_gpu(ranks, machine_for(config, detect())), ranks.rank)
+    say_gpu(name_of_gpu(ranks, machine_for(config, detect_hardware())), ranks.rank)
     signal.signal(signal.SIGINT, heard)
     return None if ranks.is_first else Decided.read(handed_over(None))
 

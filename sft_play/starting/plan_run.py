@@ -17,14 +17,14 @@ from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
 from sft_play.errors import OutOfMemory, RunFolderError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import cuda_libraries, missing_kernels
+from sft_play.facts.installed import cuda_libraries, missing_kernel_packages
 from sft_play.facts.models.architecture import (
-    config_json,
-    published_words,
+    load_config_json,
+    published_params_note,
     refuse_quantised,
     refuse_remote_code,
-    stored_words,
-    text_only,
+    quantised_storage_note,
+    text_only_note,
 )
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.launch.exported import rank_variables
@@ -143,14 +143,14 @@ def shape_for(config: RunConfig) -> ModelShape:
     """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
     where it is no model that a run with this config trains."""
     model = config.model
-    fields = config_json(model.name, revision=model.revision)
+    fields = load_config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    published = published_words(model.name, model.revision, shape.params)
-    stored = stored_words(fields, config.tuning.mode)
+    published = published_params_note(model.name, model.revision, shape.params)
+    stored = quantised_storage_note(fields, config.tuning.mode)
     shape = asked_shape(config, shape)
-    return replace(shape, text_only=text_only(fields), stored=stored, published=published)
+    return replace(shape, text_only_note=text_only_note(fields), storage_note=stored, published_note=published)
 
 
 def has_eval(config: RunConfig) -> bool:
@@ -276,7 +276,7 @@ def _request(
         has_eval(config),
         earlier=[] if hardware.named else calibration.load(),  # runs here say nothing about a machine that is named
         rows=rows or known_rows(config),
-        without=missing_kernels(),
+        without=missing_kernel_packages(),
         libraries=cuda_libraries(),
     )
 
@@ -286,7 +286,7 @@ def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
     def confirm(candidate: Candidate) -> Traced:
         from sft_play.trace.confirm import trace_candidate
 
-        model = config_json(config.model.name, revision=config.model.revision)
+        model = load_config_json(config.model.name, revision=config.model.revision)
         return trace_candidate(config, model, shape, candidate.precision, candidate)
 
     return confirm

@@ -14,9 +14,9 @@ from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
 from sft_play.diagnose.disk import LARGER, disk_use
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, in_stage
-from sft_play.facts.gpus.unusable_accelerators import torch_is_blind
+from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import torch_cuda
+from sft_play.facts.installed import torch_cuda_version
 from sft_play.launch.machine import require_machine
 from sft_play.planner.attention import require_package
 from sft_play.planner.plan import Plan
@@ -101,8 +101,8 @@ def require_planned(
     `folder` of a resumed run has."""
     if hardware.named:
         return
-    if hardware.gpus and torch_cuda() is None:  # each rank would find it, after its imports
-        raise HardwareError(torch_is_blind(hardware.gpus[0].name, "it is built without CUDA"))
+    if hardware.gpus and torch_cuda_version() is None:  # each rank would find it, after its imports
+        raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.parts, plans, strict=False):
         place = folder if part.stage is None else folder.of_stage(part.stage)

@@ -23,7 +23,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.checks import missed_columns
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
-from sft_play.facts.models.architecture import local_folder, positions_of
+from sft_play.facts.models.architecture import find_model_folder, load_max_positions
 from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.process.imports import importing
@@ -88,7 +88,7 @@ def count_if_quick(
             except SftPlayError as error:
                 absent.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
                 continue
-            folder = local_folder(config.model.name)
+            folder = find_model_folder(config.model.name)
             if folder is None or size > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZERS):
                 continue
             try:
@@ -131,7 +131,7 @@ def _count(config: RunConfig) -> None:
 
 
 def _limit(config: RunConfig) -> tuple[int, int | None]:
-    positions = positions_of(config.model.name, revision=config.model.revision)
+    positions = load_max_positions(config.model.name, revision=config.model.revision)
     wish = config.model.max_seq_len
     return min(wish, positions or wish), positions
 
@@ -141,7 +141,7 @@ def _note(key: str) -> Path:
 
 
 def _key(config: RunConfig) -> str:
-    folder = local_folder(config.model.name)
+    folder = find_model_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     decides: dict[str, Any] = {

@@ -12,7 +12,7 @@ from datetime import date
 
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import ConfigError, RunFolderError, SftPlayError, about
-from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
@@ -116,7 +116,7 @@ def _start(asked: Asked) -> Started:
         if asked.tells:
             _log_base(asked.loaded)
         asked = _settled(asked)
-        held.enter_context(about(asked.options.nodes.exported or None))
+        held.enter_context(about(asked.options.nodes.exported_rank or None))
         decided = _decide(asked, held) if asked.ranks is None else _decide_for_ranks(asked, asked.ranks, held)
         folder, planned = decided.folder, decided.planned
         if not planned:
@@ -156,7 +156,7 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
     loaded, stopped = as_started(loaded, folder, trusts=trusts), stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
-        gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
+        gpus, ranks = len(machine_for(loaded.config, detect_hardware()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
     has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED)  # a single rank's too
     is_single = options.processes == 1 and options.nodes.count == 1 and not has_engine
@@ -183,7 +183,7 @@ def _settled(asked: Asked) -> Asked:
     if asked.over_ranks and not asked.watched:
         # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate = as_accelerate_says(options, loaded.config)
-        if options.nodes.exported:
+        if options.nodes.exported_rank:
             options = count_nodes(options, loaded.config)
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
@@ -245,7 +245,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
 
 
 def _machine(asked: Asked) -> Hardware:
-    here = detect() if asked.over_ranks else machine_for(asked.loaded.config, detect())
+    here = detect_hardware() if asked.over_ranks else machine_for(asked.loaded.config, detect_hardware())
     if asked.ranks is not None and not asked.over_ranks:
         return machine_of_ranks(here, asked.ranks)
     for line in plan_details.detected_lines(here):

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.host import memory
-from sft_play.facts.installed import remembered
+from sft_play.facts.host import total_and_free_ram
+from sft_play.facts.installed import load_or_measure
 from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import SINGLE
@@ -58,17 +58,17 @@ def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
     """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
     are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
     try:
-        return parse_config(config, name=name)
+        return parse_model_shape(config, name=name)
     except UnknownArchitecture as error:
         logger.debug("%s; its class is measured on the meta device", error)
     shape = cached_shape(config, name=name, trust_remote_code=trust_remote_code)
     code = name if trust_remote_code and config.get("auto_map") else None
-    return replace(shape, meter=BlockMeter(json.dumps(dict(config)), code))
+    return replace(shape, block_meter=BlockMeter(json.dumps(dict(config)), code))
 
 
 @dataclass(frozen=True)
 class BlockMeter:
-    """Measures blocks of one class; `ModelShape.meter` of its shape."""
+    """Measures blocks of one class; `ModelShape.block_meter` of its shape."""
 
     model: str
     """Its config.json."""
@@ -119,7 +119,7 @@ class BlockMeter:
         return replace(
             settings,
             code=self.code,
-            loss="logits" if shape.own_logits else "chunked",
+            loss="logits" if shape.has_custom_logits else "chunked",
             kernels="plain",
             weights=wide[numbers.weights],
             eval_mask=row_mask(padded=evaluated, masks=step.masks) if way == "evaluated" else None,
@@ -164,7 +164,7 @@ class Blocks:
         key = json.dumps(decides)
         if key not in _seen:
             measured = partial(self.measure, batches, length)
-            _seen[key] = remembered("blocks", decides, _PASSES, measured, keeps=self.settings.code is None)
+            _seen[key] = load_or_measure("blocks", decides, _PASSES, measured, cacheable=self.settings.code is None)
         return _seen[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
@@ -230,7 +230,7 @@ class Blocks:
         """Few real tokens, in rows of two lengths, carried on to all tokens."""
         if self.settings.attention == "eager":
             raise TraceUnavailable("eager attention's squares do not show in short rows")
-        needed, (_, free) = 4 * self.weights, memory()
+        needed, (_, free) = 4 * self.weights, total_and_free_ram()
         if needed > free // 2:
             raise TraceUnavailable(f"its weights take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free")
         few, more = (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.installed import remembered
+from sft_play.facts.installed import load_or_measure
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.gradients import adapter_dtype, gradients_of
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Part of the key of traces: raised whenever this package would give another number for the same settings.
 TRACE_VERSION = 20
 # The same for shapes.
-SHAPE_VERSION = 16
+SHAPE_VERSION = 17
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 # The layouts that a trace can run, by their names there.
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
@@ -123,7 +123,7 @@ def settings_of(
 
 def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
     chosen = planned_experts(config, shape, precision)
-    if chosen is None or shape.own_experts:
+    if chosen is None or shape.uses_custom_experts:
         return "stacked"
     if chosen.casts:
         return "cast"
@@ -142,8 +142,8 @@ def row_mask(*, padded: bool, masks: bool) -> RowMask:
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     lora = config.tuning.lora
-    if shape.adapters is not None:
-        targets = shape.adapters.given(lora.target_modules)
+    if shape.adapter_placement is not None:
+        targets = shape.adapter_placement.resolve_targets(lora.target_modules)
     else:
         every = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
         # "all-linear" would name fused experts too
@@ -156,7 +156,7 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "target_parameters": sorted(
-            {one.path for kind in shape.layers for one in kind.stacked if stacked_adapter(one, lora)}
+            {one.path for kind in shape.layers for one in kind.expert_weights if stacked_adapter(one, lora)}
         )
         or None,
         "modules_to_save": list(lora.modules_to_save) or None,
@@ -174,7 +174,7 @@ def cached_trace(settings: StepSettings) -> TracedPeak:
             from sft_play.trace import step
         return step.trace_step(settings)
 
-    return remembered("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK, measured)
+    return load_or_measure("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK, measured)
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
@@ -186,5 +186,5 @@ def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: boo
         return meta_shape.shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
 
     decides = {"config": config, "shape": SHAPE_VERSION}
-    shape = remembered("shapes", decides, _SHAPE, measured, keeps=not trust_remote_code)
+    shape = load_or_measure("shapes", decides, _SHAPE, measured, cacheable=not trust_remote_code)
     return dataclasses.replace(shape, name=name)

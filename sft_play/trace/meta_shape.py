@@ -20,11 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
-from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
-from sft_play.facts.models.families import FAMILIES
-from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
+from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.families import MODEL_FAMILIES
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.class_checks.adapter_trial import (
@@ -53,10 +53,10 @@ _KINDS: dict[str, AttentionKind] = {
 }
 
 # Distributions whose name differs from the module's by more than an underline.
-_DISTRIBUTIONS = {"fla": LINEAR_ATTENTION}
+_DISTRIBUTIONS = {"fla": LINEAR_ATTENTION_PACKAGE}
 
 # Names of the number of experts that a token passes.
-_PER_TOKEN = ("num_experts_per_tok", *ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
+_PER_TOKEN = ("num_experts_per_tok", *FIELD_ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
 
 # Names of attributes that differ from block to block without making them different.
 _PLACES = re.compile(r"idx|index|layer_(id|number|num)|training")
@@ -93,13 +93,13 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
         ) from None
     places, lost = adapter_places(model, trust_remote_code=trust_remote_code)
     shape = measure(model, hf_config, name=name, without_adapter=lost)
-    if shape.model_type in FAMILIES:
+    if shape.model_type in MODEL_FAMILIES:
         return shape
     names = without_gradient(model, trust_remote_code=trust_remote_code)
     untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
     whole = own_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
-        shape, adapters=places, untrained=untrained, own_logits=whole,
+        shape, adapter_placement=places, untrained_params=untrained, has_custom_logits=whole,
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )  # fmt: skip
 
@@ -146,27 +146,27 @@ def measure(
         num_experts=max(kind.num_experts for kind in kinds),
         experts_per_token=next((number for name in _PER_TOKEN if (number := _number(hf_config, name))), 0),
         # `experts_implementation` reaches experts of transformers' own kind alone
-        own_experts=any(kind.num_experts for kind in kinds)
+        uses_custom_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
-        head_bias=getattr(head, "bias", None) is not None,
+        has_head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
-        alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
+        uses_alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_field(hf_config, "final_logit_softcapping") is not None,
         attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
-        note=f"that of {type(model).__name__}, measured on its class",
+        source_note=f"that of {type(model).__name__}, measured on its class",
     )
     following = [one for one in model.buffers() if one.dtype == _FOLLOWS]
     return replace(
         shape,
         outer_params=count(model) - shape.params,
         buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _FOLLOWS),
-        buffer_numbers=sum(one.numel() for one in following),
+        buffer_elements=sum(one.numel() for one in following),
     )
 
 
@@ -180,7 +180,7 @@ def _measure_blocks(
     path, blocks = block_list(model)
     unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
-    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
+    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
     measured, boundaries = [], 0
     for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
@@ -196,14 +196,14 @@ def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked
         replace(
             one,
             adaptable=at + one.path not in without_adapter,
-            packs=one.packs and at + one.path not in unpacked and any_number(at + one.path) not in unpacked,
+            is_packable=one.is_packable and at + one.path not in unpacked and any_number(at + one.path) not in unpacked,
         )
         for one in kind.linears
     )
     return replace(kind, linears=tuple(linears))
 
 
-def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[Linear, ...]:
+def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[LinearShape, ...]:
     return tuple(
         replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
         for place, module in model.named_modules()
@@ -282,12 +282,12 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def _linear(path: str, module: nn.Module) -> Linear:
+def _linear(path: str, module: nn.Module) -> LinearShape:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
     # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as Falcon's
     packs = isinstance(module, Conv1D) or type(module) is nn.Linear
-    return Linear(path, inputs, outputs, module.bias is not None, packs=packs)
+    return LinearShape(path, inputs, outputs, module.bias is not None, is_packable=packs)
 
 
 def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
@@ -306,7 +306,7 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         num_experts=experts[0][1].shape[0] if experts else 0,
         expert_width=width,
         expert_params=sum(tensor.numel() for _, tensor in experts),
-        stacked=tuple(Stacked(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
+        expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
         router_params=sum(
             count(module)
@@ -315,7 +315,7 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         ),
         norm_params=sum(count(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
-        linear_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
+        linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
     )
     return replace(kind, other_params=count(block) - kind.params)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sft_play.facts.installed import version_of
+from sft_play.facts.installed import installed_version
 from sft_play.planner.kernels import GROUPED_SINCE
 from sft_play.trace import fakes, kernels, replacements
 from sft_play.trace.replacements import Situation
@@ -50,7 +50,7 @@ class Patch:
 
     def _outdated(self, problem: str) -> TraceUnavailable:
         library = self.target.partition(".")[0].partition(":")[0]
-        return TraceUnavailable(f"patch '{self.name}' does not know {library} {version_of(library)}: {problem}")
+        return TraceUnavailable(f"patch '{self.name}' does not know {library} {installed_version(library)}: {problem}")
 
 
 def _parameters(value: Any) -> set[str]:

@@ -27,7 +27,7 @@ from sft_play.data.sources.raw import (
     too_large,
 )
 from sft_play.errors import DataError
-from sft_play.facts.models.architecture import hub_answers
+from sft_play.facts.models.architecture import is_hub_reachable
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
@@ -400,7 +400,7 @@ def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
 
 
 def _load_hub(given: str) -> Any:
-    if not hub_answers():  # before the import, which reads it: the library would try again for half a minute
+    if not is_hub_reachable():  # before the import, which reads it: the library would try again for half a minute
         os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 

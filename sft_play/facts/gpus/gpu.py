@@ -39,10 +39,10 @@ class Gpu:
         """Whether its matrix units compute in bfloat16; unknown counts as yes."""
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
-    def rate(self, dtype: str) -> float | None:
+    def flops(self, dtype: str) -> float | None:
         """Dense operations per second of matrix products in `bfloat16`, `float16`, `float8` or `float32`."""
-        rates = {"bfloat16": self.bf16_flops, "float16": self.fp16_flops, "float8": self.fp8_flops}
-        return rates.get(dtype, self.fp32_flops)
+        flops_by_dtype = {"bfloat16": self.bf16_flops, "float16": self.fp16_flops, "float8": self.fp8_flops}
+        return flops_by_dtype.get(dtype, self.fp32_flops)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
-class Pcie:
+class PcieLink:
     """The link to the host: generation and lanes now, and the most that card and slot can."""
 
     generation: int | None = None
@@ -65,7 +65,7 @@ class Pcie:
 
 
 @dataclass(frozen=True)
-class Instance:
+class MigInstance:
     """An instance of a split GPU (MIG)."""
 
     uuid: str
@@ -78,7 +78,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class SeenGpu:
+class GpuStatus:
     """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as neither used nor free.
     `unified`: it has no memory of its own and shares the host's. `processes` is None where the driver does not list
     them. `trouble` is what the driver says of a GPU that does not answer."""
@@ -98,9 +98,9 @@ class SeenGpu:
     fp8: bool | None = None
     power_cap_watts: float | None = None
     temperature_celsius: int | None = None
-    pcie: Pcie = Pcie()
+    pcie: PcieLink = PcieLink()
     mig_enabled: bool | None = None
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[MigInstance, ...] = ()
     processes: tuple[GpuProcess, ...] | None = None
     trouble: str | None = None
     nvlinks: int | None = None
@@ -111,8 +111,8 @@ class SeenGpu:
     @property
     def all_processes(self) -> tuple[GpuProcess, ...]:
         """Processes on it and on its instances, each once."""
-        lists = [self.processes or (), *(item.processes or () for item in self.instances)]
-        return tuple({item.pid: item for items in lists for item in items}.values())
+        process_lists = [self.processes or (), *(item.processes or () for item in self.instances)]
+        return tuple({item.pid: item for items in process_lists for item in items}.values())
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,18 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Seen:
+class GpuSnapshot:
     """All GPUs of a machine, whether or not a process can see them; `source` is who reported them."""
 
-    gpus: tuple[SeenGpu, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()
     source: str | None = None
     driver: str | None = None
     driver_cuda: str | None = None
     """The newest CUDA that the driver can run."""
     topology: Topology | None = None
 
-    def only(self, indices: Sequence[int]) -> Seen:
+    def select(self, indices: Sequence[int]) -> GpuSnapshot:
         """The same with only these GPUs, in this order; the topology is the machine's, where there are several."""
         by_index = {gpu.index: gpu for gpu in self.gpus}
-        kept = tuple(by_index[index] for index in indices if index in by_index)
-        return replace(self, gpus=kept, topology=self.topology if len(kept) > 1 else None)
+        gpus = tuple(by_index[index] for index in indices if index in by_index)
+        return replace(self, gpus=gpus, topology=self.topology if len(gpus) > 1 else None)

@@ -9,69 +9,69 @@ import re
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.facts.gpus.gpu_catalog import ENTRIES, find
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, find_gpus
 from sft_play.log import one_line
 
-_COUNTS = r"((?:[0-9]+\s*[xX*×]\s*){0,2})"
-_BEHIND = re.compile(r"(.+?)\s*[xX*×:]\s*([0-9]{1,5})")
-_BEFORE = re.compile(r"(?:[xX*×]\s*)?([0-9]{1,4})\s*[xX*×]?\s+(.+)")
-_SIZE = re.compile(r"([0-9]{1,4})\s*(?:GB|GiB|G)\s*(?:of\s+)?(?:v?ram|gpu|card|memory|laptop)?", re.IGNORECASE)
-_APPLE = re.compile(r"(apple\b.*|mac(book)?\b.*|m[1-9]( ?(pro|max|ultra))?( .*)?)", re.IGNORECASE)
-_OTHERS = re.compile(
+_COUNT_PREFIX = r"((?:[0-9]+\s*[xX*×]\s*){0,2})"
+_COUNT_SUFFIX = re.compile(r"(.+?)\s*[xX*×:]\s*([0-9]{1,5})")
+_SPACED_COUNT = re.compile(r"(?:[xX*×]\s*)?([0-9]{1,4})\s*[xX*×]?\s+(.+)")
+_MEMORY_SIZE = re.compile(r"([0-9]{1,4})\s*(?:GB|GiB|G)\s*(?:of\s+)?(?:v?ram|gpu|card|memory|laptop)?", re.IGNORECASE)
+_APPLE_DEVICES = re.compile(r"(apple\b.*|mac(book)?\b.*|m[1-9]( ?(pro|max|ultra))?( .*)?)", re.IGNORECASE)
+_UNSUPPORTED_DEVICES = re.compile(
     r".*\b(tpu|gaudi|trainium|inferentia|ascend|npu|arc|iris|igpu|jetson|strix halo|ryzen ai)\b.*", re.IGNORECASE
 )
 
 
-def grammatical(text: str) -> tuple[str, str]:
+def normalize_machine_text(text: str) -> tuple[str, str]:
     """The text in the grammar of `machine_spec`, and a note where it was read as another. Raises HardwareError for a
     size of memory, or a device that no run uses."""
     head, comma, options = text.partition(",")
-    match = re.fullmatch(_COUNTS + r"(.+)", head.strip())
-    is_name = match is not None and not re.search(r"[*×:]", match[2]) and (find(match[2].strip()) or find(head))
-    if match is None or is_name or "mem" in options:
+    match = re.fullmatch(_COUNT_PREFIX + r"(.+)", head.strip())
+    is_gpu_name = match is not None and not re.search(r"[*×:]", match[2]) and (find_gpus(match[2].strip()) or find_gpus(head))
+    if match is None or is_gpu_name or "mem" in options:
         return text, ""
     counts, name = match[1], match[2].strip()
-    read = _machine(name)
-    if read is None and not counts:
-        read = _counted(name)
-    if read is not None:
-        return f"{counts}{read}{comma}{options}", f"{one_line(name)} is read as {read}"
-    _refuse(name, text)
+    alias = _find_cloud_machine(name)
+    if alias is None and not counts:
+        alias = _move_count_first(name)
+    if alias is not None:
+        return f"{counts}{alias}{comma}{options}", f"{one_line(name)} is read as {alias}"
+    _refuse_unsupported(name, text)
     return text, ""
 
 
-def _counted(name: str) -> str | None:
+def _move_count_first(name: str) -> str | None:
     """A count behind the name, or before it without a sign, where the rest is a GPU: `GTX 1080` has none."""
-    behind, before = _BEHIND.fullmatch(name), _BEFORE.fullmatch(name)
-    if behind and find(behind[1]):
-        return f"{behind[2]}x{behind[1]}"
-    return f"{before[1]}x{before[2]}" if before and find(before[2]) else None
+    suffix_match, spaced_match = _COUNT_SUFFIX.fullmatch(name), _SPACED_COUNT.fullmatch(name)
+    if suffix_match and find_gpus(suffix_match[1]):
+        return f"{suffix_match[2]}x{suffix_match[1]}"
+    return f"{spaced_match[1]}x{spaced_match[2]}" if spaced_match and find_gpus(spaced_match[2]) else None
 
 
 @functools.cache
-def _machines() -> list[tuple[str, str]]:
+def _cloud_machines() -> list[tuple[str, str]]:
     path = Path(__file__).with_name("cloud_machines.json")
     return [(pattern, machine) for pattern, machine in json.loads(path.read_text(encoding="utf-8"))["machines"]]
 
 
-def _machine(name: str) -> str | None:
-    said = re.sub(r"^(ml\.|standard_|(google |free )(?=colab))", "", name.lower().strip())
-    for pattern, machine in _machines():
-        if match := re.fullmatch(pattern, said):
+def _find_cloud_machine(name: str) -> str | None:
+    normalized = re.sub(r"^(ml\.|standard_|(google |free )(?=colab))", "", name.lower().strip())
+    for pattern, machine in _cloud_machines():
+        if match := re.fullmatch(pattern, normalized):
             return machine.replace("{1}", ((match[1] or "") if match.groups() else "").upper())
     return None
 
 
-def _refuse(name: str, text: str) -> None:
-    where = f"HARDWARE={one_line(text)}"
-    on_cpu = "HARDWARE=cpu,ram=32GiB,cores=8 plans a run on the CPU"
-    if size := _SIZE.fullmatch(name):
-        cards = [entry.name for entry in ENTRIES if entry.box_gb == int(size[1])]
-        known = f": {', '.join(cards[:8])}" if cards else ""
+def _refuse_unsupported(name: str, text: str) -> None:
+    prefix = f"HARDWARE={one_line(text)}"
+    cpu_hint = "HARDWARE=cpu,ram=32GiB,cores=8 plans a run on the CPU"
+    if size := _MEMORY_SIZE.fullmatch(name):
+        cards = [entry.name for entry in CATALOG_ENTRIES if entry.box_gb == int(size[1])]
+        examples = f": {', '.join(cards[:8])}" if cards else ""
         raise HardwareError(
-            f"{where} is a size, and speed differs by card; name the card{known}, or any other with mem="
+            f"{prefix} is a size, and speed differs by card; name the card{examples}, or any other with mem="
         )
-    if _APPLE.fullmatch(name):
-        raise HardwareError(f"{where}: no run uses Apple's GPUs; {on_cpu}")
-    if _OTHERS.fullmatch(name):
-        raise HardwareError(f"{where}: no run uses this device, only GPUs of NVIDIA, and CPUs; {on_cpu}")
+    if _APPLE_DEVICES.fullmatch(name):
+        raise HardwareError(f"{prefix}: no run uses Apple's GPUs; {cpu_hint}")
+    if _UNSUPPORTED_DEVICES.fullmatch(name):
+        raise HardwareError(f"{prefix}: no run uses this device, only GPUs of NVIDIA, and CPUs; {cpu_hint}")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
-from sft_play.facts.gpus.gpu_catalog import find
-from sft_play.facts.host import answer_of
+from sft_play.facts.gpus.gpu import Gpu, MigInstance, GpuStatus
+from sft_play.facts.gpus.gpu_catalog import find_gpus
+from sft_play.facts.host import program_output
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -24,93 +24,93 @@ logger = logging.getLogger(__name__)
 # `nvidia-smi` in the MIG user guide): the smaller share is assumed for all.
 _INSTANCE_SHARE = 0.95
 # A GPU whose driver does not tell its name.
-UNNAMED = "NVIDIA GPU"
+UNNAMED_GPU = "NVIDIA GPU"
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedGpu:
     """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent` is the UUID of an
     instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
     know of it; one that is not `usable` is listed for its note alone."""
 
     uuid: str
     gpu: Gpu
-    parent: str = ""
+    parent_uuid: str = ""
     nvlinks: int | None = None
     note: str = ""
     usable: bool = True
 
 
-def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
     """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
-    return _seen(_probe_gpus(), environment)
+    return _apply_visibility(_list_gpus(), environment)
 
 
-def _probe_gpus() -> tuple[Found, ...]:
-    seen = nvml.see(details=False, topology=False)
-    if seen is None:
+def _list_gpus() -> tuple[ListedGpu, ...]:
+    snapshot = nvml.gpu_snapshot(details=False, topology=False)
+    if snapshot is None:
         return ()
-    listed: list[Found] = []
-    for gpu in seen.gpus:
+    listed_gpus: list[ListedGpu] = []
+    for gpu in snapshot.gpus:
         if gpu.trouble:  # a GPU that fell off the bus does not hide the others
-            logger.warning("%s and is left out", obstacle(gpu))
-        items = _of_nvml(gpu)
+            logger.warning("%s and is left out", gpu_obstacle(gpu))
+        items = _expand_gpu(gpu)
         if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
-            items = _named_instances(items[0]) or items
-        listed += items
-    return tuple(listed)
+            items = _read_smi_instances(items[0]) or items
+        listed_gpus += items
+    return tuple(listed_gpus)
 
 
-def obstacle(gpu: SeenGpu) -> str | None:
+def gpu_obstacle(gpu: GpuStatus) -> str | None:
     """Why no run can use a GPU that NVML lists; None where one can."""
-    head = f"GPU {gpu.index}"
+    prefix = f"GPU {gpu.index}"
     if gpu.trouble:
-        return f"{head} does not answer its driver ({gpu.trouble})"
+        return f"{prefix} does not answer its driver ({gpu.trouble})"
     if gpu.mig_enabled and not gpu.instances:
         withheld = gpu.withheld.get("MIG instances")
         if withheld:
-            return f"{head} is in MIG mode, and NVML does not show its instances ({withheld})"
-        return f"{head} is in MIG mode and has no instance: CUDA does not see it"
+            return f"{prefix} is in MIG mode, and NVML does not show its instances ({withheld})"
+        return f"{prefix} is in MIG mode and has no instance: CUDA does not see it"
     if gpu.mig_enabled:
-        is_sized = any(_instance_bytes(item) for item in gpu.instances)
-        return None if is_sized else f"{head}: NVML tells the memory of none of its MIG instances"
-    if not gpu.total_bytes and not _catalogue_bytes(gpu.name):
-        return f"{head}: {_untold(gpu)}, and the catalogue has no {gpu.name}"
+        has_known_size = any(_instance_bytes(item) for item in gpu.instances)
+        return None if has_known_size else f"{prefix}: NVML tells the memory of none of its MIG instances"
+    if not gpu.total_bytes and not _catalog_bytes(gpu.name):
+        return f"{prefix}: {_unknown_memory_text(gpu)}, and the catalogue has no {gpu.name}"
     return None
 
 
-def _untold(gpu: SeenGpu) -> str:
+def _unknown_memory_text(gpu: GpuStatus) -> str:
     return f"NVML does not tell its memory ({gpu.withheld.get('memory', 'no answer')})"
 
 
-def _of_nvml(gpu: SeenGpu) -> list[Found]:
+def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
     uuid = gpu.uuid or ""
     major, _, minor = (gpu.compute_capability or "").partition(".")
     capability = (int(major), int(minor)) if major else None
-    name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED
-    card = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
-    why = obstacle(gpu)
-    if why is not None:
-        return [Found(uuid, card, note="" if gpu.trouble else why, usable=False)]
+    name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED_GPU
+    gpu_facts = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
+    reason = gpu_obstacle(gpu)
+    if reason is not None:
+        return [ListedGpu(uuid, gpu_facts, note="" if gpu.trouble else reason, usable=False)]
     if not gpu.mig_enabled:
-        total, note = card.total_bytes, ""
+        total, note = gpu_facts.total_bytes, ""
         if not total:
-            total = _catalogue_bytes(name)
-            note = f"GPU {gpu.index}: {_untold(gpu)}; "
+            total = _catalog_bytes(name)
+            note = f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; "
             note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
-        return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
+        return [ListedGpu(uuid, replace(gpu_facts, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
     instances = []
     for item in gpu.instances:
         total = _instance_bytes(item)
         profile = item.profile or f"{total / GIB:.0f}gb"
         instance = replace(
-            card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
+            gpu_facts, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
         )
-        instances += [Found(item.uuid, instance, uuid)] if total else []
+        instances += [ListedGpu(item.uuid, instance, uuid)] if total else []
     return instances
 
 
-def _instance_bytes(item: Instance) -> int:
+def _instance_bytes(item: MigInstance) -> int:
     return item.total_bytes or _profile_bytes(item.profile)
 
 
@@ -119,18 +119,18 @@ def _profile_bytes(profile: str) -> int:
     return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
 
 
-def _catalogue_bytes(name: str | None) -> int:
-    return min((entry.driver_bytes for entry in find(name or "")), default=0)
+def _catalog_bytes(name: str | None) -> int:
+    return min((entry.driver_bytes for entry in find_gpus(name or "")), default=0)
 
 
-def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+def _apply_visibility(listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
     variable = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = found if variable is None else _visible(found, variable)  # set and empty: none at all
+    visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if item.usable)
-    notes = [item.note for item in found if item.note and (item in visible or not item.usable)]
-    kinds = {item.gpu.name for item in found if not item.gpu.mig}
-    by_number = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
-    if len(kinds) > 1 and by_number and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    notes = [item.note for item in listed_gpus if item.note and (item in visible or not item.usable)]
+    kinds = {item.gpu.name for item in listed_gpus if not item.gpu.mig}
+    uses_numbers = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
+    if len(kinds) > 1 and uses_numbers and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append(
             "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
@@ -144,38 +144,38 @@ def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tup
     return instances[:1] or visible, tuple(notes)
 
 
-def _visible(found: tuple[Found, ...], variable: str) -> tuple[Found, ...]:
+def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[ListedGpu, ...]:
     """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
-    chosen: list[Found] = []
+    visible: list[ListedGpu] = []
     for entry in (part.strip() for part in variable.split(",")):
-        matches = [item for item in found if _matches(item, entry)]
-        if not matches and entry.startswith(("MIG-", "GPU-")) and len(found) == 1 and not found[0].uuid:
-            matches = list(found)  # the only one there is, whose UUID the driver does not tell
+        matches = [item for item in listed_gpus if _matches_entry(item, entry)]
+        if not matches and entry.startswith(("MIG-", "GPU-")) and len(listed_gpus) == 1 and not listed_gpus[0].uuid:
+            matches = list(listed_gpus)  # the only one there is, whose UUID the driver does not tell
         # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
         gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
-        if len(gpus) != 1 or matches[0] in chosen:
+        if len(gpus) != 1 or matches[0] in visible:
             break
-        chosen += matches
-    return tuple(chosen)
+        visible += matches
+    return tuple(visible)
 
 
-def _matches(item: Found, entry: str) -> bool:
+def _matches_entry(item: ListedGpu, entry: str) -> bool:
     if re.fullmatch(r"[0-9]{1,9}", entry):
         return item.gpu.index == int(entry)
     if entry.startswith("MIG-"):
         return item.uuid.startswith(entry)
-    return entry != "" and (item.parent or item.uuid).startswith(entry)
+    return entry != "" and (item.parent_uuid or item.uuid).startswith(entry)
 
 
-def _named_instances(split: Found) -> list[Found]:
+def _read_smi_instances(split_gpu: ListedGpu) -> list[ListedGpu]:
     """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
-    instances: list[Found] = []
-    is_below = False
-    for line in answer_of("nvidia-smi", "-L").splitlines():
+    instances: list[ListedGpu] = []
+    is_own_section = False
+    for line in program_output("nvidia-smi", "-L").splitlines():
         if match := re.match(r"GPU (\d+):", line):
-            is_below = int(match[1]) == split.gpu.index
-        elif is_below and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
-            size, name = _profile_bytes(match[1]), f"{split.gpu.name} MIG {match[1]}"
-            gpu = replace(split.gpu, name=name, total_bytes=size, free_bytes=None, mig=match[1])
-            instances.append(Found(match[2], gpu, split.uuid))
+            is_own_section = int(match[1]) == split_gpu.gpu.index
+        elif is_own_section and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
+            total_bytes, name = _profile_bytes(match[1]), f"{split_gpu.gpu.name} MIG {match[1]}"
+            gpu = replace(split_gpu.gpu, name=name, total_bytes=total_bytes, free_bytes=None, mig=match[1])
+            instances.append(ListedGpu(match[2], gpu, split_gpu.uuid))
     return instances

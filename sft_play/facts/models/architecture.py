@@ -24,52 +24,52 @@ from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
 from sft_play.facts.models.config_fields import (
-    DEQUANTISED,
+    DEQUANTISED_FORMATS,
     UnknownArchitecture,
-    quantisation_of,
+    dequantisable_method,
     refuse_other_models,
-    stored_by,
-    usual_names,
+    quantisation_method,
+    normalize_field_names,
 )
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 from sft_play.spelling import did_you_mean
 from sft_play.starter import BASE, BASE_NAME
 
-Config = dict[str, Any]
+ConfigJson = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 3.0
 # A hub that did not answer is not asked again for so long: one command asks several times.
-_SILENT_S = 60.0
+_RETRY_AFTER_S = 60.0
 # When a hub last did not answer.
-_silent: dict[tuple[str, int], float] = {}
-_PUBLISHED_TIMEOUT_S = 3.0
+_failed_at: dict[tuple[str, int], float] = {}
+_MODEL_INFO_TIMEOUT_S = 3.0
 
 
-def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
+def load_model_shape(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
     """The shapes of a model, by its hub id or folder. Raises ModelError without a usable config.json, or for code that
     was not allowed."""
-    config = config_json(name, revision=revision)
+    config = load_config_json(name, revision=revision)
     refuse_remote_code(config, name=name, allowed=trust_remote_code)
-    return parse_config(config, name=name)
+    return parse_model_shape(config, name=name)
 
 
-def positions_of(name: str, *, revision: str | None = None) -> int | None:
+def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
     """How many positions a model has; None where its config.json does not say, or there is none."""
     with contextlib.suppress(ModelError):
-        config = config_json(name, revision=revision)
+        config = load_config_json(name, revision=revision)
         try:
-            return parse_config(config, name=name).max_positions
+            return parse_model_shape(config, name=name).max_positions
         except UnknownArchitecture:
             inner = config.get("text_config")
-            said = usual_names(inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
-            return said if isinstance(said, int) and said > 0 else None
+            max_positions = normalize_field_names(inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+            return max_positions if isinstance(max_positions, int) and max_positions > 0 else None
     return None
 
 
-def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
+def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
     """Raises ModelError where the model needs code of its own and the run YAML does not allow it; models that
     transformers has added since still name their old code (`auto_map`)."""
     if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
@@ -79,14 +79,14 @@ def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
         )
 
 
-def text_only(config: Mapping[str, Any]) -> str:
+def text_only_note(config: Mapping[str, Any]) -> str:
     """What is to be said of a model with parts beside its language model, which alone is trained; empty for others."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping) or not inner:
         return ""
-    kind = one_line(str(config.get("model_type")))
+    model_type = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {kind} is trained; its other parts are not loaded, and stay in merged and "
+        f"only the language model of this {model_type} is trained; its other parts are not loaded, and stay in merged and "
         "fully trained models as they are published"
     )
 
@@ -94,36 +94,36 @@ def text_only(config: Mapping[str, Any]) -> str:
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
     """Raises ModelError where the stored weights are quantised in a way that is not trained: all but bitsandbytes' 4
     bits in qlora, and `DEQUANTISED` ones."""
-    method, fields = stored_by(config)
-    if method is None or method in DEQUANTISED:
+    method, fields = quantisation_method(config)
+    if method is None or method in DEQUANTISED_FORMATS:
         return
-    eight_bit = any(fields.get(f"{at}load_in_8bit") for at in ("", "_"))
-    if method != "bitsandbytes" or eight_bit or mode != "qlora":
-        bits, original = ", 8 bits" if eight_bit else "", original_of(config, name)
-        take = f"take its original, {original}" if original else "take the unquantised model"
+    is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
+    if method != "bitsandbytes" or is_8bit or mode != "qlora":
+        bits, original = ", 8 bits" if is_8bit else "", original_model(config, name)
+        remedy = f"take its original, {original}" if original else "take the unquantised model"
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {take}: "
+            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {remedy}: "
             "tuning.mode=qlora quantises it while loading"
         )
 
 
-_OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def original_of(config: Mapping[str, Any], name: str) -> str:
+def original_model(config: Mapping[str, Any], name: str) -> str:
     """The model that a quantised one was made of, as far as its config.json tells; empty where it does not."""
-    _, fields = stored_by(config)
-    said = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
-    return next((one for one in said if isinstance(one, str) and _OF_A_HUB.fullmatch(one) and one != name), "")
+    _, fields = quantisation_method(config)
+    candidates = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
+    return next((one for one in candidates if isinstance(one, str) and _HUB_ID.fullmatch(one) and one != name), "")
 
 
-def stored_words(config: Mapping[str, Any], mode: str) -> str:
+def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
     """What is to be said of weights that are stored quantised and dequantised while they are read; else nothing."""
-    method, _ = quantisation_of(config)
+    method, _ = dequantisable_method(config)
     if method is None:
         return ""
-    then = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
-    return f"its weights are stored in {DEQUANTISED[method]}: dequantised tensor by tensor while loading, and {then}"
+    treatment = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
+    return f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and {treatment}"
 
 
 def _is_native(model_type: str) -> bool:
@@ -141,12 +141,12 @@ _GGUF = (
 )
 
 
-def config_json(name: str, *, revision: str | None = None) -> Config:
+def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
     """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is not None:
-        kinds = {file.suffix.lower() for file in folder.glob("*")}
-        if ".gguf" in kinds and ".safetensors" not in kinds:
+        suffixes = {file.suffix.lower() for file in folder.glob("*")}
+        if ".gguf" in suffixes and ".safetensors" not in suffixes:
             raise ModelError(f"model path {one_line(name)} holds {_GGUF}")
         config = _read_config(folder, str(folder))
         if (folder / "adapter_config.json").is_file():
@@ -158,13 +158,13 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
         return config
     if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
-    owned = next((one for one in KNOWN_MODELS if one.rpartition("/")[2].lower() == name.lower()), None)
-    if owned is not None:
-        raise ModelError(f"model {one_line(name)} lacks its owner: the hub has it as {owned}")
+    known_name = next((known for known in KNOWN_MODELS if known.rpartition("/")[2].lower() == name.lower()), None)
+    if known_name is not None:
+        raise ModelError(f"model {one_line(name)} lacks its owner: the hub has it as {known_name}")
     return _fetch_config(name, revision)
 
 
-def local_folder(name: str) -> Path | None:
+def find_model_folder(name: str) -> Path | None:
     """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package. Raises
     ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
     if name == BASE_NAME:
@@ -186,10 +186,10 @@ def local_folder(name: str) -> Path | None:
     return None
 
 
-def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
+def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:
     """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
     files would take minutes, and training moves every tensor."""
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is None:
         return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
     digest = hashlib.sha256()
@@ -203,14 +203,14 @@ def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
     return {"path": str(folder), "sha256": digest.hexdigest()}
 
 
-def _read_config(folder: Path, name: str) -> Config:
+def _read_config(folder: Path, name: str) -> ConfigJson:
     path = folder / "config.json"
     if not path.is_file():
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
     except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
@@ -219,16 +219,16 @@ def _read_config(folder: Path, name: str) -> Config:
     return dict(config)
 
 
-def _untagged(value: Config) -> Any:
+def _parse_special_float(value: ConfigJson) -> Any:
     """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
     tag = value.get("__float__")
     return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
 
 
-def _fetch_config(name: str, revision: str | None) -> Config:
+def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     from huggingface_hub import errors, hf_hub_download
 
-    shown = one_line(name)
+    model_text = one_line(name)
     reasons: dict[type[Exception], str] = {
         errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
         errors.GatedRepoError: "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN",
@@ -240,65 +240,65 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         if "gguf" in name.lower()
         else "has no config.json on the hub: it is not a transformers model",
     }
-    offline = not hub_answers()  # then only the cache is read, at once
+    is_offline = not is_hub_reachable()  # then only the cache is read, at once
     try:
-        with waiting(f"Asking the hub for the config.json of {shown}"):
-            path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
+        with waiting(f"Asking the hub for the config.json of {model_text}"):
+            path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-        other = f": its config.json cannot be fetched: {one_line(str(error))}"
-        why = next((words for kind, words in reasons.items() if isinstance(error, kind)), other)
-        raise ModelError(f"model {shown} {why}") from None
+        fallback_reason = f": its config.json cannot be fetched: {one_line(str(error))}"
+        reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), fallback_reason)
+        raise ModelError(f"model {model_text} {reason}") from None
     return _read_config(Path(path).parent, name)
 
 
-def published_words(name: str, revision: str | None, params: int) -> str:
+def published_params_note(name: str, revision: str | None, params: int) -> str:
     """What the headers of a hub model's files say of its parameters, where its config.json gives over 1% more or fewer;
     empty for folders and known models, and where the hub has no answer."""
-    if local_folder(name) is not None or (name in KNOWN_MODELS and revision is None):
+    if find_model_folder(name) is not None or (name in KNOWN_MODELS and revision is None):
         return ""
-    stored = _stored_params(name, revision)
-    total = sum(stored.values())
+    params_by_dtype = _fetch_published_params(name, revision)
+    total = sum(params_by_dtype.values())
     if not total or abs(total - params) <= 0.01 * total:
         return ""
-    dtypes = ", ".join(f"{count:,} {one_line(dtype, limit=20)}" for dtype, count in stored.items())
+    dtypes = ", ".join(f"{count:,} {one_line(dtype, limit=20)}" for dtype, count in params_by_dtype.items())
     return f"parameters: {total:,} by the published files ({dtypes}), {params:,} by config.json"
 
 
 @functools.cache  # shapes are asked for several times
-def _stored_params(name: str, revision: str | None) -> Mapping[str, int]:
+def _fetch_published_params(name: str, revision: str | None) -> Mapping[str, int]:
     from huggingface_hub import HfApi
 
     # a gated model, no network, another hub without this answer: config.json alone has to do
     with contextlib.suppress(Exception):
-        if not hub_answers():
+        if not is_hub_reachable():
             return {}
-        answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_PUBLISHED_TIMEOUT_S)
+        answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_MODEL_INFO_TIMEOUT_S)
         return {str(dtype): int(count) for dtype, count in answer.safetensors.parameters.items()}
     return {}
 
 
-def check_available(name: str, *, revision: str | None = None) -> None:
+def require_available_model(name: str, *, revision: str | None = None) -> None:
     """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders always pass."""
-    if local_folder(name) is None:
+    if find_model_folder(name) is None:
         _fetch_config(name, revision)
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub, or the proxy before it, can be reached: the library would retry for half a minute."""
     # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
-    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    if offline.upper() in ("1", "TRUE", "YES", "ON"):
+    offline_setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
-    host, port = _way_to(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if time.monotonic() - _silent.get((host, port), -math.inf) < _SILENT_S:
+    host, port = _connection_target(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if time.monotonic() - _failed_at.get((host, port), -math.inf) < _RETRY_AFTER_S:
         return False
-    if not _connects(host, port):
-        _silent[host, port] = time.monotonic()
+    if not _can_connect(host, port):
+        _failed_at[host, port] = time.monotonic()
         return False
     return True
 
 
-def _way_to(url: str) -> tuple[str, int]:
+def _connection_target(url: str) -> tuple[str, int]:
     """Host and port to connect to for a URL: its own, or those of the proxy that the environment names for it."""
     from urllib.request import getproxies, proxy_bypass
 
@@ -309,26 +309,26 @@ def _way_to(url: str) -> tuple[str, int]:
     return address.hostname or "", address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
 
 
-def _connects(host: str, port: int) -> bool:
+def _can_connect(host: str, port: int) -> bool:
     """Whether a connection is made in time. In a thread: looking up a name has no limit of its own, and takes half a
     minute where no server of names answers."""
-    answers: list[bool] = []
+    connections: list[bool] = []
 
     def connect() -> None:
         with contextlib.suppress(OSError, UnicodeError), socket.create_connection((host, port), _CONNECT_TIMEOUT_S):
-            answers.append(True)
+            connections.append(True)
 
-    asking = threading.Thread(target=connect, name="hub", daemon=True)
-    asking.start()
-    asking.join(_CONNECT_TIMEOUT_S)
-    return bool(answers)
+    thread = threading.Thread(target=connect, name="hub", daemon=True)
+    thread.start()
+    thread.join(_CONNECT_TIMEOUT_S)
+    return bool(connections)
 
 
 @dataclass(frozen=True)
 class KnownModel:
     """A published config (the fields that determine sizes), its source, and the published parameters if known."""
 
-    config: Config
+    config: ConfigJson
     source: str
     params: int | None = None
 

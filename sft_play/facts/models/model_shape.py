@@ -19,20 +19,20 @@ AttentionKind = Literal["full", "sliding", "chunked", "none"]
 NormKind = Literal["rms", "gemma"]
 
 # What the names of attention's own linear layers start with.
-ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
+ATTENTION_PREFIXES = ("self_attn.", "attn.", "attention.", "self_attention.")
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """One linear layer of a block: `path` inside the block, input and output width."""
 
     path: str
     inputs: int
     outputs: int
-    bias: bool = False
+    has_bias: bool = False
     adaptable: bool = True
-    """Whether it takes an adapter (`families.why_no_adapter`, `training/class_checks/adapter_trial`)."""
-    packs: bool = True
+    """Whether it takes an adapter (`families.no_adapter_reason`, `training/class_checks/adapter_trial`)."""
+    is_packable: bool = True
     """Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product."""
 
     @property
@@ -48,7 +48,7 @@ class Linear:
     @property
     def is_attention(self) -> bool:
         """Whether it belongs to the attention, not to the MLP."""
-        return self.path.startswith(ATTENTION_PARTS)
+        return self.path.startswith(ATTENTION_PREFIXES)
 
     def matches(self, target: str) -> bool:
         """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
@@ -56,14 +56,14 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedExpertWeight:
     """One matrix of every expert of a block, as one tensor: `path` inside the block, number of experts, widths."""
 
     path: str
     experts: int
     inputs: int
     outputs: int
-    packs: bool = True
+    is_packable: bool = True
     """Whether qlora keeps it in 4 bits (`tuning.quantize_experts`)."""
 
     @property
@@ -77,37 +77,37 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class AdapterPlaces:
+class AdapterPlacement:
     """Where adapters go in a class that the table of families does not have."""
 
     targets: tuple[str, ...]
     """What `target_modules: auto` gives to PEFT: ends of the names of layers."""
-    left_out: tuple[tuple[str, str], ...] = ()
+    excluded: tuple[tuple[str, str], ...] = ()
     """Linear layers that get none, by full names with * for numbers, and why."""
-    untried: str = ""
+    untried_reason: str = ""
     """Why no small model of the class could be tried; then every linear layer gets one."""
 
-    def given(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
+    def resolve_targets(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
         """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
         matches."""
         if targets == "auto":
             return list(self.targets)
-        found: dict[str, None] = {}
+        resolved: dict[str, None] = {}
         for target in targets:
-            is_clean = not any(f".{path}".endswith(f".{target}") for path, _ in self.left_out)
-            found |= dict.fromkeys(
-                [target] if is_clean else [one for one in self.targets if f".{one}".endswith(f".{target}")]
+            hits_no_excluded = not any(f".{path}".endswith(f".{target}") for path, _ in self.excluded)
+            resolved |= dict.fromkeys(
+                [target] if hits_no_excluded else [known for known in self.targets if f".{known}".endswith(f".{target}")]
             )
-        return list(found)
+        return list(resolved)
 
     @property
-    def words(self) -> list[str]:
+    def notes(self) -> list[str]:
         """What is left out, and why."""
-        whys = dict.fromkeys(why for _, why in self.left_out)
+        reasons = dict.fromkeys(reason for _, reason in self.excluded)
         # names inside a block
-        inner = [(path.partition(".*.")[2] or path, why) for path, why in self.left_out]
-        lines = [f"none on {', '.join(sorted({path for path, why in inner if why == one}))} ({one})" for one in whys]
-        return [*lines, *([f"on every linear layer: {self.untried}"] if self.untried else [])]
+        inner_reasons = [(path.partition(".*.")[2] or path, reason) for path, reason in self.excluded]
+        lines = [f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})" for one in reasons]
+        return [*lines, *([f"on every linear layer: {self.untried_reason}"] if self.untried_reason else [])]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LayerKind:
     """Identical blocks. Sizes are of one block; `count` is how many there are."""
 
     count: int
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearShape, ...]
     attention: AttentionKind = "full"
     mlp_width: int = 0
     """Width of the dense MLP; 0 in a block of experts."""
@@ -125,13 +125,13 @@ class LayerKind:
     expert_params: int = 0
     """Experts' weights and biases. transformers keeps them as one tensor per projection, which are not linear
     layers."""
-    stacked: tuple[Stacked, ...] = ()
+    expert_weights: tuple[StackedExpertWeight, ...] = ()
     """Those tensors, without the biases."""
     shared_width: int = 0
     """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
     router_params: int = 0
     """The router, where it is not a linear layer."""
-    linear_width: int = 0
+    linear_attention_width: int = 0
     """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
     norm_params: int = 0
     settings: str = ""
@@ -146,17 +146,17 @@ class LayerKind:
         return sum(linear.weights for linear in self.linears)
 
     @cached_property
-    def packable(self) -> tuple[int, ...]:
+    def packable_sizes(self) -> tuple[int, ...]:
         """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
-        stacks = tuple(one.weights for one in self.stacked if one.packs)
-        return tuple(linear.weights for linear in self.linears if linear.packs) + stacks
+        expert_sizes = tuple(one.weights for one in self.expert_weights if one.is_packable)
+        return tuple(linear.weights for linear in self.linears if linear.is_packable) + expert_sizes
 
     @cached_property
     def params(self) -> int:
         """All parameters of one block."""
-        rest = self.expert_params + self.router_params + self.norm_params + self.other_params
-        biases = sum(linear.outputs for linear in self.linears if linear.bias)
-        return self.linear_weights + biases + rest
+        others = self.expert_params + self.router_params + self.norm_params + self.other_params
+        biases = sum(linear.outputs for linear in self.linears if linear.has_bias)
+        return self.linear_weights + biases + others
 
 
 @dataclass(frozen=True)
@@ -183,25 +183,25 @@ class ModelShape:
     window: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
-    own_experts: bool = False
+    uses_custom_experts: bool = False
     """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
-    clamped_gate: bool = False
+    has_clamped_gate: bool = False
     """Experts gate as gpt-oss does: clamped, step by step."""
     routes_in_fp32: bool = False
     """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
     kernel_packages: tuple[str, ...] = ()
     """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
-    head_bias: bool = False
+    has_head_bias: bool = False
     norm: NormKind = "rms"
     norms_per_layer: int = 2
     """Norms over the hidden width in one block."""
-    qk_norm: bool = False
-    fused_qkv: bool = False
+    has_qk_norm: bool = False
+    has_fused_qkv: bool = False
     position_rows: int = 0
-    alibi: bool = False
+    uses_alibi: bool = False
     rotary_dim: int = 0
     """How much of a head is rotated; 0 without rotary positions."""
-    sinks: bool = False
+    has_attention_sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
     caps_logits: bool = False
@@ -209,48 +209,48 @@ class ModelShape:
     attention_dropout: float = 0.0
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
-    outer_linears: tuple[Linear, ...] = ()
+    outer_linears: tuple[LinearShape, ...] = ()
     """Linear layers outside the blocks, the output head left out."""
     outer_params: int = 0
     """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
-    own_logits: bool = False
+    has_custom_logits: bool = False
     """Its logits are more than its head's products, so that the loss is computed over whole ones."""
-    untrained: int = 0
+    untrained_params: int = 0
     """Of all parameters: those that a full training gives no gradient, by the class's own code."""
     buffer_bytes: int = 0
     """Bytes of what the class keeps beside its parameters, whole on every rank, in a dtype of its own: causal masks."""
-    buffer_numbers: int = 0
+    buffer_elements: int = 0
     """How many numbers it keeps so in the dtype of the weights: tables of positions."""
     stored_dtype: str | None = None
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
-    note: str = ""
+    source_note: str = ""
     """Where these shapes are from, if not from the table of families."""
-    text_only: str = ""
+    text_only_note: str = ""
     """What is to be said where only the language model of a larger class is trained."""
-    stored: str = ""
-    published: str = ""
+    storage_note: str = ""
+    published_note: str = ""
     """What its published files say of the parameters, where that is something else."""
-    adapters: AdapterPlaces | None = None
+    adapter_placement: AdapterPlacement | None = None
     """Where adapters go; None for a type of the table, whose `linears` tell."""
     can_checkpoint: bool = True
     has_fused_attention: bool = True
-    meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
 
-    def with_plain_experts(self) -> ModelShape:
+    def without_packed_experts(self) -> ModelShape:
         """The same with experts that stay in 16 bits."""
         kinds = (
-            replace(kind, stacked=tuple(replace(one, packs=False) for one in kind.stacked)) for kind in self.layers
+            replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights)) for kind in self.layers
         )
         return replace(self, layers=tuple(kinds))
 
     @cached_property
-    def common(self) -> LayerKind:
+    def commonest_kind(self) -> LayerKind:
         """The kind of most blocks."""
         return max(self.layers, key=lambda kind: kind.count)
 
     @cached_property
-    def linears(self) -> tuple[tuple[Linear, int], ...]:
+    def linears(self) -> tuple[tuple[LinearShape, int], ...]:
         """Every linear layer but the head, with how many of it the model has."""
         inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
         return inner + tuple((linear, 1) for linear in self.outer_linears)
@@ -258,16 +258,16 @@ class ModelShape:
     @property
     def has_sdpa(self) -> bool:
         """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
-        return self.has_fused_attention and self.attention_softcap is None and not self.sinks
+        return self.has_fused_attention and self.attention_softcap is None and not self.has_attention_sinks
 
     @property
     def rows_per_token(self) -> int:
         """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
         (modeling_llama4.py, Llama4TextMoe)."""
-        return self.num_experts if self.own_experts else self.experts_per_token
+        return self.num_experts if self.uses_custom_experts else self.experts_per_token
 
     @cached_property
-    def is_latent(self) -> bool:
+    def has_latent_attention(self) -> bool:
         """Whether keys and values are made from one narrow projection (DeepSeek's attention): of different widths."""
         return any(linear.name == "kv_b_proj" for linear, _ in self.linears)
 
@@ -282,19 +282,19 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @cached_property
-    def table_params(self) -> int:
+    def embedding_table_params(self) -> int:
         """Weights of the token embedding, and of an output head of its own."""
         return self.vocab_size * (self.embedding_width or self.hidden_size)
 
     @cached_property
     def embedding_params(self) -> int:
         """Parameters of the token (and learned position) embedding."""
-        return self.table_params + self.position_rows * self.hidden_size
+        return self.embedding_table_params + self.position_rows * self.hidden_size
 
     @cached_property
     def head_params(self) -> int:
         """Weights of an output head of its own; 0 where it is the embedding."""
-        return 0 if self.tied else self.table_params
+        return 0 if self.tied else self.embedding_table_params
 
     @cached_property
     def expert_params(self) -> int:
@@ -302,15 +302,15 @@ class ModelShape:
         return sum(kind.count * kind.expert_params for kind in self.layers)
 
     @cached_property
-    def packable(self) -> tuple[tuple[int, int], ...]:
+    def packable_sizes(self) -> tuple[tuple[int, int], ...]:
         """Elements of each matrix that qlora keeps in 4 bits, with how many of it the model has."""
-        inner = tuple((elements, kind.count) for kind in self.layers for elements in kind.packable)
+        inner = tuple((elements, kind.count) for kind in self.layers for elements in kind.packable_sizes)
         return inner + tuple((linear.weights, 1) for linear in self.outer_linears)
 
     @cached_property
     def packable_params(self) -> int:
         """Parameters that qlora keeps in 4 bits."""
-        return sum(count * elements for elements, count in self.packable)
+        return sum(count * elements for elements, count in self.packable_sizes)
 
     @cached_property
     def linear_params(self) -> int:
@@ -321,8 +321,8 @@ class ModelShape:
     def other_params(self) -> int:
         """Norms, biases, routers, attention sinks, and the last norm."""
         inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
-        outer = sum(linear.outputs for linear in self.outer_linears if linear.bias)
-        return inner + outer + self.outer_params + (self.vocab_size if self.head_bias else 0)
+        outer = sum(linear.outputs for linear in self.outer_linears if linear.has_bias)
+        return inner + outer + self.outer_params + (self.vocab_size if self.has_head_bias else 0)
 
     @cached_property
     def params(self) -> int:

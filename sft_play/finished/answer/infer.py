@@ -18,7 +18,7 @@ from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recogn
 from sft_play.data.sources.messages import Message, shown, unpacked, without_given
 from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
 from sft_play.errors import DataError
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
@@ -148,7 +148,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
     target holds answers to other prompts or of other weights."""
     prompts = read_prompts(source, run.config.data)
     # weights and not only the name: a run of the same name may have been trained again
-    digest = weights_facts(str(run.weights), None)["sha256"]
+    digest = base_weights_identity(str(run.weights), None)["sha256"]
     by = f"{run.folder.path.name} {str(digest)[:12]} max_new_tokens={max_new_tokens}"
     done = _answered(target, prompts, by)
     if done < len(prompts):

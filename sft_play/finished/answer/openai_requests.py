@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from transformers import StoppingCriteria
 
-from sft_play.facts.network import is_asked_from_here
+from sft_play.facts.network import is_local_request
 from sft_play.log import one_line
 
 # Stop texts of a request (OpenAI's own limit), and characters of one.
@@ -151,7 +151,7 @@ class Guard:
 
     def _refusal(self, headers: Headers) -> tuple[int, str]:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._names is not None and not is_asked_from_here(self._names, host, origin):
+        if self._names is not None and not is_local_request(self._names, host, origin):
             return 403, "this server answers this machine alone, and the request names another in Host or Origin"
         if "transfer-encoding" in headers:
             return 411, "the body has no length (Content-Length)"

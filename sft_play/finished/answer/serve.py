@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.facts.network import is_local, names_of
+from sft_play.facts.network import is_local, allowed_host_names
 from sft_play.finished.run import FinishedRun, Outcome, context_of, next_line
 from sft_play.log import one_line
 from sft_play.process.environment import for_another_run
@@ -138,7 +138,7 @@ class TransformersService:
 
         quiet_libraries()
         run, name = self._run, self._run.folder.path.name
-        app = openai_app(Responder(run), name, hosts=names_of(self._host))
+        app = openai_app(Responder(run), name, hosts=allowed_host_names(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate.eval_rows import EvalRows, eval_rows
 from sft_play.finished.evaluate.figures import (
@@ -139,7 +139,7 @@ def evaluate_run(
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
     figures, continued = eval_figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
     facts = {
-        "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
+        "by": {"weights": base_weights_identity(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
         "before": continued.name if continued else None,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.exit_codes import DO_NOT_SHIP, KINDS
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
@@ -96,7 +96,7 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sample": {"version": VERSION, "sha256": sample.sha256},
-        "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
+        "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
         "base": (run.manifest.get("data") or {}).get("weights"),
         "before": continued.name if continued else None,
         "versions": versions(),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
@@ -117,7 +117,7 @@ def merge_run(
         seal(building)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
-        adapter = weights_facts(str(run.weights), None)["sha256"]
+        adapter = base_weights_identity(str(run.weights), None)["sha256"]
         made_of = {"base": adapted.base, "dtype": short, "adapter_sha256": adapter, "test": None}
         write_json(building / MERGE_FILE, made_of)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))

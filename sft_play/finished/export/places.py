@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.models.architecture import weights_facts
+from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_sealed
@@ -57,7 +57,7 @@ def merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED
     # the run is trained again where it is resumed
-    is_of_run = merge_record(folder).get("adapter_sha256") == weights_facts(str(run.weights), None)["sha256"]
+    is_of_run = merge_record(folder).get("adapter_sha256") == base_weights_identity(str(run.weights), None)["sha256"]
     return folder if is_of_run and (folder / "config.json").is_file() else None
 
 

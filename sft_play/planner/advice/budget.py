@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.gpus.gpu_catalog import Price
-from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.planner.plan import Plan
 from sft_play.units import duration_of
 
@@ -121,7 +121,7 @@ def budget_of(
     offers, too_small = [], []
     for price, count in prices:
         name = f"{count}x{price.gpu}"
-        machine = replace(named(name), price_per_gpu_hour=price.usd)
+        machine = replace(parse_hardware(name), price_per_gpu_hour=price.usd)
         try:
             made = plan(machine)
         except SftPlayError:  # the batch does not split over that many GPUs, or the model is beyond fp16
@@ -129,7 +129,7 @@ def budget_of(
         if made is None or (offer := offer_of(name, made)) is None:
             too_small.append(name)
             continue
-        of = price.of
+        of = price.price_list
         offers.append(replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address))
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
     return Budget(usd, tuple(offers), tuple(too_small), today)

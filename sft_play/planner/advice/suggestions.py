@@ -15,10 +15,10 @@ from typing import Any
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, gpus_by_memory
-from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.installed import LIGER
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find_gpus, suggested_gpus
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.installed import LIGER_PACKAGE
+from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.what_if import largest, largest_that_fits
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
 from sft_play.planner.kernels import REPLACED
@@ -140,7 +140,7 @@ def _by_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
     if isinstance(name, str):
         setting = f"model.name={name}"
         config = _apply(request.config, setting)
-        plan = make_plan(replace(request, config=config, shape=asked_shape(config, shape_of(name))))
+        plan = make_plan(replace(request, config=config, shape=asked_shape(config, load_model_shape(name))))
         yield _way(setting, plan.choice, setting=setting)
 
 
@@ -170,7 +170,7 @@ def _changes(request: PlanRequest) -> list[str]:
         wishes.append("eval.batch_size=auto")
     if config.model.attn_implementation == "eager":
         wishes.append("model.attn_implementation=auto")
-    if config.train.kernels == "auto" and LIGER not in request.without and request.shape.model_type in REPLACED:
+    if config.train.kernels == "auto" and LIGER_PACKAGE not in request.without and request.shape.model_type in REPLACED:
         wishes += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
     if config.model.max_seq_len > LENGTH_STEP:
         wishes.append(f"model.max_seq_len={_longest(request)}")
@@ -233,7 +233,7 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
     # capability: the largest memory that is known to be too small for it
     needed: dict[object, int] = {}
-    larger = [entry for entry in gpus_by_memory() if entry.memory_bytes > present]
+    larger = [entry for entry in suggested_gpus() if entry.memory_bytes > present]
     for entry in larger:
         # a job's need depends only on a GPU's capability: one that is too small rules out all that are not larger
         if entry.memory_bytes <= needed.get(entry.capability, 0):
@@ -264,7 +264,7 @@ def _with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
 
 
 def _with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
-    like = named(f"1x{entry.name}")
+    like = parse_hardware(f"1x{entry.name}")
     return replace(_with_gpus(hardware, like.gpus[0], count), link_bytes_per_s=like.link_bytes_per_s)
 
 
@@ -285,7 +285,7 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 def _name_of(machine: Hardware) -> str:
     gpu = machine.gpus[0]
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
-    entry = next(iter(find(name)), None)
+    entry = next(iter(find_gpus(name)), None)
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
     text = f"{nodes}{machine.gpus_per_node}x{name}"
     if entry is None or abs(entry.memory_bytes - gpu.total_bytes) > 0.05 * gpu.total_bytes:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.models.architecture import KNOWN_MODELS, config_json, refuse_quantised, shape_of
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json, refuse_quantised, load_model_shape
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, effective_batch
@@ -176,8 +176,8 @@ def _model(request: PlanRequest) -> Largest:
     config, shapes = request.config, dict[int, ModelShape]()
     for name in KNOWN_MODELS:
         try:
-            shape = asked_shape(config, shape_of(name))
-            refuse_quantised(config_json(name), name=name, mode=config.tuning.mode)
+            shape = asked_shape(config, load_model_shape(name))
+            refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
             check_targets(config, shape)
             choose_precision(config, request.hardware, shape)
         except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range

@@ -341,7 +341,7 @@ def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layou
 def margin_of(walk: Walk) -> Margin:
     """The margin of a setting: the largest of its classes."""
     config, shape, step, layout = walk.config, walk.shape, walk.step, walk.step.layout
-    own_experts = shape.own_experts or any(kind.num_experts and not kind.stacked for kind in shape.layers)
+    own_experts = shape.uses_custom_experts or any(kind.num_experts and not kind.expert_weights for kind in shape.layers)
     applies: dict[MarginClass, bool] = {
         "measured": True,
         "quantised": walk.nf4,
@@ -350,7 +350,7 @@ def margin_of(walk: Walk) -> Margin:
         "eager": step.attention == "eager",
         "foreach": walk.full and config.train.optim == "adamw_torch",
         "several_gpus": layout.ranks > 1,
-        "measured_blocks": shape.meter is not None,
+        "measured_blocks": shape.block_meter is not None,
         "own_kernels": bool(shape.kernel_packages),
         "shared_rows": layout.context_parallel > 1,
         "unseen": own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,

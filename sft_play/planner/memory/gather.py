@@ -87,7 +87,7 @@ def gathering(
     """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
     fields. Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's."""
     kinds = [_block(kind, width=width, nf4=nf4, lora=lora) // parts for kind in shape.layers]
-    table = width * shape.table_params
+    table = width * shape.embedding_table_params
     return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)
 
 
@@ -95,8 +95,8 @@ def _block(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -
     adapters = 0 if lora is None else width * adapters_of(kind, lora)
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(packed_bytes(elements) for elements in kind.packable)  # constants are whole on every rank already
-    return packed + width * (kind.params - sum(kind.packable)) + adapters
+    packed = sum(packed_bytes(elements) for elements in kind.packable_sizes)  # constants are whole on every rank already
+    return packed + width * (kind.params - sum(kind.packable_sizes)) + adapters
 
 
 def zero_buckets(

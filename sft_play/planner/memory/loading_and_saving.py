@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sft_play.facts.models.model_shape import Stacked
+from sft_play.facts.models.model_shape import StackedExpertWeight
 from sft_play.planner.memory.model_states import (
     adapters_of,
     large_tensors,
@@ -37,7 +37,7 @@ def loading_terms(walk: Walk) -> Terms:
         cut = parts.weights + parts.adapters
         return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
     # embeddings that grow are copied
-    grown = walk.loaded.weights * walk.shape.table_params if walk.config.model.add_tokens else 0
+    grown = walk.loaded.weights * walk.shape.embedding_table_params if walk.config.model.add_tokens else 0
     if not walk.nf4:
         passing = walk.loaded.weights * largest_tensor(walk.shape) if layout.shards_params else 0
         if not layout.shards_params:  # parts of a stack, beside all that is loaded
@@ -63,8 +63,8 @@ def _started(walk: Walk) -> int:
     return (4 + (2 * walk.loaded.weights if walk.nf4 else 0)) * max(adapted, default=0)
 
 
-def _stacked(walk: Walk) -> list[Stacked]:
-    return [one for kind in walk.shape.layers for one in kind.stacked if one.packs or not walk.nf4]
+def _stacked(walk: Walk) -> list[StackedExpertWeight]:
+    return [one for kind in walk.shape.layers for one in kind.expert_weights if one.is_packable or not walk.nf4]
 
 
 def _largest_unit(walk: Walk) -> int:
@@ -73,10 +73,10 @@ def _largest_unit(walk: Walk) -> int:
     width = 4 if walk.full and walk.loaded.autocast is not None else walk.loaded.weights
     adapters = 4 if walk.loaded.autocast is not None and not walk.nf4 else walk.loaded.adapters
     lora = walk.config.tuning.lora
-    units_bytes = [width * walk.shape.table_params]
+    units_bytes = [width * walk.shape.embedding_table_params]
     for kind in walk.shape.layers:
-        packed = sum(nf4_bytes(elements) for elements in kind.packable) if walk.nf4 else 0
-        plain = width * (kind.params - (sum(kind.packable) if walk.nf4 else 0))
+        packed = sum(nf4_bytes(elements) for elements in kind.packable_sizes) if walk.nf4 else 0
+        plain = width * (kind.params - (sum(kind.packable_sizes) if walk.nf4 else 0))
         beside = 0 if walk.full else adapters_of(kind, lora)
         units_bytes.append(packed + plain + adapters * beside)
     return max(units_bytes)
@@ -148,7 +148,7 @@ class Saving:
 def saving_of(walk: Walk) -> Saving:
     """How checkpoints are written: sharded where FSDP divides full states that are too large for one process."""
     layout, parameters = walk.step.layout, walk.trained
-    untrained = walk.shape.untrained if walk.full else 0  # saved with the rest
+    untrained = walk.shape.untrained_params if walk.full else 0  # saved with the rest
     alone = min((parameters.params + untrained) * parameters.width, SAVE_SHARD_BYTES)
     paged = paged_bytes(walk.config.train.optim, walk.shape, parameters)
     if layout.is_zero:

@@ -65,12 +65,12 @@ def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
 
 def walk_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Walk:
     """The walk of this step."""
-    kind = Walk if shape.meter is None else MeasuredWalk
+    kind = Walk if shape.block_meter is None else MeasuredWalk
     return kind(config, shape, precision, step)
 
 
 class MeasuredWalk(Walk):
-    """A walk whose blocks, and what is live around them, are those that `ModelShape.meter` measures."""
+    """A walk whose blocks, and what is live around them, are those that `ModelShape.block_meter` measures."""
 
     @property
     def on_cpu(self) -> bool:
@@ -105,7 +105,7 @@ class MeasuredWalk(Walk):
         found = self._measured(self._way(self.shape.num_layers - 1) if grad else "evaluated", batch)
         usual = super()._head(batch, grad=grad)
         # a few tokens do not show how many it takes at once, and only the class's own loss was run
-        if found.on_cpu or (self.step.loss == "logits") != self.shape.own_logits:
+        if found.on_cpu or (self.step.loss == "logits") != self.shape.has_custom_logits:
             return usual
         if not found.ends:
             return replace(found.tail, kept=usual.kept)
@@ -129,9 +129,9 @@ class MeasuredWalk(Walk):
         return found.layers[self.shape.layer_order[layer]] if layer else found.first
 
     def _measured(self, way: Way, batch: int) -> MeasuredPass:
-        assert self.shape.meter is not None
+        assert self.shape.block_meter is not None
         if (way, batch) not in self._passes:
-            self._passes[way, batch] = self.shape.meter(
+            self._passes[way, batch] = self.shape.block_meter(
                 self.config, self.shape, self.precision, self.step, self.numbers, way, batch,
                 accumulates=self._accumulating(),
             )  # fmt: skip

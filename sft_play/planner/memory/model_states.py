@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import BITSANDBYTES, LoraConfig, RunConfig
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, Stacked
+from sft_play.facts.models.model_shape import LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles, stacked_adapter
 from sft_play.planner.memory.tape import rest_of_segment
@@ -43,12 +43,12 @@ def packed_bytes(elements: int) -> int:
 
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     """Elements, count and whether qlora packs it, of the tensors that can be large: matrices, embedding, head."""
-    for elements, count in shape.packable:
+    for elements, count in shape.packable_sizes:
         yield elements, count, True
     for linear, count in shape.linears:
-        if not linear.packs:
+        if not linear.is_packable:
             yield linear.weights, count, False
-    yield shape.table_params, 1 if shape.tied else 2, False
+    yield shape.embedding_table_params, 1 if shape.tied else 2, False
 
 
 def largest_tensor(shape: ModelShape) -> int:
@@ -58,7 +58,7 @@ def largest_tensor(shape: ModelShape) -> int:
 
 def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
     """The weights as loaded, `width` bytes each; in NF4 the linear layers and experts."""
-    packed = sum(count * nf4_bytes(elements) for elements, count in shape.packable)
+    packed = sum(count * nf4_bytes(elements) for elements, count in shape.packable_sizes)
     rests = sum(
         count * rest_of_segment(elements // 2 if nf4 and packs else width * elements)
         for elements, count, packs in large_tensors(shape)
@@ -74,18 +74,18 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 
 def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
     """The same for one block."""
-    return sum(rows * columns for rows, columns in _factors_on(kind.linears, kind.stacked, lora))
+    return sum(rows * columns for rows, columns in _factors_on(kind.linears, kind.expert_weights, lora))
 
 
 def _factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
     for linears, stacks, count in (
         (shape.outer_linears, (), 1),
-        *((k.linears, k.stacked, k.count) for k in shape.layers),
+        *((k.linears, k.expert_weights, k.count) for k in shape.layers),
     ):
         yield from ((*sides, count) for sides in _factors_on(linears, stacks, lora))
 
 
-def _factors_on(linears: Sequence[Linear], stacks: Sequence[Stacked], lora: LoraConfig) -> Iterator[tuple[int, int]]:
+def _factors_on(linears: Sequence[LinearShape], stacks: Sequence[StackedExpertWeight], lora: LoraConfig) -> Iterator[tuple[int, int]]:
     for linear in linears:
         if is_target(linear, lora.target_modules):
             yield from ((lora.rank, linear.inputs), (linear.outputs, lora.rank))
@@ -129,7 +129,7 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     if config.tuning.mode == "full":
         sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         return Trained(
-            shape.params - shape.untrained, widths.weights,
+            shape.params - shape.untrained_params, widths.weights,
             embedding=True, head=True, states=widths.states or widths.weights,
             small=shape.other_params, largest=largest_tensor(shape),
             sides=sides + (1 if shape.tied else 2) * table + shape.other_params,
@@ -137,15 +137,15 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
-    whole = adapter_params(shape, lora) + shape.table_params * (embedding + head)
+    whole = adapter_params(shape, lora) + shape.embedding_table_params * (embedding + head)
     tables = 1 if shape.tied and not (embedding or head) else 2 - embedding - head
-    rows = len(config.model.add_tokens) * tables * (shape.table_params // shape.vocab_size)
+    rows = len(config.model.add_tokens) * tables * (shape.embedding_table_params // shape.vocab_size)
     factors = list(_factors(shape, lora))
     sizes = [(one * other, count) for one, other, count in factors]
     return Trained(
         whole + rows, widths.adapters, embedding, head, widths.adapters, rows,
         small=sum(size * count for size, count in sizes if size < PAGED_FROM),
-        largest=max([size for size, _ in sizes] + [shape.table_params] * (embedding or head), default=0),
+        largest=max([size for size, _ in sizes] + [shape.embedding_table_params] * (embedding or head), default=0),
         sides=sum((one + other) * count for one, other, count in factors) + table * (embedding + head),
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full:
         return bitsandbytes_states(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.sides
-    rests = _rests(shape, parameters.states) if full and parameters.params == shape.params - shape.untrained else 0
+    rests = _rests(shape, parameters.states) if full and parameters.params == shape.params - shape.untrained_params else 0
     second = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
     return 2 * (parameters.states * parameters.params + rests) - parameters.states * second
 
@@ -218,7 +218,7 @@ class Resident:
 def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
     """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
     without = _resident(config, shape, widths, layout)
-    buffers = shape.buffer_bytes + widths.weights * shape.buffer_numbers
+    buffers = shape.buffer_bytes + widths.weights * shape.buffer_elements
     return replace(without, weights=without.weights + buffers)
 
 
@@ -226,7 +226,7 @@ def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Lay
     mode, optim = config.tuning.mode, config.train.optim
     full, nf4 = mode == "full", mode == "qlora"
     own = trained(config, shape, widths)
-    frozen = widths.weights * shape.untrained if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
+    frozen = widths.weights * shape.untrained_params if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
@@ -304,7 +304,7 @@ def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 
 def _nf4_constants(shape: ModelShape) -> int:
     """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so are never sharded."""
-    return sum(count * (nf4_bytes(elements) - packed_bytes(elements)) for elements, count in shape.packable)
+    return sum(count * (nf4_bytes(elements) - packed_bytes(elements)) for elements, count in shape.packable_sizes)
 
 
 def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:

@@ -150,7 +150,7 @@ class Walk:
             return self._known_specs[padded, packed]
         step, tuning = self.step, self.config.tuning
         lora, experts = tuning.lora, planned_experts(self.config, self.shape, self.precision)
-        in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
+        in_turn = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
         alike: dict[str, Any] = {
             "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
             "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
@@ -241,7 +241,7 @@ class Walk:
 
     def _table(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
-        return self.shape.table_params * self.width if self._rows("inputs") else 0
+        return self.shape.embedding_table_params * self.width if self._rows("inputs") else 0
 
     def _head(self, batch: int, *, grad: bool) -> LayerBytes:
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
@@ -330,7 +330,7 @@ class Walk:
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
             # the token embedding is the largest: fp32 where it trains under FSDP2
-            gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
+            gathered = 2 * self.shape.embedding_table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
             yield self._at("saving", self._between(), 0, gather_buffers=gathered)
 
     @cached_property
@@ -391,7 +391,7 @@ class Walk:
         if self.shape.tied and gathering:
             new = head.gradients
         elif self.shape.tied and self.full and self.adds_up:
-            new = self.shape.table_params * self.numbers.weights
+            new = self.shape.embedding_table_params * self.numbers.weights
         done = self._older_gradients() + new
         for layer, block in reversed(list(enumerate(self.layers))):
             yield self._at(
@@ -410,7 +410,7 @@ class Walk:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
         width = self.numbers.weights if self.full else self.numbers.adapters
-        dense = self.shape.table_params * width if self.trained.embedding else self._table()
+        dense = self.shape.embedding_table_params * width if self.trained.embedding else self._table()
         done = max(self.resident.gradients, self.whole_gradients)
         if self.gathering:
             before = done - (0 if self.adds_up else self._kept_of(dense))

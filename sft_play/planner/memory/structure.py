@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.models.families import why_no_adapter
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, NormKind, Stacked
+from sft_play.facts.models.families import no_adapter_reason
+from sft_play.facts.models.model_shape import LayerKind, LinearShape, ModelShape, NormKind, StackedExpertWeight
 from sft_play.log import one_line
 from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
@@ -121,17 +121,17 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
 def asked_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     """A model's shapes as the run changes them: rows of new tokens, experts that stay in 16 bits."""
     if config.tuning.quantize_experts is False:
-        shape = shape.with_plain_experts()
+        shape = shape.without_packed_experts()
     # some models have spare rows, which the tokenizer alone knows
     return replace(shape, vocab_size=shape.vocab_size + len(config.model.add_tokens))
 
 
-def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
+def is_target(linear: LinearShape, targets: tuple[str, ...] | Literal["auto"]) -> bool:
     """Whether a linear layer gets an adapter."""
     return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))
 
 
-def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
+def stacked_adapter(stacked: StackedExpertWeight, lora: LoraConfig) -> int:
     """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
     targets = lora.adapted_parameters
     chosen = targets == "auto" or any(stacked.matches(target) for target in targets)
@@ -200,22 +200,22 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         ),
         norm=shape.norm,
         norm_after=norms >= 4,
-        qk_norm=shape.qk_norm,
+        qk_norm=shape.has_qk_norm,
         rotary=shape.rotary_dim / max(1, shape.head_dim),
-        rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.fused_qkv and shape.rotary_dim > 0),
+        rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.has_fused_qkv and shape.rotary_dim > 0),
         attention_dropout=shape.attention_dropout,
         softcap=shape.attention_softcap is not None,
-        sinks=shape.sinks,
+        sinks=shape.has_attention_sinks,
         experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
-        expert_weights=tuple((one.weights, 0 if full else stacked_adapter(one, lora)) for one in kind.stacked),
+        expert_weights=tuple((one.weights, 0 if full else stacked_adapter(one, lora)) for one in kind.expert_weights),
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
-        clamped_gate=shape.clamped_gate,
+        clamped_gate=shape.has_clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
         full=full,
         nf4=mode == "qlora",
-        nf4_experts=mode == "qlora" and all(one.packs for one in kind.stacked),
+        nf4_experts=mode == "qlora" and all(one.is_packable for one in kind.expert_weights),
     )
 
 
@@ -224,9 +224,9 @@ _ATTENTION = {4: "qkvo", 2: ("qkv", "o")}
 _MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 
 
-def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
+def roles(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape]:
     """The linear layers of a block of the table by role; none of a class that is measured."""
-    if shape.adapters is not None:
+    if shape.adapter_placement is not None:
         return {}
     attention = [linear for linear in kind.linears if linear.is_attention]
     rest = [linear for linear in kind.linears if not linear.is_attention]
@@ -247,7 +247,7 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     )
 
 
-AnyLinear = TypeVar("AnyLinear", Linear, LinearSpec)
+AnyLinear = TypeVar("AnyLinear", LinearShape, LinearSpec)
 
 
 def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
@@ -279,7 +279,7 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
 
 def _check_experts(config: RunConfig, shape: ModelShape) -> None:
     tuning, lora = config.tuning, config.tuning.lora
-    stacked = [one for kind in shape.layers for one in kind.stacked]
+    stacked = [one for kind in shape.layers for one in kind.expert_weights]
     wanted = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
     asked = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(wanted)
@@ -296,9 +296,9 @@ def _why_none(target: str, shape: ModelShape, names: list[str]) -> str:
     why = None
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
-    if shape.adapters is not None:
-        why = next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
+    if shape.adapter_placement is not None:
+        why = next((why for path, why in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
     elif any(linear.matches(target) for linear, _ in shape.linears):
-        why = why_no_adapter(shape.model_type, target.rpartition(".")[2])
+        why = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
     near = did_you_mean(target, names)
     return f": {why}" if why else f" matches nothing{f' ({near})' if near else ''}"

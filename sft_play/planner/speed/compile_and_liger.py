@@ -88,7 +88,7 @@ def saved_bytes(shape: ModelShape, replaced: Replaced, *, e: int, again: float) 
         heads = shape.q_width + shape.kv_width if attends else 0
         normed = shape.norms_per_layer * shape.hidden_size
         # norms of heads are replaced only where the package's function for the class does so
-        normed += heads if shape.qk_norm and replaced.head_norms else 0
+        normed += heads if shape.has_qk_norm and replaced.head_norms else 0
         rotated = heads * shape.rotary_dim // max(1, shape.head_dim) if replaced.rotation else 0
         gated = kind.mlp_width if replaced.gate else 0
         # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
@@ -102,6 +102,6 @@ def saved_starts_s(shape: ModelShape, replaced: Replaced, *, again: float) -> fl
     total = 0.0
     for kind in shape.layers:
         attends = kind.attention != "none"
-        norms = shape.norms_per_layer + (2 if attends and shape.qk_norm and replaced.head_norms else 0)
+        norms = shape.norms_per_layer + (2 if attends and shape.has_qk_norm and replaced.head_norms else 0)
         total += kind.count * (norms * NORM_START_S + (ROTATION_START_S if attends and replaced.rotation else 0.0))
     return total * (1 + again / 2)

@@ -16,9 +16,9 @@ from functools import cached_property
 from statistics import NormalDist
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.kernels import planned_experts, planned_kernels
 from sft_play.planner.memory.model_states import adapter_params
@@ -148,7 +148,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
         rate = CPU_CORE_RATE * hardware.cpu_cores
         return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, known=False, share=1.0)
     gpus = hardware.gpus
-    peaks = [gpu.rate(precision.compute) for gpu in gpus]
+    peaks = [gpu.flops(precision.compute) for gpu in gpus]
     bandwidths = [gpu.bandwidth for gpu in gpus]
     matrix = min((rate for rate in peaks if rate), default=0.0)
     bandwidth = min((value for value in bandwidths if value), default=0.0)
@@ -156,7 +156,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
     attentions = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
-    link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find(gpus[0].name.split(" MIG ")[0])]
+    link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_gpus(gpus[0].name.split(" MIG ")[0])]
     is_pcie = link is None or link <= max(slots, default=PCIE_FASTEST)
     return Rates(
         matrix or NOMINAL_RATE,
@@ -281,14 +281,14 @@ class _Roofline:
         """Seconds of a pass that faster code would save; a CPU runs linear attention in one way only."""
         shape, passes, seconds = self.shape, 2.0 + self.again, {}
         chosen = planned_experts(self.config, shape, self.precision)
-        if chosen is not None and chosen.name == "eager" and not shape.own_experts:
+        if chosen is not None and chosen.name == "eager" and not shape.uses_custom_experts:
             starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
             whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
             gradients = self._moving(EXPERT_GRADIENT_PASSES * BYTES[self.precision.load] * whole)
             seconds[EXPERTS_PART] = starts + (gradients if self.config.tuning.mode == "full" else 0.0)
-        lacks = LINEAR_ATTENTION in self.rates.without and LINEAR_ATTENTION in shape.kernel_packages
+        lacks = LINEAR_ATTENTION_PACKAGE in self.rates.without and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
         if lacks and self.step.capability is not None:
-            channels = sum(kind.count * kind.linear_width for kind in shape.layers)
+            channels = sum(kind.count * kind.linear_attention_width for kind in shape.layers)
             seconds[LINEAR_PART] = self._moving(LINEAR_ATTENTION_BYTES * channels * places * passes)
         return seconds
 
@@ -327,7 +327,7 @@ class _Roofline:
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
         per_token = max(STILL_MOVED * per_token, per_token - saved)
         if self.config.tuning.mode != "full":
-            inputs = sum(linear.inputs + linear.outputs for linear in shape.common.linears)
+            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
             shared = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
             # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
             per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shared else 4)

@@ -103,7 +103,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
         # norm and head, with the embedding where it is tied) stays gathered from the forward to the backward pass
         width = BYTES[chosen.gathered]
-        gathered = 2 * _weights(config, shape, width) - width * shape.table_params
+        gathered = 2 * _weights(config, shape, width) - width * shape.embedding_table_params
     else:
         gathered = _zero3_gathered(config, shape, precision, step)
     weights = Collective(
@@ -141,6 +141,6 @@ def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, 
     again = step.recomputed(layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
-    blocks = counted - (1 if shape.tied else 2) * shape.table_params
+    blocks = counted - (1 if shape.tied else 2) * shape.embedding_table_params
     thrice = max(0.0, blocks - layers * ZERO_REUSE_PARAMS / 2) / counted
     return whole * (2 - kept + again * thrice)

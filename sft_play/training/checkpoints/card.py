@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import settings_of
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME
@@ -133,7 +133,7 @@ def base_of(config: RunConfig) -> Base:
     name = config.model.name
     if name == BASE_NAME:
         return Base(name, False, {})
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is None:
         return Base(name, True, _license_of(name))
     settings = read_json(folder / "config.json")

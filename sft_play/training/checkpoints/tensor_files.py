@@ -19,8 +19,8 @@ from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder
-from sft_play.facts.models.config_fields import quantisation_of
+from sft_play.facts.models.architecture import find_model_folder
+from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 from sft_play.runs.files import read_json
@@ -51,7 +51,7 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
             read = partial(tensors.get_tensor, name)
             opened[name] = FileTensor(file, tuple(part.get_shape()), str(part.get_dtype()), read)
     config = read_json(folder / "config.json")
-    method, fields = quantisation_of(config)
+    method, fields = dequantisable_method(config)
     if method == "mxfp4":
         return dict(_mxfp4(opened))
     if method == "fp8":
@@ -72,7 +72,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def base_files(name: str, *, revision: str | None) -> Path:
     """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot be fetched."""
-    folder = local_folder(name)
+    folder = find_model_folder(name)
     if folder is not None:
         return folder
     from huggingface_hub import snapshot_download

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
-from sft_play.facts.installed import remembered
-from sft_play.facts.models.families import FAMILIES, why_no_adapter
-from sft_play.facts.models.model_shape import AdapterPlaces
+from sft_play.facts.installed import load_or_measure
+from sft_play.facts.models.families import MODEL_FAMILIES, no_adapter_reason
+from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.log import one_line
 from sft_play.training.class_checks.small_model import (
     MOST_PARAMETERS,
@@ -71,26 +71,26 @@ def output_head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlaces, frozenset[str]]:
+def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
     """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none. Raises
     ModelError: tokens of its class see those after them."""
     kind, layers = str(model.config.model_type), list(linear_layers(model))
     failed, untried = dict[str, str](), ""
-    if kind not in FAMILIES:
+    if kind not in MODEL_FAMILIES:
         try:
             failed = dict(_tried(model.config, try_out, trust_remote_code))
             if ahead := failed.pop(_EVERY_LAYER, ""):
                 raise ModelError(f"model_type {one_line(kind)}: {ahead}; take a causal language model")
         except _Untried as why:
             failed, untried = read_past(model), str(why)
-    recorded = {any_number(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
+    recorded = {any_number(layer): no_adapter_reason(kind, layer.rpartition(".")[2]) for layer in layers}
     failed |= {pattern: why for pattern, why in recorded.items() if why}
     lost = frozenset(layer for layer in layers if any_number(layer) in failed)
     modules = [name for name, _ in model.named_modules() if name]
     targets = shortest([layer for layer in layers if layer not in lost], modules)
     there = {any_number(layer) for layer in lost}
     reasons = sorted((pattern, why) for pattern, why in failed.items() if pattern in there)
-    return AdapterPlaces(tuple(targets), tuple(reasons), untried), lost
+    return AdapterPlacement(tuple(targets), tuple(reasons), untried), lost
 
 
 def any_number(path: str) -> str:
@@ -143,7 +143,7 @@ def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
 def _shown(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """What a trial shows; nothing of the table's classes, nor where no small model computes."""
     try:
-        return {} if str(hf_config.model_type) in FAMILIES else _tried(hf_config, trial, trust_remote_code)
+        return {} if str(hf_config.model_type) in MODEL_FAMILIES else _tried(hf_config, trial, trust_remote_code)
     except _Untried:
         return {}
 
@@ -221,7 +221,7 @@ def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
             raise _Untried(f"{kind_of(hf_config)} could not be tried: {problem}")
         return found
 
-    found: dict[str, str] = remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code)
+    found: dict[str, str] = load_or_measure("adapters", decides, _FOUND, tried, cacheable=not trust_remote_code)
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.installed import LIGER
+from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.log import one_line
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
@@ -107,7 +107,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 
 def _problem(plan: Plan) -> str | None:
     if importlib.util.find_spec(PACKAGE) is None:
-        return f"{LIGER} is not installed here (pip install {LIGER}=={LIGER_VERSION})"
+        return f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"
     if plan.choice.layout.tensor_parallel > 1:

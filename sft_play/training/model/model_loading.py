@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import waiting
@@ -88,7 +88,7 @@ def read_model(
     except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        folder = local_folder(config.model.name)
+        folder = find_model_folder(config.model.name)
         files = sorted(item.name for item in folder.iterdir()) if folder is not None else []
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
         if pickled:

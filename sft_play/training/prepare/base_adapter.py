@@ -14,7 +14,7 @@ from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, run_of
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import digest_of
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder, weights_facts
+from sft_play.facts.models.architecture import find_model_folder, base_weights_identity
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
@@ -83,12 +83,12 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
     """By digest where both are files here, else by name."""
-    name, now = config.model.name, weights_facts(config.model.name, model_spec.hf_config)["sha256"]
+    name, now = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
     said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     theirs, was = str(recorded.get("path") or said or ""), recorded.get("sha256")
-    is_local = local_folder(name) is not None
+    is_local = find_model_folder(name) is not None
     if not recorded and is_local and Path(theirs).is_dir():
-        was = weights_facts(theirs, None)["sha256"]
+        was = base_weights_identity(theirs, None)["sha256"]
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and was is not None and len(str(was)) == len(str(now)):
         if was != now:

@@ -13,7 +13,7 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
-from sft_play.facts.gpus.unusable_accelerators import ON_CPU, torch_is_blind
+from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, explain_unusable_torch
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
@@ -35,10 +35,10 @@ def check_device(plan: Plan, config: RunConfig) -> None:
             torch.cuda.init()
         except Exception as error:  # the exception's type differs between builds
             reason = str(error)
-        raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
+        raise HardwareError(explain_unusable_torch(plan.hardware.gpus[0].name, reason))
     if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
-        raise HardwareError(f"torch sees an accelerator ({found}) that no run is planned for (make gpu-info): {ON_CPU}")
+        raise HardwareError(f"torch sees an accelerator ({found}) that no run is planned for (make gpu-info): {CPU_HINT}")
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.config_fields import ALIASES, EXPERT_COUNTS
+from sft_play.facts.models.config_fields import FIELD_ALIASES, EXPERT_COUNT_FIELDS
 from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
 from sft_play.training.class_checks.small_model import on_small_model, small_model
@@ -72,7 +72,7 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
             hf_config.output_router_logits = False
         return []
-    for name, others in (("num_experts", EXPERT_COUNTS), ("num_experts_per_tok", ALIASES["num_experts_per_tok"])):
+    for name, others in (("num_experts", EXPERT_COUNT_FIELDS), ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"])):
         given = next((other for other in others if isinstance(getattr(hf_config, other, None), int)), None)
         if not hasattr(hf_config, name) and given is not None:
             kind.attribute_map = {**kind.attribute_map, name: kind.attribute_map.get(given, given)}

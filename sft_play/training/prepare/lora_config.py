@@ -33,7 +33,7 @@ def peft_config_of(
     lora = config.tuning.lora
     places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
-    targets = places.given(lora.target_modules)
+    targets = places.resolve_targets(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_saved(config, skeleton)
@@ -43,7 +43,7 @@ def peft_config_of(
     if stacked:
         kinds = sorted({name.rpartition(".")[2] for name in stacked})
         notes.append(f"Adapters: one on {' and '.join(kinds)} of every expert (tuning.lora.target_parameters)")
-    notes += [f"Adapters: {words}" for words in places.words]
+    notes += [f"Adapters: {words}" for words in places.notes]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,

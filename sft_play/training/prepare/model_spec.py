@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import wants_packing
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder, refuse_quantised, stored_words
-from sft_play.facts.models.config_fields import quantisation_of
+from sft_play.facts.models.architecture import find_model_folder, refuse_quantised, quantised_storage_note
+from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
 from sft_play.planner.attention import attention_of, is_hub_kernel, require_package
 from sft_play.planner.kernels import Experts
@@ -156,12 +156,12 @@ def build_model_spec(
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
     fields = whole.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
-    if quantisation_of(fields)[0] is None:
+    if dequantisable_method(fields)[0] is None:
         return []
     for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return [f"Model: {stored_words(fields, config.tuning.mode)}"]
+    return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
 
 
 def _trained(
@@ -235,7 +235,7 @@ def lost_in_peft(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
 
 def location(config: RunConfig) -> str:
     """The model's folder, or its name on the hub."""
-    return str(local_folder(config.model.name) or config.model.name)
+    return str(find_model_folder(config.model.name) or config.model.name)
 
 
 def _whole_config(config: RunConfig) -> Any:
@@ -248,7 +248,7 @@ def _whole_config(config: RunConfig) -> Any:
 
 def _names_of(config: RunConfig) -> set[str]:
     """Names of the tensors in the base's files; empty where they cannot be read, which loading words."""
-    folder = local_folder(config.model.name)
+    folder = find_model_folder(config.model.name)
     try:
         if folder is not None:
             return set(tensors_in(folder))

@@ -18,8 +18,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import BackendError, ConfigError, in_stage
-from sft_play.facts.installed import COMPUTING
-from sft_play.facts.models.architecture import check_available, weights_facts
+from sft_play.facts.installed import COMPUTE_PACKAGES
+from sft_play.facts.models.architecture import require_available_model, base_weights_identity
 from sft_play.log import one_line
 from sft_play.runs.manifest import versions
 from sft_play.training.class_checks.kernels import check_kernels
@@ -76,7 +76,7 @@ def prepare(job: RunJob) -> Prepared:
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
-        check_available(config.model.name, revision=config.model.revision)
+        require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
         _log(tokenizer.notes)
@@ -188,7 +188,7 @@ def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[st
             if split is not None:
                 files.setdefault(name, {})["report"] = split.report.as_json()
         facts |= {f"{stage}{name}": fact for name, fact in files.items()}
-        facts["weights"] = weights_facts(part.loaded.config.model.name, one.model_spec.hf_config)
+        facts["weights"] = base_weights_identity(part.loaded.config.model.name, one.model_spec.hf_config)
         facts["tokenizer"] = {"path": "tokenizer", "sha256": one.tokenizer.sha256}
         if one.origin is not None:
             facts["adapter"] = one.origin.facts()
@@ -208,7 +208,7 @@ def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
-        **{f"the version of {name}": str(installed[name]) for name in ("sft_play", *COMPUTING)},
+        **{f"the version of {name}": str(installed[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
     }
 
 

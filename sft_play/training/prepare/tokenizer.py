@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import TokenizerError
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
 from sft_play.process.imports import importing
 
@@ -65,7 +65,7 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
 
 def _load(config: RunConfig) -> Any:
     model = config.model
-    folder = local_folder(model.name)
+    folder = find_model_folder(model.name)
     wanted = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
     if folder is not None and not wanted & {item.name for item in folder.iterdir()}:
         raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(wanted))})")

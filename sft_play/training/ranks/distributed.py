@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
 from sft_play.errors import ConfigError, HardwareError, RunFolderError
-from sft_play.facts.network import MEETING_S
+from sft_play.facts.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
@@ -269,7 +269,7 @@ def _wait_for_lock(baton: FileBaton) -> bool:
 # --- the store beside the process group -------------------------------------------------------------------------------
 def meeting_point(name: str) -> Any:
     """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=MEETING_S)))
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
     _stores.append(store)
     return dist.PrefixStore(name, store)
 
@@ -282,7 +282,7 @@ def say_gpu(name: str, rank: int) -> None:
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise HardwareError(
-            f"rank {rank} waited {MEETING_S:.0f} s at {one_line(place)} for the other ranks ({one_line(str(error))}): "
+            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:.0f} s at {one_line(place)} for the other ranks ({one_line(str(error))}): "
             "start all of them, or leave RANK, WORLD_SIZE and LOCAL_RANK out of the environment"
         ) from None
 
@@ -290,7 +290,7 @@ def say_gpu(name: str, rank: int) -> None:
 def gpus_of_all(world: int) -> list[str]:
     """What every rank says of its GPU, in their order: waits until all have."""
     store, names = meeting_point("sft_play_gpus"), [str(number) for number in range(world)]
-    store.wait(names, datetime.timedelta(seconds=MEETING_S))
+    store.wait(names, datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     return [str(store.get(name), "utf-8") for name in names]
 
 

@@ -25,18 +25,18 @@ from sft_play.config.load import differing_keys, resolved_without_paths
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import COMPUTING
+from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.network import (
     GLOO_VARIABLE,
-    QUIET_SHARE,
-    Nodes,
-    address_towards,
-    addresses_of,
-    interface_of,
+    SETTLE_SHARE,
+    NodeSetup,
+    route_address,
+    resolve_addresses,
+    find_interface,
     is_local,
     is_loopback,
-    is_own,
-    own_addresses,
+    can_bind,
+    local_addresses,
     require_free_port,
 )
 from sft_play.log import one_line
@@ -64,7 +64,7 @@ class Met:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
-        interface = interface_of(self.address) if self.address else None
+        interface = find_interface(self.address) if self.address else None
         return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
 
 
@@ -78,19 +78,19 @@ def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deep
             "device": hardware.gpus[0].name if hardware.gpus else "CPU",
             "STRATEGY": strategy or "left to the plan",
             "engine": "DeepSpeed" if deepspeed else "left to the plan",
-            **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTING)},
+            **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTE_PACKAGES)},
         },
         "settings": resolved_without_paths(config),
     }
 
 
-def meet(nodes: Nodes, card: Card, *, limit_s: float, may_count_ranks: bool = False) -> Met:
+def meet(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks: bool = False) -> Met:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
     `may_count_ranks`: the numbers may be those of the nodes' first ranks: then all multiples of a node's ranks, and no
     other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
     have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
     `limit_s`, or one was stopped."""
-    addresses = addresses_of(str(nodes.address), nodes.port or 0)
+    addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
     deadline = time.monotonic() + limit_s
@@ -101,35 +101,35 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float, may_count_ranks: bool = Fa
             cards = _exchange(store, nodes, mine, firsts, deadline, limit_s)
     except DistError as error:
         words = one_line(str(error).partition("\n")[0], limit=200)
-        raise HardwareError(f"the nodes lost each other at {nodes.place}: {words}; start all of them again") from None
+        raise HardwareError(f"the nodes lost each other at {nodes.endpoint}: {words}; start all of them again") from None
     if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
-        address = next((one for card in (*cards[1:], mine) for one in card["sees node 0 at"] if is_own(one)), None)
+        address = next((one for card in (*cards[1:], mine) for one in card["sees node 0 at"] if can_bind(one)), None)
     else:
-        address = address_towards(str(nodes.address), nodes.port or 0)
-    interface = interface_of(address) if address else None
+        address = route_address(str(nodes.address), nodes.port or 0)
+    interface = find_interface(address) if address else None
     hosts = ", ".join(one_line(str(item.get("host"))) for item in cards)
-    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.place, hosts, nodes.rank,
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.endpoint, hosts, nodes.rank,
                 address, f" on {interface}" if interface else "")  # fmt: skip
     return Met(cards, address)
 
 
-def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
-    if not any(is_own(address) for address in addresses):
+def _served(nodes: NodeSetup, addresses: list[str], limit_s: float) -> TCPStore:
+    if not any(can_bind(address) for address in addresses):
         raise ConfigError(
             f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
-            f"address ({', '.join(own_addresses()) or 'none but the loopback'}): give this machine another NODE_RANK= "
+            f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another NODE_RANK= "
             f"(1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
         )
     require_free_port(nodes.port)
-    logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.place, nodes.count - 1, limit_s)
+    logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, limit_s)
     return TCPStore(str(nodes.address), int(nodes.port or 0), is_master=True, wait_for_workers=False)
 
 
-def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
+def _found(nodes: NodeSetup, mine: Card, limit_s: float) -> TCPStore:
     """torch's own wait is deaf to Ctrl-C, and without end where another program listens: a thread connects."""
     found: list[TCPStore] = []
     address, port, until = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
-    logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.place, limit_s)
+    logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, limit_s)
     while (reason := _refused(address, port)) and time.monotonic() < until:
         time.sleep(_POLL_S)
     if reason is None:
@@ -145,12 +145,12 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
     trap = "MASTER_ADDR= is another machine, or a firewall closes the port"
     if any(is_loopback(one) for one in mine["sees node 0 at"]):
         trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
-    raise HardwareError(f"node 0 did not answer at {nodes.place} within {limit_s:.0f} s (distributed.timeout_s; "
+    raise HardwareError(f"node 0 did not answer at {nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s; "
                         f"{reason}): start the same command there with NODE_RANK=0; where it runs, {trap}")  # fmt: skip
 
 
 @contextlib.contextmanager
-def _until_it_ends(nodes: Nodes) -> Iterator[None]:
+def _until_it_ends(nodes: NodeSetup) -> Iterator[None]:
     """torchrun, which calls at the same port next, would find this store in place of its own, and lose it."""
     if nodes.rank == 0:
         yield
@@ -174,7 +174,7 @@ def _refused(address: str, port: int) -> str | None:
 
 
 def _exchange(
-    store: TCPStore, nodes: Nodes, mine: Card, firsts: range, deadline: float, limit_s: float
+    store: TCPStore, nodes: NodeSetup, mine: Card, firsts: range, deadline: float, limit_s: float
 ) -> tuple[Card, ...]:
     """The cards of all nodes; an error of this node is left in the store for the others, whose errors it raises."""
     store.add(_CAME, 1)
@@ -193,7 +193,7 @@ def _exchange(
 
 
 def _cards(
-    store: TCPStore, nodes: Nodes, mine: Card, firsts: range, deadline: float, limit_s: float
+    store: TCPStore, nodes: NodeSetup, mine: Card, firsts: range, deadline: float, limit_s: float
 ) -> tuple[Card, ...]:
     cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
     _check(nodes, mine, cards[nodes.rank])
@@ -216,21 +216,21 @@ def _cards(
             return tuple(cards[rank] for rank in sorted(cards))
         quiet_s = time.monotonic() - last_came
         are_firsts = may_be_firsts and sorted(cards) == list(firsts)
-        if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s * QUIET_SHARE)):
+        if nodes.rank == 0 and (len(cards) == nodes.count or (are_firsts and quiet_s > limit_s * SETTLE_SHARE)):
             store.set(_ALL, "")
         elif 0 not in cards and quiet_s > _LEAVE_S:
-            raise HardwareError(f"what answers at {nodes.place} is another program, or the ranks of a run that began "
+            raise HardwareError(f"what answers at {nodes.endpoint} is another program, or the ranks of a run that began "
                                 "without this node: start it again on all nodes")  # fmt: skip
         elif not came and time.monotonic() > deadline:
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-                f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
+                f"{nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
                 f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs there"
             )
         time.sleep(_POLL_S * (not came))
 
 
-def _check(nodes: Nodes, mine: Card, card: Card) -> None:
+def _check(nodes: NodeSetup, mine: Card, card: Card) -> None:
     first, other = sorted((mine, card), key=lambda one: int(one["node"]))
     if card["node"] == nodes.rank and card["start"] != mine["start"]:
         raise ConfigError(

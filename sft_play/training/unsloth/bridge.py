@@ -26,7 +26,7 @@ from sft_play import errors
 from sft_play.config.load import resolved
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
-from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.architecture import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.runs.files import write_text
@@ -133,7 +133,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     (work / "rows").mkdir(parents=True)
     prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
-    folder = local_folder(config.model.name)
+    folder = find_model_folder(config.model.name)
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
     shapes = whole_shapes(empty_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
     return Document(
