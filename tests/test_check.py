@@ -20,7 +20,7 @@ from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.build.survey import tokens_by_role
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
@@ -84,7 +84,7 @@ def said_by_a_run(config: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(run.model.name)
     if run.data.chat_template is not None:
         tokenizer.chat_template = Path(run.data.chat_template).read_text()
-    report = build_splits(run, data_paths(run.data), tokenizer, max_seq_len=128).train.report
+    report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.report
     findings = checks.judge_split(report, run.data, max_seq_len=128, positions=None)
     return [found.found for found in findings if found.verdict == "WARN"]
 
@@ -242,7 +242,7 @@ def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp
 def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, monkeypatch):
     from sft_play.data.build import build
     from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import data_paths
+    from sft_play.data.sources.files import find_data_paths
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     write_rows(tmp_path / "train.jsonl", SUMS)
@@ -259,7 +259,7 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
         with monkeypatch.context() as patch:
             patch.setattr(build, "_make", None)  # what makes rows that are not in the cache
             tokenizer = load_tokenizer(config).tokenizer
-            made = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=128)
+            made = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=128)
         assert made.train.report.kept > 30 - 3
 
 

@@ -14,9 +14,9 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_columns
-from sft_play.data.sources.columns import KINDS, guessed_columns, kinds_of_name, way_to_read
-from sft_play.data.sources.examples import ExampleReader, example_of
-from sft_play.data.sources.formats import FORMATS, Chat, Text, first_format, recognise
+from sft_play.data.sources.columns import COLUMN_KINDS, guess_columns, kinds_in_name, unknown_format_hint
+from sft_play.data.sources.examples import ExampleReader, read_example
+from sft_play.data.sources.formats import FORMATS, Chat, Text, detect_format, recognise_format
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.bundled import data_file
@@ -31,15 +31,15 @@ PASSAGE = "A lamp stands in the hall and one in the kitchen, of which the first 
 def read(row: dict[str, Any], **options: Any) -> Any:
     """The row as a file of it alone is read."""
     data = DataConfig(**options)
-    first, shape = first_format(iter([RawRow("f:1", row)]), data)
-    return example_of(first[0], shape, data)
+    first, shape = detect_format(iter([RawRow("f:1", row)]), data)
+    return read_example(first[0], shape, data)
 
 
 def kinds(row: dict[str, Any], **options: Any) -> dict[str, str]:
     """By each column that is not read, the kind by which it would be missed."""
     found = read(row, **options)
     assert isinstance(found, (Chat, Text)), found
-    return {name: kind for name, kind, _ in found.unused}
+    return {name: kind for name, kind, _ in found.unused_columns}
 
 
 def finding(*rows: dict[str, Any], **options: Any) -> Any:
@@ -139,13 +139,13 @@ def test_every_format_names_a_column_beside_it_that_holds_long_text():
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     for shape in FORMATS:
-        row: dict[str, Any] = dict.fromkeys(shape.needs, "What is it that you see?")
-        row |= {key: TURNS["messages"] for key in shape.needs if shape.kind == "turns"}
+        row: dict[str, Any] = dict.fromkeys(shape.required_columns, "What is it that you see?")
+        row |= {key: TURNS["messages"] for key in shape.required_columns if shape.kind == "turns"}
         if shape.kind == "calls":
             row |= {"answers": [{"name": "look", "arguments": {}}], "tools": TOOLS}
         name = "".join(draw.choices(letters, k=9))
         words = ["".join(draw.choices(letters, k=5)) for _ in range(60)]
-        if recognise({**row, name: ""}) == shape:
+        if recognise_format({**row, name: ""}) == shape:
             assert kinds({**row, name: " ".join(words)}) == {name: "long"}, shape
             assert kinds({**row, name: words[0]}) == {name: ""}, shape
 
@@ -172,7 +172,7 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
         assert found.verdict == "WARN"
         trained = proposed(found.found, row)
         assert [message["content"] for message in trained.messages] == ["I liked the lamp.", "positive"]
-        assert trained.unused == ()
+        assert trained.unused_columns == ()
     assert kinds({"text": "I liked the lamp.", "label": 1}) == {"label": "label"}
     assert "data.columns" not in finding({"text": "I liked the lamp.", "label": 1}).found  # a number is no answer
     assert kinds({"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}) == {
@@ -205,7 +205,7 @@ def test_the_setting_that_a_message_proposes_reads_the_column(row, more, expecte
     said = [(message["role"], message["content"]) for message in trained.messages]
     assert said[: len(expected)] == expected
     assert said[-1] == ("assistant", "The one in the hall.")
-    assert trained.unused == ()
+    assert trained.unused_columns == ()
 
 
 @pytest.mark.parametrize("row", [QA, TURNS], ids=["pair", "turns"])
@@ -217,7 +217,7 @@ def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_ma
     trained = proposed(found.found, row)
     assert trained.messages[-1]["reasoning_content"] == "The first was lit."
     assert trained.tools == tuple(TOOLS)
-    assert trained.unused == ()
+    assert trained.unused_columns == ()
 
 
 def test_think_text_of_a_column_does_not_replace_that_of_an_answer():
@@ -261,25 +261,25 @@ def test_no_setting_is_proposed_that_would_make_the_row_a_bad_one():
 def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
     data = DataConfig(columns={"reasoning": "cot"})
     rows = [RawRow(f"f:{number}", {**QA, **({"cot": "Hm, yes."} if number == 5 else {})}) for number in range(1, 9)]
-    read_rows, shape = first_format(iter(rows), data)
+    read_rows, shape = detect_format(iter(rows), data)
     assert len(read_rows) == 5
-    assert "reasoning_content" not in example_of(rows[0], shape, data).messages[-1]
-    assert example_of(rows[4], shape, data).messages[-1]["reasoning_content"] == "Hm, yes."
+    assert "reasoning_content" not in read_example(rows[0], shape, data).messages[-1]
+    assert read_example(rows[4], shape, data).messages[-1]["reasoning_content"] == "Hm, yes."
     for columns in ({"reasoning": "cott"}, {"prompt": "quest"}):
         with pytest.raises(DataError, match=r"f:1: data\.columns names .*; the columns are: question, answer"):
-            first_format(iter(rows), DataConfig(columns=columns))
+            detect_format(iter(rows), DataConfig(columns=columns))
 
 
 def test_a_file_may_lack_a_mapped_column_where_it_has_none_that_could_be_meant():
     columns = {"prompt": "frage", "context": "absatz", "completion": "antwort"}
     rows = [{"frage": "Was?", "antwort": "Das.", "url": "u", "system": "Kurz."}] * 2
     data = DataConfig(columns=columns)
-    _, shape = first_format((RawRow(f"f:{number}", row) for number, row in enumerate(rows)), data)
-    assert example_of(RawRow("f:1", rows[0]), shape, data).messages[0]["role"] == "system"
+    _, shape = detect_format((RawRow(f"f:{number}", row) for number, row in enumerate(rows)), data)
+    assert read_example(RawRow("f:1", rows[0]), shape, data).messages[0]["role"] == "system"
     with pytest.raises(DataError, match=r"data\.columns names absatz; the columns are: .*, abstaz"):
-        first_format(iter([RawRow("f:1", {**rows[0], "abstaz": PASSAGE})]), data)
+        detect_format(iter([RawRow("f:1", {**rows[0], "abstaz": PASSAGE})]), data)
     with pytest.raises(DataError, match=r"data\.columns names antwort"):
-        first_format(iter([RawRow("f:1", {"frage": "Was?", "absatz": PASSAGE})]), data)
+        detect_format(iter([RawRow("f:1", {"frage": "Was?", "absatz": PASSAGE})]), data)
 
 
 @pytest.mark.build
@@ -305,7 +305,7 @@ def test_every_source_is_looked_at_and_the_setting_that_is_proposed_reads_all(tm
 def test_an_instruction_has_its_input_and_context_without_a_mapping():
     row = {"instruction": "Sum up.", "input": "[1, 2]", "context": "a\nb", "output": "ab"}
     assert read(row).messages[0]["content"] == "Sum up.\n[1, 2]\na\nb"
-    assert read(row).unused == ()
+    assert read(row).unused_columns == ()
 
 
 def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
@@ -317,11 +317,11 @@ def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
 
 
 def test_the_words_of_kinds_stand_in_lower_case_and_each_kind_that_is_missed_says_what():
-    for kind, row in KINDS.items():
+    for kind, row in COLUMN_KINDS.items():
         assert row["words"] == row["words"].lower()
         assert set(row) <= {"words"} or "missed" in row, kind
-    assert kinds_of_name("toolDefs") == {"tools"}
-    assert kinds_of_name("question_id") == kinds_of_name("Title") == {"about"}
+    assert kinds_in_name("toolDefs") == {"tools"}
+    assert kinds_in_name("question_id") == kinds_in_name("Title") == {"about"}
 
 
 # --- hints for rows of no known format --------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_a_table_of_two_columns_that_say_nothing_is_not_mapped_by_their_order():
         {"system": "You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>"},
     ):
         assert not re.search(f"completion: ({'|'.join(row)})", hint(row))
-        assert guessed_columns(row) == {}
+        assert guess_columns(row) == {}
 
 
 def test_glaive_s_raw_layout_is_named_as_a_conversation_in_one_text():
@@ -360,14 +360,14 @@ def test_arena_s_layout_maps_a_conversation_and_never_a_name():
     }  # fmt: skip
     said = hint(row)
     assert proposed(said, row).messages == tuple(TURNS["messages"])
-    assert guessed_columns(row) == {}  # make new writes none: which of both is to be trained is not known
+    assert guess_columns(row) == {}  # make new writes none: which of both is to be trained is not known
 
 
 def test_two_answers_of_a_comparison_are_not_mapped():
     row = {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"}
-    assert guessed_columns(row) == {}
+    assert guess_columns(row) == {}
     assert "completion: ANSWER" in hint(row)
-    assert guessed_columns({"prompt_text": "q", "response_a": "one"}) == {
+    assert guess_columns({"prompt_text": "q", "response_a": "one"}) == {
         "prompt": "prompt_text",
         "completion": "response_a",
     }
@@ -381,8 +381,8 @@ def test_a_system_prompt_is_no_question_and_lists_beside_a_question_are_no_rows(
         assert "completion: ANSWER" in said
         assert "rows of its own" not in said
         assert "in turn" not in said
-    assert guessed_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
-    assert guessed_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
+    assert guess_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
+    assert guess_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
 
 
 def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():
@@ -412,23 +412,23 @@ def test_trees_and_messages_of_oasst_are_named():
 def test_a_conversation_under_any_name_is_mapped_by_its_value():
     for value in (TURNS["messages"], json.dumps(TURNS["messages"])):
         row = {"id": "q", "Unterhaltung": value, "user_id": "7"}
-        assert guessed_columns(row) == {"messages": "Unterhaltung"}
+        assert guess_columns(row) == {"messages": "Unterhaltung"}
         assert proposed(hint(row), row).messages == tuple(TURNS["messages"])
 
 
 def test_names_that_only_describe_a_row_are_no_questions():
-    assert guessed_columns({"question_id": "1", "prompt_length": "7", "user_query": "q", "botReply": "a"}) == {
+    assert guess_columns({"question_id": "1", "prompt_length": "7", "user_query": "q", "botReply": "a"}) == {
         "prompt": "user_query", "completion": "botReply",
     }  # fmt: skip
-    assert guessed_columns({"question": 7, "answer": 8}) == {}
-    assert "QUESTION" in way_to_read({})
+    assert guess_columns({"question": 7, "answer": 8}) == {}
+    assert "QUESTION" in unknown_format_hint({})
 
 
 def test_real_files_hold_no_column_that_would_be_missed():
     for name in ("bundled/rows", "sft"):
         for path in sorted(Path(data_file(name)).rglob("*.json*")):
             stats = RowStats()
-            for _, example in ExampleReader(path, DataConfig(), split="train").numbered():
+            for _, example in ExampleReader(path, DataConfig(), split="train").numbered_examples():
                 assert not isinstance(example, BadRow), path
                 stats.count_example(example)
             assert not [one for one in judge_columns(stats, DataConfig()) if one.verdict == "WARN"], path

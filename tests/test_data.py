@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.sources.files import data_paths, read_rows
-from sft_play.data.sources.formats import Chat, recognise, rename_columns, to_example
+from sft_play.data.sources.files import find_data_paths, read_rows
+from sft_play.data.sources.formats import Chat, recognise_format, rename_columns, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.conftest import chat
@@ -27,7 +27,7 @@ def rows(path: Path, **options):
 
 def example(data: dict):
     row = RawRow("f:1", data)
-    shape = recognise(data)
+    shape = recognise_format(data)
     assert shape is not None, data
     return to_example(row, shape)
 
@@ -43,7 +43,7 @@ def test_json_lines_and_arrays_are_read_by_content(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "c.json", "e.jsonl.gz"):
         found = rows(tmp_path / name)
         assert [row.data for row in found] == [ROW, ROW], name
-    assert [row.where for row in rows(tmp_path / "a.jsonl")] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
+    assert [row.location for row in rows(tmp_path / "a.jsonl")] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
 
 
 def test_a_folder_saved_by_datasets_is_read_split_by_split(tmp_path):
@@ -67,7 +67,7 @@ def test_a_folder_of_files_is_read_in_order(tmp_path):
     write(tmp_path / "a.jsonl", {"text": "one"})
     (tmp_path / "c.txt").write_text("three")
     assert [row.data["text"] for row in rows(tmp_path)] == ["one", "two"]
-    assert [row.data["text"] for row in rows(tmp_path, text_wanted=True)] == ["one", "two", "three"]
+    assert [row.data["text"] for row in rows(tmp_path, wants_text=True)] == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path, line, reason):
     assert isinstance(good, RawRow)
     assert isinstance(bad, BadRow)
     assert reason in bad.reason
-    assert bad.where.endswith("x.jsonl:2")
+    assert bad.location.endswith("x.jsonl:2")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_missing_files_are_all_named_at_once(tmp_path):
         name="run.yaml",
     )
     with pytest.raises(DataError) as error:
-        data_paths(config.data)
+        find_data_paths(config.data)
     assert "a.jsonl does not exist" in str(error.value)
     assert "b.jsonl does not exist" in str(error.value)
 
@@ -225,12 +225,12 @@ def test_missing_files_are_all_named_at_once(tmp_path):
 def test_the_default_files_say_who_writes_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="make process"):
-        data_paths(config_from_text("model: {name: x}", name="run.yaml").data)
+        find_data_paths(config_from_text("model: {name: x}", name="run.yaml").data)
 
 
 def test_a_train_file_of_ones_own_needs_no_default_validation_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "mine.jsonl", ROW)
-    paths = data_paths(config_from_text(f"model: {{name: x}}\ndata: {{train_path: {path}}}", name="run.yaml").data)
+    paths = find_data_paths(config_from_text(f"model: {{name: x}}\ndata: {{train_path: {path}}}", name="run.yaml").data)
     assert (paths.val, paths.test) == (None, None)
     assert paths.notes == ()

@@ -21,9 +21,9 @@ from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_produ
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import signs, spread_out
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
-from sft_play.data.sources.raw import SHOWN_BAD_ROWS, TEXT_CHARS, BadRow, is_long, pieces_of
+from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 
@@ -79,11 +79,11 @@ def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
 def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
     counts = RowStats()
     for number in range(asked):
-        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
+        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_requested=True))
     rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
     for row in rows:
         counts.count_bad(row)
-    assert counts.first_bad == rows[:SHOWN_BAD_ROWS]
+    assert counts.first_bad == rows[:LISTED_BAD_ROWS]
     assert (counts.bad["bad"], counts.left_out["left out"]) == (bad, asked)
 
 
@@ -101,7 +101,7 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
         stats = RowStats("f", "messages", rows=len(part))
         for number, row in enumerate(part, start=first):
             if isinstance(row, str):
-                stats.count_bad(BadRow(f"f:{number}", row, is_asked=row == "asked"))
+                stats.count_bad(BadRow(f"f:{number}", row, is_requested=row == "asked"))
                 continue
             labels = [7 if trained else IGNORED for trained in [*row[:-1], True]]
             whole = TokenRow(f"f:{number}", [7] * len(row), labels, method="prefix", notes=("odd",) * (number % 2))
@@ -160,9 +160,9 @@ def test_longer_limits_name_what_they_keep(count, data):
 @settings(deadline=None)
 def test_long_texts_are_cut_into_pieces_that_are_the_text(times, more):
     size = max(0, times * TEXT_CHARS + more)
-    assert is_long("x" * size) == (size > 2 * TEXT_CHARS)
+    assert is_long_text("x" * size) == (size > 2 * TEXT_CHARS)
     text = ("word " * (size // 5 + 1))[:size]
-    pieces = [piece for _, piece in pieces_of([text])]
+    pieces = [piece for _, piece in split_pieces([text])]
     assert "".join(pieces) == text
     assert all(len(piece) <= 2 * TEXT_CHARS for piece in pieces)
 
@@ -186,7 +186,7 @@ def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more
         name="run.yaml",
         overrides=[f"data.train_path={folder}/rows.jsonl", "data.val_path=null", "data.test_path=null", *words],
     )
-    return build_splits(run, data_paths(run.data), tokenizer, max_seq_len=64, **more)
+    return build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=64, **more)
 
 
 def test_a_template_that_writes_the_day_is_told_today(tmp_path, tokenizer, monkeypatch):

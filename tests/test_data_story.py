@@ -14,7 +14,7 @@ import pytest
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.managed_outputs import RECORD, OutputFolder
-from sft_play.data.sources.files import data_files
+from sft_play.data.sources.files import list_parts
 from sft_play.errors import DataError
 from tests.conftest import ROOT
 
@@ -189,7 +189,7 @@ def test_a_file_that_is_closed_to_the_user_is_named(tmp_path, monkeypatch):
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: Permission denied"):
-        data_files(path)
+        list_parts(path)
 
 
 class TestADiskThatIsFull:

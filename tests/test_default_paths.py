@@ -14,7 +14,7 @@ from sft_play.commands.rows import preview, render
 from sft_play.config.load import config_from_text, load_config, resolved
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.starting.plan_run import has_eval
@@ -68,7 +68,7 @@ def test_val_fraction_splits_the_own_file_where_stale_files_lie_about(stale, tin
     from transformers import AutoTokenizer
 
     made = config(tiny_llama, "data: {train_path: mine.jsonl, val_fraction: 0.2}\n")
-    paths = data_paths(made.data)
+    paths = find_data_paths(made.data)
     assert (paths.val, paths.test, paths.notes) == (None, None, ())
     splits = build_splits(made, paths, AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
     assert splits.val is not None
@@ -84,7 +84,7 @@ def test_a_fraction_that_is_not_used_is_said(stale, tiny_llama):
     from transformers import AutoTokenizer
 
     made = config(tiny_llama, "data: {val_fraction: 0.2}\n")
-    splits = build_splits(made, data_paths(made.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    splits = build_splits(made, find_data_paths(made.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
     assert splits.val is not None
     assert len(splits.val.rows) == 5
     assert any("data.val_fraction=0.2 is not used" in note for note in splits.notes)
@@ -114,7 +114,7 @@ def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
         given = {"train_path": train, "val_path": val, "test_path": test}
         words = [f"data.{key}={value}" for key, value in given.items() if value not in (None, "unset")]
         made = config("x", f"data: {{val_fraction: {fraction}}}\n", *words)
-        paths = data_paths(made.data)
+        paths = find_data_paths(made.data)
         expected = paths.val is not None or paths.test is not None or fraction > 0
         assert has_eval(made) == expected, words
         seen.add(expected)
@@ -124,5 +124,5 @@ def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
 def test_a_file_that_was_named_must_be_there(stale):
     (stale / STALE / "val.jsonl").unlink()
     with pytest.raises(DataError, match=r"data\.val_path: data/processed/val\.jsonl does not exist"):
-        data_paths(DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl"))
-    assert "there is no data/processed/val.jsonl" in data_paths(DataConfig()).notes[0]
+        find_data_paths(DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl"))
+    assert "there is no data/processed/val.jsonl" in find_data_paths(DataConfig()).notes[0]

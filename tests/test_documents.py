@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.data.sources.files import data_paths, has_held_out_file
+from sft_play.data.sources.files import find_data_paths, has_held_out_file
 from sft_play.documents import reader
 from sft_play.documents.documents import documents
 from sft_play.documents.reader import ReaderProcess, Unreadable, chunks, clean, paragraphs, read_document
@@ -575,7 +575,7 @@ def test_run_dapt_reads_what_dapt_docx_writes(count, tmp_path, monkeypatch, comm
     code, said = command("dapt-docx", "--config", str(run))
     assert code == 0, said
     data = load_config(run).config.data
-    found = data_paths(data)
+    found = find_data_paths(data)
     written = Path(data.documents.out_dir)
     assert found.train == written / "train.jsonl"
     assert found.val == (written / "val.jsonl" if count == 60 else None)
@@ -614,7 +614,7 @@ def test_dapt_docx_ends_with_a_command_that_reads_what_it_wrote_with_the_config_
 def test_run_dapt_names_the_command_that_writes_its_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"`make dapt-docx` writes them"):
-        data_paths(load_config(ROOT / "configs" / "run_dapt.yaml").config.data)
+        find_data_paths(load_config(ROOT / "configs" / "run_dapt.yaml").config.data)
 
 
 def test_the_text_of_run_mixed_is_written_by_dapt_docx_too():

@@ -15,8 +15,8 @@ import pytest
 
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.data.sources import raw
-from sft_play.data.sources.examples import rows_of
-from sft_play.data.sources.files import data_files, data_paths, read_part, split_part
+from sft_play.data.sources.examples import count_part_rows
+from sft_play.data.sources.files import list_parts, find_data_paths, read_part, split_part
 from sft_play.errors import DataError
 
 LETTERS = {
@@ -40,7 +40,7 @@ def written(chance: random.Random, texts: list[tuple[str, str]], kind: str) -> s
 
 def rows(path: Path, encoding: str) -> list[tuple[str, str]]:
     data = DataConfig(train_path=str(path), encoding=encoding)
-    (part,) = data_files(data_paths(data).train)
+    (part,) = list_parts(find_data_paths(data).train)
     found: list[Any] = [row for piece in split_part(part, part_bytes=300) for row in read_part(piece)]
     return [(row.data["prompt"], row.data["completion"]) for row in found]
 
@@ -48,7 +48,7 @@ def rows(path: Path, encoding: str) -> list[tuple[str, str]]:
 def test_rows_are_the_same_in_every_encoding(tmp_path, monkeypatch):
     assert set(LETTERS) == set(get_args(Encoding))
     chance = random.Random(9)
-    monkeypatch.setattr(raw.blocks, "__kwdefaults__", {**raw.blocks.__kwdefaults__, "size": 61})  # cuts characters
+    monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61})  # cuts characters
     for number in range(120):
         encoding = chance.choice(list(LETTERS))
         texts = [
@@ -70,15 +70,15 @@ def test_all_files_of_a_run_are_meant(tmp_path):
     for name in ("raw/a", "raw/b", "c", "val"):
         (tmp_path / f"{name}.csv").write_bytes(f"prompt;completion\n{name};Änne\n".encode("cp1252"))
     for given in ("raw", "raw/*.csv", "c.csv"):
-        paths = data_paths(
+        paths = find_data_paths(
             DataConfig(train_path=str(tmp_path / given), val_path=str(tmp_path / "val.csv"), encoding="cp1252")
         )
-        found: list[Any] = [row for _, path in paths.files() for part in data_files(path) for row in read_part(part)]
+        found: list[Any] = [row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)]
         assert [row.data["completion"] for row in found] == ["Änne"] * (2 if given == "c.csv" else 3)
-        assert rows_of(data_files(paths.train)) is None  # a table's lines are no rows
+        assert count_part_rows(list_parts(paths.train)) is None  # a table's lines are no rows
     sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)
-    paths = data_paths(DataConfig(sources=sources, encoding="cp1252"))
-    assert len([row for _, path in paths.files() for part in data_files(path) for row in read_part(part)]) == 2
+    paths = find_data_paths(DataConfig(sources=sources, encoding="cp1252"))
+    assert len([row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)]) == 2
 
 
 def test_the_error_comes_out_of_another_process_whole():

@@ -264,7 +264,7 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 @pytest.mark.slow
 def test_the_trace_finds_the_evaluation_within_the_training_step():
     from sft_play.facts.models.architecture import load_config_json
-    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
 
     model = "Qwen/Qwen2.5-0.5B"
@@ -272,7 +272,7 @@ def test_the_trace_finds_the_evaluation_within_the_training_step():
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
     shape = load_model_shape(model)
     choice = make_plan(PlanRequest(config, shape, parse_hardware("RTX4090"))).choice
-    found = trace_step(settings_of(config, load_config_json(model), shape, choice.precision, choice.step)).phases
+    found = trace_step(step_settings(config, load_config_json(model), shape, choice.precision, choice.step)).phases
     training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
     assert choice.step.eval_batch > choice.step.micro_batch
     assert found["evaluation"][0] <= training[0]

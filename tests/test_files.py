@@ -19,12 +19,12 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
-from sft_play.data.sources.file_kinds import kind_of, suffix_of
+from sft_play.data.sources.file_kinds import file_kind, data_suffix
 from sft_play.data.sources.files import (
-    Source,
-    content_digest_of,
-    data_files,
-    data_paths,
+    DataSource,
+    source_digest,
+    list_parts,
+    find_data_paths,
     read_part,
     read_rows,
     split_part,
@@ -41,8 +41,8 @@ def rows(path, **options):
     return list(read_rows(path, split="train", **options))
 
 
-def parts_of(source, *, part_bytes=8 << 20, text_wanted=False):
-    parts = data_files(source, split="train", text_wanted=text_wanted)
+def parts_of(source, *, part_bytes=8 << 20, wants_text=False):
+    parts = list_parts(source, split="train", wants_text=wants_text)
     return [piece for part in parts for piece in split_part(part, part_bytes=part_bytes)]
 
 
@@ -68,9 +68,9 @@ class TestKinds:
     def test_json_is_told_by_its_content(self, tmp_path, name):
         path = tmp_path / name
         path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n")
-        assert kind_of(path) == "lines"
+        assert file_kind(path) == "lines"
         path.write_text(json.dumps([ROW, ROW], indent=1))
-        assert kind_of(path) == "array"
+        assert file_kind(path) == "array"
         assert data_of(path) == [ROW, ROW]
 
     def test_objects_over_several_lines_are_rows(self, tmp_path):
@@ -79,7 +79,7 @@ class TestKinds:
         assert data_of(path) == [ROW]
         path.write_text("\n".join(json.dumps(ROW, indent=2) for _ in range(3)))
         assert data_of(path) == [ROW] * 3
-        assert [row.where.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
+        assert [row.location.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
         path.write_text(json.dumps(ROW, indent=2)[:-2])
         with pytest.raises(DataError, match="not valid JSON"):
             rows(path)
@@ -93,7 +93,7 @@ class TestKinds:
         for whole in ({**about, key: [item, ROW]}, {key: [item, ROW], **about}):
             path.write_text(json.dumps(whole, indent=indent))
             assert data_of(path) == [item, ROW]
-            assert [row.where for row in rows(path)] == [f"{path}:1 {key}[0]", f"{path}:1 {key}[1]"]
+            assert [row.location for row in rows(path)] == [f"{path}:1 {key}[0]", f"{path}:1 {key}[1]"]
         with gzip.open(tmp_path / "b.json.gz", "wt") as file:
             file.write(json.dumps({**about, key: [ROW]}, indent=indent))
         assert data_of(tmp_path / "b.json.gz") == [ROW]
@@ -101,7 +101,7 @@ class TestKinds:
     def test_a_large_object_around_rows_is_the_same_in_one_process_and_in_several(self, tmp_path):
         path = tmp_path / "a.json"
         path.write_text(json.dumps({"data": [{"text": "x" * 1_000}] * 900}))
-        (part,) = split_part(data_files(path)[0], part_bytes=1 << 10)
+        (part,) = split_part(list_parts(path)[0], part_bytes=1 << 10)
         assert [row.data for row in read_part(part)] == [{"text": "x" * 1_000}] * 900
 
     def test_a_row_with_a_list_of_objects_beside_its_text_is_a_row(self, tmp_path):
@@ -124,14 +124,14 @@ class TestKinds:
 
     def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
-        assert kind_of(path) == "lines"
+        assert file_kind(path) == "lines"
         assert len(rows(path)) == 2
 
     def test_text_is_text_where_it_is_asked_or_named_so(self, tmp_path):
         (tmp_path / "a.txt").write_text("[note] {not json}\nmore")
         assert data_of(tmp_path / "a.txt") == [{"text": "[note] {not json}\nmore"}]
         (tmp_path / "b").write_text("{ a set, in words }")
-        assert data_of(tmp_path / "b", text_wanted=True) == [{"text": "{ a set, in words }"}]
+        assert data_of(tmp_path / "b", wants_text=True) == [{"text": "{ a set, in words }"}]
         assert "not valid JSON" in str(rows(tmp_path / "b")[0])
 
     def test_a_table_has_the_suffix_of_one(self, tmp_path):
@@ -172,21 +172,21 @@ class TestJson:
     """Lines and lists."""
 
     def test_a_list_is_read_piece_by_piece_with_its_lines(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(raw.blocks, "__kwdefaults__", {**raw.blocks.__kwdefaults__, "size": 7})
+        monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 7})
         items = [{"n": n, "text": "é\n" * n, "in": [1.5e3, -2, {"x": None}]} for n in range(30)]
         path = tmp_path / "a.json"
         path.write_text(json.dumps(items, indent=1, ensure_ascii=False))
         found = rows(path)
         assert [row.data for row in found] == items
         text = path.read_text().split("\n")
-        assert all(text[int(row.where.rpartition(":")[2]) - 1].strip() == "{" for row in found)
+        assert all(text[int(row.location.rpartition(":")[2]) - 1].strip() == "{" for row in found)
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
 
     def test_rows_that_share_a_line_have_their_columns(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}]')
-        assert [row.where.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
+        assert [row.location.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
             "a.json:1",
             "a.json:1:12",
             "a.json:2",
@@ -227,7 +227,7 @@ class TestJson:
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
         first, bad, last = rows(tmp_path / "a.jsonl")
         assert message in str(bad)
-        assert bad.where.endswith("a.jsonl:2")
+        assert bad.location.endswith("a.jsonl:2")
         assert (first.data, last.data) == (ROW, ROW)
 
     def test_pairs_of_surrogates_and_marks_inside_files_are_no_faults(self, tmp_path):
@@ -301,7 +301,7 @@ class TestTables:
             {"question": 'a "b"\nc', "answer": "d"},
             {"question": "e", "answer": "f"},
         ]
-        assert [row.where.rpartition(":")[2] for row in found] == ["2", "5"]
+        assert [row.location.rpartition(":")[2] for row in found] == ["2", "5"]
         for name, mark in (("b.csv", ";"), ("c.tsv", "\t"), ("d.csv", "|")):
             (tmp_path / name).write_text(f"question{mark}answer\n1,5{mark}b\n")
             assert data_of(tmp_path / name) == [{"question": "1,5", "answer": "b"}]
@@ -315,7 +315,7 @@ class TestTables:
         path.write_text(f"{first.format(mark)}question{mark}answer\na, b; c{mark}d\ne\n".replace("a, b; c", "x"))
         found = rows(path)
         assert found[0].data == {"question": "x", "answer": "d"}
-        assert [row.where.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
+        assert [row.location.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
         assert "1 fields instead of 2" in str(found[1])
 
     def test_a_column_of_the_name_sep_is_a_header(self, tmp_path):
@@ -384,7 +384,7 @@ class TestTables:
                 writer.write_table(table, max_chunksize=900)
         found = rows(path)
         assert len(found) == 2_500
-        assert found[2_000].where == f"{path}:row 2001"
+        assert found[2_000].location == f"{path}:row 2001"
         assert found[2_000].data == {"messages": table["messages"][2_000].as_py(), "n": 2_000}  # the null is left out
         assert found[2_001].data["note"] == "x"
 
@@ -434,10 +434,10 @@ class TestParts:
     """Work that several processes share."""
 
     def same(self, source, **options):
-        whole = [(row.where, getattr(row, "data", None), str(row)) for row in rows(source)]
+        whole = [(row.location, getattr(row, "data", None), str(row)) for row in rows(source)]
         parts = parts_of(source, **options)
         parts = pickle.loads(pickle.dumps(parts))
-        pieces = [(row.where, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
+        pieces = [(row.location, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
         assert pieces == whole
         return parts
 
@@ -513,40 +513,40 @@ class TestSources:
     def test_paths_may_be_globs_and_hub_ids(self, tmp_path):
         lines(tmp_path / "a.jsonl", ROW)
         data = DataConfig(train_path=f"{tmp_path}/*.jsonl", val_path="hub:owner/name:config", test_path=None)
-        paths = data_paths(data)
+        paths = find_data_paths(data)
         assert (str(paths.train), str(paths.val)) == (f"{tmp_path}/*.jsonl", "hub:owner/name:config")
         assert data_of(paths.train) == [ROW]
-        assert isinstance(paths.val, Source)
+        assert isinstance(paths.val, DataSource)
 
     def test_what_looks_like_a_hub_id_says_how_one_is_written(self):
         with pytest.raises(DataError, match="a data set of the hub is written hub:HuggingFaceH4/ultrachat_200k"):
-            data_paths(DataConfig(train_path="HuggingFaceH4/ultrachat_200k", val_path=None, test_path=None))
+            find_data_paths(DataConfig(train_path="HuggingFaceH4/ultrachat_200k", val_path=None, test_path=None))
         with pytest.raises(DataError) as error:
-            data_paths(DataConfig(train_path="nowhere/a.jsonl", val_path=None, test_path=None))
+            find_data_paths(DataConfig(train_path="nowhere/a.jsonl", val_path=None, test_path=None))
         assert "hub:" not in str(error.value)
 
     @pytest.mark.parametrize("given", ["hub:", "hub:a/b/c", "hub:../x", "hub:a b"])
     def test_a_hub_id_of_another_form_is_refused(self, given):
         with pytest.raises(DataError, match="is written hub:owner/name"):
-            data_paths(DataConfig(train_path=given, val_path=None, test_path=None))
+            find_data_paths(DataConfig(train_path=given, val_path=None, test_path=None))
 
     def test_the_default_files_that_process_had_no_rows_for_may_be_missing(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "data" / "processed").mkdir(parents=True)
         lines(tmp_path / "data" / "processed" / "train.jsonl", ROW)
-        paths = data_paths(DataConfig())
+        paths = find_data_paths(DataConfig())
         assert (paths.val, paths.test) == (None, None)
         assert "there is no data/processed/val.jsonl" in paths.notes[0]
 
     def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", ROW)
-        glob, before = Source(f"{tmp_path}/*.jsonl"), content_digest_of(path)
+        glob, before = DataSource(f"{tmp_path}/*.jsonl"), source_digest(path)
         assert before == hashlib.sha256(path.read_bytes()).hexdigest()
-        of_glob = content_digest_of(glob)
+        of_glob = source_digest(glob)
         lines(path, ROW, ROW)
-        assert content_digest_of(path) != before
-        assert content_digest_of(glob) != of_glob
-        assert content_digest_of(Source("hub:a/b")) != content_digest_of(Source("hub:a/c"))
+        assert source_digest(path) != before
+        assert source_digest(glob) != of_glob
+        assert source_digest(DataSource("hub:a/b")) != source_digest(DataSource("hub:a/c"))
 
     def test_a_saved_data_set_inside_a_folder_is_one_item(self, tmp_path):
         import datasets
@@ -555,7 +555,7 @@ class TestSources:
         lines(tmp_path / "z.jsonl", {"text": "line"})
         assert [row["text"] for row in data_of(tmp_path)] == ["saved", "line"]
         found = rows(tmp_path / "set")
-        assert found[0].where == f"{tmp_path}/set:row 1"
+        assert found[0].location == f"{tmp_path}/set:row 1"
 
     def test_a_saved_data_set_with_json_columns_is_decoded(self, tmp_path):
         import datasets
@@ -611,7 +611,7 @@ class TestHub:
     def test_rows_are_streamed_and_named(self, hub):
         hub({"train": iter([{"text": "a"}, {"text": "b", "none": None}]), "test": iter([])})
         found = rows("hub:owner/name:part")
-        assert [(row.where, row.data) for row in found] == [
+        assert [(row.location, row.data) for row in found] == [
             ("hub:owner/name:part:train:row 1", {"text": "a"}),
             ("hub:owner/name:part:train:row 2", {"text": "b"}),
         ]
@@ -672,12 +672,12 @@ class TestSize:
     st.booleans(),
 )
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content, name, text_wanted):
+def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content, name, wants_text):
     for found in (content, gzip.compress(content), b"PAR1" + content, b"ARROW1" + content, b'[{"a": 1},' + content):
         (tmp_path / name).write_bytes(found)
         with contextlib.suppress(DataError):
-            assert all(isinstance(row, (RawRow, BadRow)) for row in rows(tmp_path / name, text_wanted=text_wanted))
-            parts_of(tmp_path / name, text_wanted=text_wanted)
+            assert all(isinstance(row, (RawRow, BadRow)) for row in rows(tmp_path / name, wants_text=wants_text))
+            parts_of(tmp_path / name, wants_text=wants_text)
 
 
 @given(st.text(alphabet='{}[]",:\\ \n\rnul1e.-td8', max_size=60))
@@ -742,14 +742,14 @@ def test_a_table_of_real_rows_comes_back_as_it_was(tmp_path, name):
     ],
 )
 def test_names_of_splits_are_told_from_words_that_begin_like_them(name, split):
-    assert tables.split_of_name(name) == split
+    assert tables.split_from_name(name) == split
 
 
 def test_the_parts_of_a_config_name_their_files(tmp_path):
     lines(tmp_path / "a.jsonl", ROW)
     config = config_from_text(f"model: {{name: x}}\ndata: {{train_path: {tmp_path}}}", name="run.yaml")
-    assert [part.name for part in data_files(data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
-    assert suffix_of(Path("x.JSONL.gz")) == ".jsonl"
+    assert [part.name for part in list_parts(find_data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
+    assert data_suffix(Path("x.JSONL.gz")) == ".jsonl"
     assert json_rows.parse_line('{"a": 1}', "x:1") == RawRow("x:1", {"a": 1})
 
 

@@ -17,12 +17,12 @@ from sft_play.data.sources.formats import (
     FORMATS,
     Chat,
     Text,
-    first_format,
-    recognise,
+    detect_format,
+    recognise_format,
     rename_columns,
     to_example,
 )
-from sft_play.data.sources.messages import GIVEN, ROLES, merge_turns
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, ROLES, merge_turns
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import escape_control
@@ -33,7 +33,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 def example(row: dict, **options):
-    shape = recognise(row)
+    shape = recognise_format(row)
     assert shape is not None, row
     return to_example(RawRow("f:1", row), shape, DataConfig(**options))
 
@@ -102,18 +102,18 @@ def test_text_is_read_from_its_usual_columns(key):
 
 def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
     keys = {"messages", "question", "answer", "text"}
-    assert recognise(keys).name == "messages"
-    assert recognise(keys, {"question": "frage", "answer": "antwort"}).name == "question/answer"
+    assert recognise_format(keys).name == "messages"
+    assert recognise_format(keys, {"question": "frage", "answer": "antwort"}).name == "question/answer"
     row = rename_columns(RawRow("f:1", {"q": "a", "r": "b", "messages": []}), {"prompt": "q", "completion": "r"})
-    assert recognise(row.data, {"prompt": "q", "completion": "r"}).name == "prompt/completion"
+    assert recognise_format(row.data, {"prompt": "q", "completion": "r"}).name == "prompt/completion"
 
 
 def test_rows_that_process_wrote_need_no_mapping():
     row = RawRow("f:1", {"messages": [], "source": "raw:1", "id": "0"})
-    formats.first_format(iter([row]), DataConfig(columns={"messages": "chat"}))
+    formats.detect_format(iter([row]), DataConfig(columns={"messages": "chat"}))
     assert rename_columns(row, {"messages": "chat"}) == row
     with pytest.raises(DataError, match=r"data\.columns names chat"):
-        formats.first_format(iter([RawRow("f:1", {"messages": []})]), DataConfig(columns={"messages": "chat"}))
+        formats.detect_format(iter([RawRow("f:1", {"messages": []})]), DataConfig(columns={"messages": "chat"}))
 
 
 def test_formats_travel_between_processes():
@@ -194,7 +194,7 @@ class TestMessages:
         row = chat("q", "a")
         row["messages"].insert(1, {"role": "function", "name": "f", "content": "42"})
         given = row["messages"][1]
-        assert example(row).messages[1] == {"role": "tool", "content": "42", "name": "f", GIVEN: given}
+        assert example(row).messages[1] == {"role": "tool", "content": "42", "name": "f", AUTHOR_MESSAGE: given}
         row["messages"][1] = {"role": "tool", "content": {"temp": 3}}
         assert example(row).messages[1]["content"] == '{"temp": 3}'
         del row["messages"][1]["content"]
@@ -317,7 +317,7 @@ class TestRows:
         for column in (kwargs, json.dumps(kwargs)):
             for row in (chat("q", "a"), {"question": "q", "answer": "a"}):
                 found = example({**row, "chat_template_kwargs": column})
-                assert (found.template_kwargs, found.unused) == (kwargs, ())
+                assert (found.template_kwargs, found.unused_columns) == (kwargs, ())
         for nothing in (None, "", {}, "{}"):
             assert example({**chat("q", "a"), "chat_template_kwargs": nothing}).template_kwargs == {}
         bad = example({**chat("q", "a"), "chat_template_kwargs": "no_think"})
@@ -329,7 +329,7 @@ class TestRows:
     @pytest.mark.parametrize("word", ["NaN", "None", "null", "N/A"])
     def test_a_cell_that_says_nothing_is_empty_or_text_as_the_option_says(self, word):
         def read(data, missing, **options):
-            return to_example(RawRow("f:2", data, missing=missing), recognise(data), DataConfig(**options))
+            return to_example(RawRow("f:2", data, missing=missing), recognise_format(data), DataConfig(**options))
 
         row = {"question": "q", "answer": word}
         bad = read(row, ("answer",))
@@ -339,7 +339,7 @@ class TestRows:
         assert read(row, ()).messages[-1]["content"] == word  # a row of JSON
         row = {"instruction": "q", "input": word, "output": "a", "score": word}
         found = read(row, ("input", "score"))
-        assert (found.messages[0]["content"], found.notes, found.unused) == ("q", (formats.NOTE_NA,), ())
+        assert (found.messages[0]["content"], found.notes, found.unused_columns) == ("q", (formats.NOTE_NA,), ())
         assert read(row, ("score",)).notes == ()
         assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
         assert read({"text": word}, ("text",)).reason == "text is missing"
@@ -361,10 +361,10 @@ class TestRows:
             assert example(row).notes == (formats.NOTE_EMPTY,)
             found = example(row, drop_empty=True)
             assert isinstance(found, BadRow)
-            assert (found.reason, found.is_asked) == ("the answer is empty", True)
+            assert (found.reason, found.is_requested) == ("the answer is empty", True)
         assert example(answer(content=empty, tool_calls=[CALL])).notes == ()
-        assert not example({"text": empty}).is_asked
-        assert example({"text": empty}, drop_empty=True).is_asked
+        assert not example({"text": empty}).is_requested
+        assert example({"text": empty}, drop_empty=True).is_requested
 
     def test_turns_of_the_same_role_are_noted_or_joined_where_asked(self):
         row = {"messages": [{"role": "user", "content": "a"}, *chat("b", "c")["messages"]]}
@@ -414,15 +414,15 @@ class TestFirstRows:
         return iter([row if isinstance(row, BadRow) else RawRow(f"f:{n}", row) for n, row in enumerate(found, 1)])
 
     def test_the_first_row_that_has_one_decides(self):
-        read, shape = first_format(self.rows(BadRow("f:0", "x"), {"odd": 1}, chat("q", "a")), DataConfig())
+        read, shape = detect_format(self.rows(BadRow("f:0", "x"), {"odd": 1}, chat("q", "a")), DataConfig())
         assert shape.name == "messages"
         assert len(read) == 3
         assert "messages is missing" in str(to_example(read[1], shape))
 
     def test_rows_of_no_format_are_an_error_and_bad_rows_alone_are_none(self):
         with pytest.raises(DataError, match=r"f:1: columns found: odd\. Expected one of: messages"):
-            first_format(self.rows(*[{"odd": 1}] * 50), DataConfig())
-        assert first_format(self.rows(BadRow("f:1", "x")), DataConfig())[1] is None
+            detect_format(self.rows(*[{"odd": 1}] * 50), DataConfig())
+        assert detect_format(self.rows(BadRow("f:1", "x")), DataConfig())[1] is None
 
 
 MESSAGE_KEYS = {
@@ -495,7 +495,7 @@ def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
                 assert message["role"] in {"system", "user", "assistant", "tool"}
                 assert isinstance(message["content"], str)
                 assert set(message) <= {
-                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train", GIVEN),
+                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train", AUTHOR_MESSAGE),
                 }
         if isinstance(found, BadRow):
             assert str(found) == escape_control(str(found)).replace("\n", " ")
@@ -522,7 +522,7 @@ def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
 )
 def test_real_files_become_chats_without_loss(name, count):
     rows = read_rows(data_file(name), split="train")
-    first, shape = first_format(rows, DataConfig())
+    first, shape = detect_format(rows, DataConfig())
     found = [to_example(row, shape) for row in (*first, *rows)]
     assert len(found) == count
     assert all(isinstance(item, Chat) for item in found)

@@ -207,7 +207,7 @@ def test_a_run_that_trained_all_weights_names_its_model(tmp_path, world):
 def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     """The mean loss over the trained tokens of all rows, of a finished run's model as PEFT loads it, or of its base."""
     from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import data_paths
+    from sft_play.data.sources.files import find_data_paths
     from sft_play.finished.load import load_as_trained
     from sft_play.finished.run import find_finished
     from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -218,7 +218,7 @@ def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
         update={"train_path": f"{world}/rows.jsonl", "val_path": None, "val_fraction": 0.0}
     )
     config = finished.config.model_copy(update={"data": data})
-    rows = build_splits(config, data_paths(data), load_tokenizer(config).tokenizer, max_seq_len=64).train.rows
+    rows = build_splits(config, find_data_paths(data), load_tokenizer(config).tokenizer, max_seq_len=64).train.rows
     total, count = 0.0, 0
     for number in range(len(rows)):
         ids, labels = (torch.tensor(rows[number][key]) for key in ("input_ids", "labels"))

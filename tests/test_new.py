@@ -25,9 +25,9 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import homes, leaves
 from sft_play.config.translated import run_yaml, translate
 from sft_play.data.infer_dataset import first_look
-from sft_play.data.sources.columns import guessed_columns
-from sft_play.data.sources.examples import look_at
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.columns import guess_columns
+from sft_play.data.sources.examples import check_first_rows
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
@@ -307,7 +307,7 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
     ],
 )
 def test_columns_are_guessed_by_what_they_are_called(names, columns):
-    assert guessed_columns(dict.fromkeys(names, "some text")) == columns
+    assert guess_columns(dict.fromkeys(names, "some text")) == columns
 
 
 def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
@@ -315,14 +315,14 @@ def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
     path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
     data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
     with pytest.raises(DataError) as refused:
-        look_at(data, data_paths(data), task_mode="sft")
+        check_first_rows(data, find_data_paths(data), task_mode="sft")
     assert "looks like cp1252): data.encoding=cp1252 in a run reads it so" in str(refused.value)
     read = data.model_copy(update={"encoding": "cp1252"})
     with pytest.raises(DataError, match=r"data\.columns=\{prompt: Frage, completion: Antwort\}"):
-        look_at(read, data_paths(read), task_mode="sft")
+        check_first_rows(read, find_data_paths(read), task_mode="sft")
     columns = {"prompt": "Frage", "completion": "Antwort"}
     read = read.model_copy(update={"columns": columns})
-    look_at(read, data_paths(read), task_mode="sft")
+    check_first_rows(read, find_data_paths(read), task_mode="sft")
     look = first_look(str(path))
     assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
     assert "not UTF-8, but cp1252 by its looks" in look.words
@@ -335,7 +335,7 @@ def test_a_folder_of_text_under_chats_names_the_task(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {tmp_path}}}", name="x").data
     with pytest.raises(DataError, match="it holds 1 text file: task_mode: cpt trains plain text"):
-        look_at(data, data_paths(data), task_mode="sft")
+        check_first_rows(data, find_data_paths(data), task_mode="sft")
 
 
 def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.options import leaves, sections
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
@@ -287,7 +287,7 @@ def _splits(config: RunConfig) -> Any:
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config).tokenizer
-    return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=64), tokenizer
+    return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=64), tokenizer
 
 
 def splits(config: RunConfig) -> Facts:

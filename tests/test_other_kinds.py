@@ -13,12 +13,12 @@ from sft_play.data.sources.formats import (
     FORMATS,
     TEXT_COLUMNS,
     Chat,
-    first_format,
-    recognise,
+    detect_format,
+    recognise_format,
     rename_columns,
     to_example,
 )
-from sft_play.data.sources.other_kinds import NEGATIVES, REJECTED, TAGS
+from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, REJECTED_COLUMNS, PREFERENCE_TAGS
 from sft_play.data.sources.raw import BadRow, RawRow
 from tests.conftest import chat
 
@@ -31,7 +31,7 @@ def read(row: dict[str, Any], **options: Any) -> Any:
     """The row as a file of it alone is read."""
     data = DataConfig(**options)
     raw = rename_columns(RawRow("f:1", row), data.columns)
-    _, shape = first_format(iter([RawRow("f:1", row)]), data)
+    _, shape = detect_format(iter([RawRow("f:1", row)]), data)
     assert shape is not None
     return to_example(raw, shape, data)
 
@@ -146,14 +146,14 @@ def _rows() -> list[dict[str, Any]]:
     rows = []
     for shape in FORMATS:
         if shape.name in TEXT_COLUMNS:
-            rows.append({shape.needs[0]: "some words"})
-        elif len(shape.needs) == 1:
-            rows.append({shape.needs[0]: TURNS})
+            rows.append({shape.required_columns[0]: "some words"})
+        elif len(shape.required_columns) == 1:
+            rows.append({shape.required_columns[0]: TURNS})
         elif shape.kind == "calls":
             call = {"name": "look_up", "arguments": {"word": "light"}}
             rows.append({"query": "what is it", "answers": [call], "tools": [{"name": "look_up", "parameters": {}}]})
         else:
-            rows.append({shape.needs[0]: "what is it", shape.needs[1]: "it is that"})
+            rows.append({shape.required_columns[0]: "what is it", shape.required_columns[1]: "it is that"})
     return rows
 
 
@@ -167,7 +167,7 @@ def test_innocent_columns_change_nothing():
             extra = {key: chance.choice(INNOCENT[key]) for key in names}
             items = list({**row, **extra}.items())
             chance.shuffle(items)
-            if recognise(dict(items)) is recognise(row):
+            if recognise_format(dict(items)) is recognise_format(row):
                 assert read(dict(items)) == alone, (row, extra)
 
 
@@ -179,15 +179,15 @@ def test_what_tells_another_kind_is_found_among_any_other_columns():
             key: [True, "true", 1, "1"]
             if "un" in key
             else [False, "false", " False", 0, "0", 0.0, "undesirable", "rejected"]
-            for key in TAGS
+            for key in PREFERENCE_TAGS
         },
-        **{key: ["another answer", TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}] for key in REJECTED},
-        **{key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVES},
+        **{key: ["another answer", TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}] for key in REJECTED_COLUMNS},
+        **{key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVE_COLUMNS},
     }
     refused = 0
     for row in _rows():
         for key, values in telling.items():
-            if key in TAGS and set(row) & set(TEXT_COLUMNS):
+            if key in PREFERENCE_TAGS and set(row) & set(TEXT_COLUMNS):
                 continue
             names = chance.sample(sorted(set(INNOCENT) - {*row, *telling, "chosen"}), k=3)
             extra = {name: chance.choice(INNOCENT[name]) for name in names}

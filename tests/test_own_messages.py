@@ -14,7 +14,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.process import as_row
-from sft_play.data.sources.formats import content_digest, recognise, to_example
+from sft_play.data.sources.formats import content_digest, recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from tests.bundled import template_of, there
 from tests.models import CHATML, make_tokenizer
@@ -65,7 +65,7 @@ def tokenizer(tmp_path_factory):
 
 def example_of(messages: Any) -> Any:
     data = {"messages": copy.deepcopy(messages)}
-    return to_example(RawRow("f:1", data), recognise(data))
+    return to_example(RawRow("f:1", data), recognise_format(data))
 
 
 def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | BadRow, str | None]:
@@ -129,7 +129,7 @@ def test_two_different_think_texts_in_a_message_are_refused():
 def test_a_processed_row_is_read_as_the_row_itself(name):
     chat = example_of(ROWS[name])
     written = json.loads(json.dumps(as_row(chat, content_digest(chat))))
-    again = to_example(RawRow("f:1", written), recognise(written))
+    again = to_example(RawRow("f:1", written), recognise_format(written))
     assert again == chat
     assert content_digest(again) == content_digest(chat)
 

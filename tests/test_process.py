@@ -15,8 +15,8 @@ from sft_play.config.schema import StyleConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.process import process, read_processed, split_by_digest
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
-from sft_play.data.sources.files import Part, data_paths
-from sft_play.data.sources.messages import GIVEN, as_given
+from sft_play.data.sources.files import FilePart, find_data_paths
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.data.style import style
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
@@ -532,9 +532,9 @@ class TestStyleOfARun:
     def read(self, config):
         reader = ExampleReader(Path(config.data.train_path), config.data, split="train")
         found = {}
-        for _, example in reader.numbered():
+        for _, example in reader.numbered_examples():
             question = next(message["content"] for message in example.messages if message["role"] == "user")
-            found[question] = [{**message, GIVEN: as_given(message)} for message in example.messages]
+            found[question] = [{**message, AUTHOR_MESSAGE: author_form(message)} for message in example.messages]
         return found
 
     @pytest.mark.parametrize("how", ["prepend", "replace", "keep"])
@@ -570,16 +570,16 @@ class TestStyleOfARun:
             "parts": "part", "blank": "be terse", "sharegpt": "be terse\n\ncolumn", "alpaca": "be terse",
             "pair": "be terse\n\nof pairs",
         }  # fmt: skip
-        assert read["developer"][0][GIVEN] == {"role": "developer", "content": "be terse\n\ndev", "name": "Ann"}
+        assert read["developer"][0][AUTHOR_MESSAGE] == {"role": "developer", "content": "be terse\n\ndev", "name": "Ann"}
 
     def test_what_keeps_its_prompt_without_being_asked_is_noted(self, tmp_path):
         for row in (self.ROWS[4], {"text": "plain words"}):
             path = write(tmp_path / "a.jsonl", row)
             data = self.config(tmp_path, path, {"system": "be terse"}).data
-            ((_, example),) = ExampleReader(path, data, split="train").numbered()
+            ((_, example),) = ExampleReader(path, data, split="train").numbered_examples()
             assert example.notes == (NOTE_UNSTYLED,)
             kept = data.model_copy(update={"style": data.style.model_copy(update={"how": "keep", "system": None})})
-            ((_, example),) = ExampleReader(path, kept, split="train").numbered()
+            ((_, example),) = ExampleReader(path, kept, split="train").numbered_examples()
             assert example.notes == ()
 
     @pytest.mark.build
@@ -593,7 +593,7 @@ class TestStyleOfARun:
             "style: {system: be terse}}}}".replace("}}}}", "}}"),
             name="x",
         )
-        splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=200)
+        splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=200)
         for split in (splits.train, splits.val, splits.test):
             texts = [tokenizer.decode(ids) for ids in split.rows["input_ids"]]
             assert all(text.startswith("<|im_start|>system\nbe terse<|im_end|>") for text in texts)
@@ -601,7 +601,7 @@ class TestStyleOfARun:
             assert len(split.chats) == len(split.rows)
             assert all(system_of(split.chats[at].messages) == "be terse" for at in range(len(split.chats)))
         plain = config.model_copy(update={"data": config.data.model_copy(update={"style": StyleConfig()})})
-        other = build_splits(plain, data_paths(plain.data), tokenizer, max_seq_len=200)  # not from the other's cache
+        other = build_splits(plain, find_data_paths(plain.data), tokenizer, max_seq_len=200)  # not from the other's cache
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 
@@ -616,4 +616,4 @@ def test_commands_answer_with_their_exit_codes(command, tmp_path):
     assert "Processed 40 rows of 1 file" in said
     code, said = command("style", "--config", str(tmp_path / "run.yaml"))
     assert (code, "no system prompt is given" in said) == (2, True)
-    assert Part(str(tmp_path / "out" / "train.jsonl")).path.exists()
+    assert FilePart(str(tmp_path / "out" / "train.jsonl")).path.exists()

@@ -30,8 +30,8 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.formats import Chat, first_format, to_example
+from sft_play.data.sources.files import find_data_paths
+from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
 from sft_play.findings import Finding
@@ -134,7 +134,7 @@ def tokenizer(*, begins: bool = False) -> Any:
 def to_messages(draw: random.Random) -> Any:
     """A row that somebody wrote, read."""
     row = RawRow("f:1", written_otherwise(draw))
-    _, shape = first_format(iter([row]), DataConfig())
+    _, shape = detect_format(iter([row]), DataConfig())
     return to_example(row, shape, DataConfig()) if shape is not None else None
 
 
@@ -337,7 +337,7 @@ def read(seed: int) -> dict[str, Any]:
         row = written_otherwise(draw)
         options = {"merge_consecutive": draw.random() < 0.3, "drop_empty": draw.random() < 0.3}
         options["turns_without_roles"] = draw.choice(["fail", "alternate"])
-        _, shape = first_format(iter([RawRow(f"f:{number}", row)]), DataConfig(**options))
+        _, shape = detect_format(iter([RawRow(f"f:{number}", row)]), DataConfig(**options))
         found = to_example(RawRow(f"f:{number}", row), shape, DataConfig(**options)) if shape else None
         became[found.reason if isinstance(found, BadRow) else type(found).__name__] += 1
         lines.append(dataclasses.asdict(found) if found is not None else None)
@@ -420,7 +420,7 @@ def split(seed: int) -> dict[str, Any]:
         positions = draw.choice([None, 16, 4096])
         try:
             made = build_splits(
-                run, data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), positions=positions
+                run, find_data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), positions=positions
             )
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}

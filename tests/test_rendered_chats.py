@@ -14,7 +14,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import NOTE_RENDERED_CHAT, Renderer
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.sources.columns import looks_rendered
+from sft_play.data.sources.columns import find_rendered_mark
 from sft_play.data.sources.formats import Chat, Text
 from sft_play.errors import SftPlayError
 from tests.bundled import FILES, template_of
@@ -127,8 +127,8 @@ def test_a_text_that_the_template_does_not_write_stays_a_text_and_its_tokens_are
     ("def f(user): return user", None),
 ])  # fmt: skip
 def test_layouts_of_other_templates_are_named(tokenizer, text, mark):
-    assert (looks_rendered(text) or "").startswith(mark or "")
-    assert (looks_rendered(text) is None) is (mark is None)
+    assert (find_rendered_mark(text) or "").startswith(mark or "")
+    assert (find_rendered_mark(text) is None) is (mark is None)
     noted = renderer(tokenizer, template_of("bundled/chatml")).as_chat(Text("f:1", text)).notes
     assert [note.startswith("special_tokens_in_text") for note in noted] == ([True] if mark else [])
 

@@ -16,7 +16,7 @@ from sft_play.data.masks import render
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.process import process
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.finished.answer.infer import read_prompts
@@ -91,7 +91,7 @@ def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
 def test_every_row_of_a_conversation_that_is_split_has_them(tokenizer):
     made = renderer(tokenizer, multi_turn="split")
     parts = made.expand(Chat("f:1", (*MESSAGES, *MESSAGES), template_kwargs={"tone": "loud"}))
-    assert [part.where for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
+    assert [part.location for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
     assert all("loud" in made.render(part).text for part in parts)
 
 
@@ -126,7 +126,7 @@ def test_they_reach_the_rows_of_a_run_its_held_out_chats_and_the_files_of_proces
             f"out_dir: {tmp_path}/out, val_fraction: 0, test_fraction: 0}}}}",
             name="x",
         )
-        splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=200)
+        splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=200)
         assert splits.val is not None
         kwargs = [splits.val.chats[at].template_kwargs for at in range(len(splits.val.chats))]
         if path == raw:

@@ -29,7 +29,7 @@ from sft_play.data.process import process
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
-from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, read_line_blocks, find_piece_end, read_text_pieces
 from sft_play.errors import DataError
 from sft_play.process import imports
 from tests.bundled import data_file, there, tokenizer_folder
@@ -77,7 +77,7 @@ def test_a_line_over_the_limit_is_a_bad_row_and_never_held(tmp_path, name):
     with traced(6 * MIB):
         rows = list(read_rows(path, split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
+    assert [row.location.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
     assert rows[1].reason == LIMIT
     for said in (f"{9 * MIB:,} bytes", f"{MIB:,}", "rows on lines of their own", ".txt"):
         assert said in rows[1].detail
@@ -93,11 +93,11 @@ def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypa
         end = chance.choice([b"", b"\n"])
         path.write_bytes(b"\n".join(wanted) + end)
         size = chance.randint(1, limit)
-        plain = raw.blocks
-        monkeypatch.setattr(raw, "blocks", lambda *a, size=size, plain=plain, **k: plain(*a, **{**k, "size": size}))
+        plain = raw.read_blocks
+        monkeypatch.setattr(raw, "read_blocks", lambda *a, size=size, plain=plain, **k: plain(*a, **{**k, "size": size}))
         monkeypatch.setattr(raw, "MAX_ROW_BYTES", limit)
         found: list[bytes | int] = []
-        for at, block in line_blocks(path):
+        for at, block in read_line_blocks(path):
             assert at == sum((item if isinstance(item, int) else len(item)) + 1 for item in found)
             found += [block] if isinstance(block, int) else block.removesuffix(b"\n").split(b"\n")
         monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     path.write_text(f'[{{"text": "a"}},\n{big},\n{{"text": "b"}}]')
     rows = list(read_rows(path, split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert rows[1].where == f"{path}:2"
+    assert rows[1].location == f"{path}:2"
     assert rows[1].reason == LIMIT
     # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
@@ -142,7 +142,7 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     rows = list(read_rows(tmp_path / "a.parquet", split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
+    assert (rows[1].location, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
 
 
 @pytest.mark.parametrize("rows_of_group", [80, 16])
@@ -175,7 +175,7 @@ def test_pieces_of_a_text_joined_are_the_text(tmp_path, monkeypatch):
     for _ in range(200):
         text = random_text(chance)
         path.write_bytes(text.encode())
-        pieces = list(text_pieces(path))
+        pieces = list(read_text_pieces(path))
         assert "".join(piece for _, piece in pieces) == text
         assert all(len(piece) <= 200 for _, piece in pieces)
         at = 0
@@ -188,14 +188,14 @@ def test_pieces_of_a_text_joined_are_the_text(tmp_path, monkeypatch):
 
 def test_a_text_is_cut_behind_paragraphs_then_lines_then_words():
     paragraphs = "one two\nthree\n\n" * 20
-    assert paragraphs[: piece_end(paragraphs, 100)].endswith("three\n\n")
+    assert paragraphs[: find_piece_end(paragraphs, 100)].endswith("three\n\n")
     lines = "one two\n" * 40
-    assert lines[: piece_end(lines, 100)].endswith("two\n")
+    assert lines[: find_piece_end(lines, 100)].endswith("two\n")
     words = "one two " * 40
-    cut = piece_end(words, 100)
+    cut = find_piece_end(words, 100)
     assert words[cut - 1] != " "
     assert words[cut] == " "
-    assert piece_end("x" * 400, 100) == 100
+    assert find_piece_end("x" * 400, 100) == 100
 
 
 def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("A line of words that goes on.\nAnd another one.\n\n" * 75_000)  # 3.6 MB
     with traced(12 * MIB):
-        rows = [(row.where, len(row.data["text"])) for row in read_rows(path, split="train", text_wanted=True)]
+        rows = [(row.location, len(row.data["text"])) for row in read_rows(path, split="train", wants_text=True)]
     assert sum(size for _, size in rows) == path.stat().st_size
     assert max(size for _, size in rows) <= raw.TEXT_CHARS * 2
     assert rows[0][0] == f"{path}:1"
@@ -225,12 +225,12 @@ def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, 
     text = "".join(f"Line {number} of words.\n\n" for number in range(400))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({column: one, "id": 7}) + "\n" for one in ("short", text)))
-    of_file = [row.data["text"] for row in read_rows(tmp_path / "a.txt", split="train", text_wanted=True)]
-    rows = list(read_rows(tmp_path / "a.jsonl", split="train", text_wanted=True))
+    of_file = [row.data["text"] for row in read_rows(tmp_path / "a.txt", split="train", wants_text=True)]
+    rows = list(read_rows(tmp_path / "a.jsonl", split="train", wants_text=True))
     assert len(of_file) > 5
     assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
     assert [bool(row.notes) for row in rows] == [False, *(True for _ in of_file)]
-    assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
+    assert [row.location.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
     whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
     assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained
 
@@ -250,7 +250,7 @@ def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypa
     monkeypatch.setattr(raw, "TEXT_CHARS", 3_000)
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    pieces = [piece for _, piece in text_pieces(path)]
+    pieces = [piece for _, piece in read_text_pieces(path)]
     assert len(pieces) > 15
     joined = [number for piece in pieces for number in tokenizer(piece)["input_ids"]]
     assert joined == tokenizer(text)["input_ids"]

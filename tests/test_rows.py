@@ -308,7 +308,7 @@ def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(
     from sft_play.config.load import config_from_text
     from sft_play.data.build.splits import build_splits
     from sft_play.data.masks.tokenizer import end_of_text_id
-    from sft_play.data.sources.files import data_paths
+    from sft_play.data.sources.files import find_data_paths
     from sft_play.training.loop.rows import to_dataset
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -320,7 +320,7 @@ def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(
         name="run.yaml",
     )
     tokenizer = load_tokenizer(config).tokenizer
-    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=16)
+    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=16)
     blocks = to_dataset(splits.train.rows)["input_ids"]
     assert all(len(block) == 16 for block in blocks)
     stream = [token for block in blocks for token in block]

@@ -367,7 +367,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     """Against the rows that training reads, cut before their answers."""
     from sft_play.data.masks.render import Renderer
     from sft_play.data.masks.token_row import IGNORED
-    from sft_play.data.sources.formats import Chat, first_format, to_example
+    from sft_play.data.sources.formats import Chat, detect_format, to_example
     from sft_play.data.sources.raw import RawRow
     from sft_play.finished.answer.openai_app import request_ids
     from sft_play.finished.answer.respond import Responder
@@ -379,7 +379,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     responder._renderer = Renderer(responder.tokenizer, data, max_seq_len=64)
     turns = [*ASKED, *([{"role": "user", "content": "quickly"}] if settings.get("merge_consecutive") else [])]
     row = RawRow("row 1", {"messages": [*turns, {"role": "assistant", "content": "it is 6."}]})
-    _, shape = first_format(iter([row]), data)
+    _, shape = detect_format(iter([row]), data)
     example = to_example(row, shape, data)
     assert isinstance(example, Chat)
     trained = Renderer(responder.tokenizer, data, max_seq_len=200)(example)

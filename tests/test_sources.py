@@ -217,7 +217,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
 
     from sft_play.config.load import load_config
     from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import data_paths
+    from sft_play.data.sources.files import find_data_paths
     from sft_play.facts.hardware import Hardware
     from sft_play.facts.models.architecture import load_model_shape
     from sft_play.planner.plan import PlanRequest, make_plan
@@ -228,7 +228,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name
     tokenizer = AutoTokenizer.from_pretrained(name)
-    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=config.model.max_seq_len)
+    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=config.model.max_seq_len)
     assert splits.sources is not None
     plan = make_plan(PlanRequest(config, load_model_shape(name), Hardware((), "CPU", 2, 2**34, 2**34)))
     trainer = build_trainer(

@@ -24,8 +24,8 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise, to_example
+from sft_play.data.sources.files import find_data_paths
+from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise_format, to_example
 from sft_play.data.sources.raw import RawRow
 from sft_play.errors import DataError
 from sft_play.files import locked
@@ -55,7 +55,7 @@ class TestSplits:
 
     def build(self, tokenizer, text, *, limit=64):
         config = config_from_text(f"model: {{name: x}}\n{text}", name="run.yaml")
-        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit)
+        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit)
 
     def test_a_split_by_content_hash_does_not_move_when_rows_are_added(self, tokenizer, tmp_path):
         def held_out(count):
@@ -72,7 +72,7 @@ class TestSplits:
 
     def test_the_share_of_a_row_depends_on_its_content_alone(self):
         row = RawRow("f:1", ROW)
-        one = to_example(row, recognise(ROW))
+        one = to_example(row, recognise_format(ROW))
         other = Chat("elsewhere:9", one.messages, one.tools)
         assert digest_share(content_digest(one)) == digest_share(content_digest(other))
         assert 0 <= digest_share(content_digest(one)) < 1
@@ -459,7 +459,7 @@ class TestLimits:
             f"model: {{name: x}}\ndata: {{train_path: {path}, val_path: null, test_path: null{options}}}",
             name="run.yaml",
         )
-        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit, positions=positions)
+        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit, positions=positions)
 
     @pytest.fixture
     def path(self, tmp_path):
@@ -523,7 +523,7 @@ def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
         "test_path: null}",
         name="run.yaml",
     )
-    splits = build_splits(config, data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    splits = build_splits(config, find_data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
     sources = splits.val.rows["source"][:]
     assert sources.count(0) == 5
     assert sources.count(1) >= 1
@@ -560,7 +560,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
     config = config_from_text(
         f"model: {{name: x}}\ndata: {{train_path: {data_file(name)}, val_path: null, test_path: null}}", name="run.yaml"
     )
-    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=32_768)
+    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=32_768)
     assert len(splits.train.rows) == kept
     assert sum(splits.train.report.dropped.values()) == out
     assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)

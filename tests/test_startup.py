@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError, RunFolderError
 from sft_play.process import imports
 from sft_play.runs.files import write_json
@@ -166,12 +166,12 @@ def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
 def look(folder: Path, text: str, *, task_mode: str = "sft", **options: object) -> None:
     (folder / "rows.jsonl").write_text(text)
     data = DataConfig(train_path=str(folder / "rows.jsonl"), **options)
-    examples.look_at(data, data_paths(data), task_mode=task_mode)
+    examples.check_first_rows(data, find_data_paths(data), task_mode=task_mode)
 
 
 def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
     """Whoever has to fix rows wants all of them counted: only a file whose first rows are all bad is refused here."""
-    bad, good = ["{not json"] * examples.LOOKED_AT_ROWS, chat("a", "b")
+    bad, good = ["{not json"] * examples.CHECKED_FIRST_ROWS, chat("a", "b")
     look(tmp_path, jsonl(*bad[1:], good))
     look(tmp_path, jsonl(*bad, good), on_bad_row="skip")
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
 
 def test_rows_of_no_format_count_only_where_enough_of_them_were_read(tmp_path):
     """A format is that of the first of twenty rows that has one; bad rows between them do not count."""
-    unknown, bad = {"picture": "a"}, ["{not json"] * examples.LOOKED_AT_ROWS
+    unknown, bad = {"picture": "a"}, ["{not json"] * examples.CHECKED_FIRST_ROWS
     look(tmp_path, jsonl(unknown, *bad, chat("a", "b")))
     with pytest.raises(DataError, match="picture"):
         look(tmp_path, jsonl(unknown, *bad[2:]))

@@ -18,8 +18,8 @@ from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.formats import Chat, recognise, to_example
+from sft_play.data.sources.files import find_data_paths
+from sft_play.data.sources.formats import Chat, recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import TokenizerError
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ def plain_row() -> dict[str, Any]:
 
 
 def rendered(renderer: Renderer, data: dict[str, Any]) -> TokenRow | BadRow:
-    shape = recognise(data)
+    shape = recognise_format(data)
     assert shape is not None
     example = to_example(RawRow("f:1", copy.deepcopy(data)), shape)
     return example if isinstance(example, BadRow) else renderer.render(example)
@@ -346,7 +346,7 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
         f"model: {{name: {tmp_path}}}\ndata: {{train_path: {path}, val_path: null, test_path: null}}", name="run.yaml"
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
+    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=512)
     said = [found.found for found in judge_split(splits.train.report, config.data, max_seq_len=512, positions=None)]
     assert [line for line in said if fitted_template.OBJECT_FOR_TEXT in line] == [
         f"6 rows: {fitted_template.OBJECT_FOR_TEXT} (the first: {path}:2)"
@@ -491,7 +491,7 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
 
         with pa.ipc.new_file(str(path), table.data.schema) as writer:
             writer.write_table(table.data.table)
-    found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered()]
+    found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered_examples()]
     for row, example in zip(ROWS_OF_CALLS, found, strict=True):
         assert isinstance(example, Chat), example
         assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
@@ -509,7 +509,7 @@ def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
             {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 1}}}]},
     ]}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered()
+    [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered_examples()
     assert isinstance(found, Chat)
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
     assert not any("nulls" in note for note in found.notes)

@@ -269,7 +269,7 @@ def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monk
     for kind in types:
         data = config_of(f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {kind}\n").data
         assert data.columns == {"instruction": "frage", "output": "antwort", "system": "regel"}
-        ((_, chat),) = ExampleReader(find_source("my.jsonl"), data, split="train").numbered()
+        ((_, chat),) = ExampleReader(find_source("my.jsonl"), data, split="train").numbered_examples()
         assert [(turn["role"], turn["content"]) for turn in chat.messages] == [
             ("system", "Kurz."), ("user", "Was?"), ("assistant", "Das.")
         ]  # fmt: skip

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from sft_play.data.sources.examples import rows_of
-from sft_play.data.sources.files import data_files, find_source
+from sft_play.data.sources.examples import count_part_rows
+from sft_play.data.sources.files import list_parts, find_source
 from sft_play.process import waiting as module
 from sft_play.process.waiting import Waiting, waiting
 
@@ -106,6 +106,6 @@ def test_rows_are_counted_by_lines_and_row_groups_and_by_nothing_that_has_to_be_
                 (folder / f"{at}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             else:
                 pa.parquet.write_table(pa.Table.from_pylist(rows), folder / f"{at}.parquet")
-        assert rows_of(data_files(find_source(str(folder)))) == sum(counts)
+        assert count_part_rows(list_parts(find_source(str(folder)))) == sum(counts)
         (folder / "z.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}]))
-        assert rows_of(data_files(find_source(str(folder)))) is None
+        assert count_part_rows(list_parts(find_source(str(folder)))) is None

@@ -151,8 +151,8 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
 
     renderer, good = None, 0
     try:
-        reader = ExampleReader(path, data, split="train", text_wanted=draw.random() < 0.2)
-        for _, example in itertools.islice(reader.numbered(), 60):
+        reader = ExampleReader(path, data, split="train", wants_text=draw.random() < 0.2)
+        for _, example in itertools.islice(reader.numbered_examples(), 60):
             if isinstance(example, BadRow):
                 if not example.reason.strip():
                     raise Wrong("a bad row without a reason")

@@ -20,7 +20,7 @@ from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_value
-from sft_play.data.sources.files import data_files, find_source
+from sft_play.data.sources.files import list_parts, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import from_here
@@ -407,7 +407,7 @@ def finished_run(request: Request) -> FinishedRun:
 def require_source(given: Path | str, name: str) -> None:
     """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
     try:
-        data_files(find_source(str(given)), text_wanted=True)
+        list_parts(find_source(str(given)), wants_text=True)
     except DataError as error:
         raise DataError(f"{name}={error}") from None
 

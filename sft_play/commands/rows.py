@@ -30,8 +30,8 @@ from sft_play.data.preview import (
     visible,
 )
 from sft_play.data.preview_page import PAGE_PIECES, html_page
-from sft_play.data.sources.examples import ExampleReader, look_at
-from sft_play.data.sources.files import AnySource, data_paths, split_of
+from sft_play.data.sources.examples import ExampleReader, check_first_rows
+from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
 from sft_play.errors import DataError
@@ -62,28 +62,28 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
     was edited since; nothing is written then; TokenizerError where the tokenizer or its template cannot be used."""
     loaded, of_stage = first_stage(loaded)
     config = loaded.config
-    paths = data_paths(config.data)
-    look_at(config.data, paths, task_mode=config.task_mode)
+    paths = find_data_paths(config.data)
+    check_first_rows(config.data, paths, task_mode=config.task_mode)
     prepare_hub(config)
     tools = tools_of(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
         folder, names = out, {}
-        for part, _ in paths.files():
+        for part, _ in paths.named_paths():
             source = part.removeprefix("source ").removesuffix(" (val)")
-            names[part] = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
+            names[part] = f"{part_split(part)}-{source}.jsonl" if source != part else f"{part_split(part)}.jsonl"
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
         announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
         folder, names, announced = out.parent, {"train": out.name}, (out.name,)
-    files = [(part, path) for part, path in paths.files() if part in names] or [("train", paths.train)]
+    files = [(part, path) for part, path in paths.named_paths() if part in names] or [("train", paths.train)]
     for name in names.values():
         refuse_source(folder / name, files)
     with OutputFolder(folder, announced, force=force, command="render") as written:
         rendered = [
-            Rendered(split_of(part), folder / names[part], _rows(path, part, written, names, config.data, tools.maker))
+            Rendered(part_split(part), folder / names[part], _rows(path, part, written, names, config.data, tools.maker))
             for part, path in files
         ]
         _refuse_bad(rendered, config.data)
@@ -96,10 +96,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
 def _rows(
     source: AnySource, part: str, written: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
 ) -> RowStats:
-    split, stats, target = split_of(part), RowStats(str(source)), written.open(names[part])
+    split, stats, target = part_split(part), RowStats(str(source)), written.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for outcome in maker.outcomes(reader.numbered(), document=split == "text"):
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
+    for outcome in maker.outcomes(reader.numbered_examples(), document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
         elif outcome.whole is None:
@@ -232,10 +232,10 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     since; TokenizerError where the tokenizer or its template cannot be used."""
     loaded, of_stage = first_stage(loaded)
     config = loaded.config
-    paths = data_paths(config.data)
+    paths = find_data_paths(config.data)
     path = paths.train
     prepare_hub(config)
-    reader = ExampleReader(path, config.data, split="train", text_wanted=config.task_mode == "cpt")
+    reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
     chosen = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
     tools = tools_of(config)
     names = TokenBytes(tools.tokenizer)

@@ -13,11 +13,11 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, note_shared, rows_text, ways_to_keep
 from sft_play.data.build.survey import TEMPLATE, survey_rows
 from sft_play.data.masks.token_row import METHODS
-from sft_play.data.sources.columns import unused_words
-from sft_play.data.sources.files import data_paths, split_of
-from sft_play.data.sources.messages import roles_said
+from sft_play.data.sources.columns import describe_unused_columns
+from sft_play.data.sources.files import find_data_paths, part_split
+from sft_play.data.sources.messages import known_role_lines
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.data.sources.tables import HUB
+from sft_play.data.sources.tables import HUB_PREFIX
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
 
@@ -36,7 +36,7 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
         yield failed(name, found, f"use task_mode=sft, or give data.{survey.split}_path plain text, or null")
         return
     if survey.bad:
-        yield _bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))
+        yield _bad(name, every, survey.bad, survey.first_bad, data, known_role_lines(survey.bad, survey.turns))
     else:
         yield passed(name, every)
     if survey.left_out:
@@ -51,7 +51,7 @@ def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterato
 
 def judge_columns(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
     """The columns that are not read; a warning where one of them would be missed."""
-    words, is_missed = unused_words(survey.unused, data.columns)
+    words, is_missed = describe_unused_columns(survey.unused, data.columns)
     name = f"columns: {survey.split}"
     do = "map them as it says, or take them out: make preview shows what is trained"
     if words:
@@ -66,9 +66,9 @@ def missed_columns(data: DataConfig, *, task_mode: str) -> list[str]:
     """A line on the columns of each training source's first rows that are not read and would be missed; sources of the
     hub are not read for it. Raises DataError where rows cannot be read."""
     lines: list[str] = []
-    for name, source in data_paths(data).files():
-        is_trained = split_of(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
-        if is_trained and not str(source).startswith(HUB):
+    for name, source in find_data_paths(data).named_paths():
+        is_trained = part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
+        if is_trained and not str(source).startswith(HUB_PREFIX):
             survey = survey_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", most=_FIRST_ROWS)
             of = "" if name == "train" else f" of {name}"
             lines += [f"Columns{of} {one.found}" for one in judge_columns(survey, data) if one.verdict == "WARN"]

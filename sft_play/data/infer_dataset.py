@@ -11,12 +11,12 @@ from pathlib import Path
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
-from sft_play.data.sources.columns import guessed_columns, looks_rendered
-from sft_play.data.sources.examples import ExampleReader, characters
-from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
-from sft_play.data.sources.formats import Chat, Example, Text, recognise
-from sft_play.data.sources.raw import BadRow, NotUtf8, RawRow, none_usable
-from sft_play.data.sources.tables import split_of_name
+from sft_play.data.sources.columns import guess_columns, find_rendered_mark
+from sft_play.data.sources.examples import ExampleReader, character_count
+from sft_play.data.sources.files import AnySource, list_parts, find_source, read_rows
+from sft_play.data.sources.formats import Chat, Example, Text, recognise_format
+from sft_play.data.sources.raw import BadRow, NotUtf8, RawRow, no_usable_rows_error
+from sft_play.data.sources.tables import split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -66,11 +66,11 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
 def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -> FirstLook:
     paths, source, is_text = _sources(given, encoding)
     columns = {} if is_text else _columns(source)
-    reader = ExampleReader(source, DataConfig(columns=columns), split="train", text_wanted=is_text)
+    reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
     examples, bad = _sample(reader)
     if not examples:
-        raise none_usable(f"the first {len(bad):,} rows of {one_line(given)}", bad)
-    is_cpt = isinstance(examples[0], Text) and not looks_rendered(examples[0].text)
+        raise no_usable_rows_error(f"the first {len(bad):,} rows of {one_line(given)}", bad)
+    is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
     size = rough_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), text_wanted=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
     tokens = _tokens(examples, count)
@@ -100,36 +100,36 @@ def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool
     if isinstance(source, Path) and source.is_dir():
         splits: dict[str, list[str]] = {}
         for file in source.iterdir():
-            if file.is_file() and (split := split_of_name(file.name.partition(".")[0])):
+            if file.is_file() and (split := split_from_name(file.name.partition(".")[0])):
                 splits.setdefault(split, []).append(str(file))
         if "train" in splits and all(len(files) == 1 for files in splits.values()):
             paths = {f"data.{split}_path": files[0] for split, files in sorted(splits.items())}
             return paths, find_source(paths["data.train_path"], encoding=encoding), False
     try:
-        parts = data_files(source)
+        parts = list_parts(source)
         is_text = all(part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst") for part in parts)
         return {"data.train_path": given}, source, is_text
     except DataError:
-        data_files(source, text_wanted=True)
+        list_parts(source, wants_text=True)
         return {"data.train_path": given}, source, True
 
 
 def _columns(source: AnySource) -> dict[str, str]:
     rows = itertools.islice(read_rows(source, split="train"), SAMPLE)
     first = next((row for row in rows if isinstance(row, RawRow)), None)
-    return guessed_columns(first.data) if first is not None and recognise(first.data) is None else {}
+    return guess_columns(first.data) if first is not None and recognise_format(first.data) is None else {}
 
 
 def _sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
     examples: list[Example] = []
     bad: list[BadRow] = []
     size = 0
-    for _, row in itertools.islice(reader.numbered(), SAMPLE):
+    for _, row in itertools.islice(reader.numbered_examples(), SAMPLE):
         if isinstance(row, BadRow):
             bad.append(row)
             continue
         examples.append(row)
-        size += characters(row)
+        size += character_count(row)
         if size > SAMPLE_CHARACTERS:
             break
     return examples, bad

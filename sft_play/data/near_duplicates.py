@@ -18,10 +18,10 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.process_report import said_in
-from sft_play.data.sources.columns import WORD
-from sft_play.data.sources.files import data_files, find_source, read_part
-from sft_play.data.sources.formats import Example, Text, recognise, to_example
-from sft_play.data.sources.messages import texts_in
+from sft_play.data.sources.columns import WORD_PATTERN
+from sft_play.data.sources.files import list_parts, find_source, read_part
+from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 
@@ -46,7 +46,7 @@ def _hash_of(word: str) -> int:
 
 def words_of(text: str) -> list[str]:
     """The words by which texts are compared; a text without any is one word."""
-    return WORD.findall(text.lower()) or [text.strip()]
+    return WORD_PATTERN.findall(text.lower()) or [text.strip()]
 
 
 def shingles_of(text: str) -> Shingles:
@@ -163,15 +163,15 @@ def _is_long(text: str) -> bool:
 def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, str]]:
     """The texts of every row of a file with their places; of no known format, all long ones. Raises DataError."""
     try:
-        for part in data_files(find_source(value, encoding=data.encoding), split="test"):
+        for part in list_parts(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):
                 if isinstance(row, RawRow):
-                    shape = recognise(row.data, {})
+                    shape = recognise_format(row.data, {})
                     example = BadRow("", "") if shape is None else to_example(row, shape, data)
                     if isinstance(example, BadRow):
-                        texts = list(filter(_is_long, texts_in(row.data)))
+                        texts = list(filter(_is_long, iter_texts(row.data)))
                     else:
                         texts = [whole_text(example), *long_questions(example)]
-                    yield from ((text, row.where) for text in texts)
+                    yield from ((text, row.location) for text in texts)
     except DataError as error:
         raise DataError(f"data.process.compare_with: {error}") from None

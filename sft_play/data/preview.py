@@ -18,7 +18,7 @@ from sft_play.data.build.stats import rows_text
 from sft_play.data.build.survey import RowMaker, RowOutcome
 from sft_play.data.masks.token_row import IGNORED, METHODS, TokenRow
 from sft_play.data.masks.words import BYTE_LETTERS
-from sft_play.data.sources.examples import ExampleReader, example_of
+from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -201,7 +201,7 @@ Raw = tuple[RawRow | BadRow, Any]
 
 def row_numbered(reader: ExampleReader, wanted: int) -> list[tuple[int, Raw]]:
     """The row of this number, from 1."""
-    rows = [raw for number, raw in enumerate(reader.raw(), start=1) if number == wanted]
+    rows = [raw for number, raw in enumerate(reader.raw_rows(), start=1) if number == wanted]
     if not rows:
         raise DataError(f"ROW={wanted}: {reader.path} has {rows_text(reader.rows)}; rows are counted from 1")
     return [(wanted, rows[0])]
@@ -214,7 +214,7 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
     stride = 1
     longest: tuple[int, int, Raw] | None = None
     last: tuple[int, Raw] | None = None
-    for number, raw in enumerate(reader.raw()):
+    for number, raw in enumerate(reader.raw_rows()):
         # before any tokenizer is asked: the longest by characters is near enough to show
         size = len(str(raw[0].data)) if isinstance(raw[0], RawRow) else 0
         if longest is None or size > longest[0]:
@@ -236,11 +236,11 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
 def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker, names: TokenBytes) -> list[Shown]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, shape = raw_row
-    example = example_of(raw, shape, reader.data)
+    example = read_example(raw, shape, reader.data)
     text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
     as_read = text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
-        return [Shown(number, example.where, reason=_why(example), raw=as_read)]
+        return [Shown(number, example.location, reason=_why(example), raw=as_read)]
     outcomes = maker.outcomes([(number, example)])
     return [_shown_outcome(one, names, maker.max_seq_len, as_read) for one in outcomes if isinstance(one, RowOutcome)]
 
@@ -249,7 +249,7 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
     whole, row = outcome.whole, outcome.row
     if whole is None:
         assert isinstance(row, BadRow)
-        return Shown(outcome.number, row.where, reason=_why(row), raw=as_read)
+        return Shown(outcome.number, row.location, reason=_why(row), raw=as_read)
     ids, labels = tuple(whole.input_ids), tuple(whole.labels)
     if isinstance(row, BadRow):
         reason, cut, left = _why(row), max(0, len(ids) - limit), ids[:limit]

@@ -21,21 +21,21 @@ from sft_play.data.checks import judge_columns
 from sft_play.data.managed_outputs import CannotWrite, OutputFolder
 from sft_play.data.near_duplicates import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
-from sft_play.data.sources.examples import example_of, rows_of
-from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, walk
+from sft_play.data.sources.examples import read_example, count_part_rows
+from sft_play.data.sources.files import FilePart, list_parts, find_source, is_saved_dataset, read_part, walk_data_files
 from sft_play.data.sources.formats import (
     TEMPLATE_KWARGS,
     Example,
     Text,
-    check_columns,
+    require_known_columns,
     content_digest,
     digest_share,
-    first_format,
-    is_processed,
+    detect_format,
+    is_processed_row,
 )
-from sft_play.data.sources.messages import as_given, roles_said
-from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
-from sft_play.data.sources.tables import split_names, split_of_name
+from sft_play.data.sources.messages import author_form, known_role_lines
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
+from sft_play.data.sources.tables import split_names, split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import Waiting, waiting
@@ -60,7 +60,7 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
     """Read `data.process.raw_path`, write the splits and report.json to `data.process.out_dir`. `force` overwrites
     files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be used."""
-    check_columns(config.data)
+    require_known_columns(config.data)
     return _Process(config).run(force=force)
 
 
@@ -95,7 +95,7 @@ class _Process:
         self._compare_with_others(parts)
         names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
         out = OutputFolder(Path(self._options.out_dir).expanduser(), names, force=force, command="process")
-        total = functools.partial(rows_of, [part for part, _ in parts])
+        total = functools.partial(count_part_rows, [part for part, _ in parts])
         with out, waiting("Processing raw rows", unit="rows", total=total) as self._news:
             for part, split in parts:
                 self._read(part, split, out)
@@ -113,7 +113,7 @@ class _Process:
         data = self._config.data
         return [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
 
-    def _compare_with_others(self, parts: list[tuple[Part, str | None]]) -> None:
+    def _compare_with_others(self, parts: list[tuple[FilePart, str | None]]) -> None:
         """Read the rows in which training rows are looked for; of data.val_path and data.test_path only files that are
         neither trained on nor written."""
         data, asked = self._config.data, self._options.compare_with
@@ -140,7 +140,7 @@ class _Process:
         self._others[name] = other
         self._report.overlaps[name] = Places()
 
-    def _parts(self) -> list[tuple[Part, str | None]]:
+    def _parts(self) -> list[tuple[FilePart, str | None]]:
         """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
         given = self._options.raw_path
         paths = (given,) if isinstance(given, str) else given
@@ -157,10 +157,10 @@ class _Process:
         order = ("val", "test", "train")
         return [(part, name) for name in order for part, split in named.items() if (split or "train") == name]
 
-    def _parts_of(self, value: str) -> list[tuple[Part, str | None]]:
+    def _parts_of(self, value: str) -> list[tuple[FilePart, str | None]]:
         try:
             source = find_source(value, encoding=self._config.data.encoding)
-            parts = data_files(source, text_wanted=self._config.task_mode == "cpt")
+            parts = list_parts(source, wants_text=self._config.task_mode == "cpt")
         except DataError as error:
             raise DataError(f"data.process.raw_path: {error}") from None
         root = source if isinstance(source, Path) and source.is_dir() else None
@@ -172,20 +172,20 @@ class _Process:
                 f"data.process.raw_path={one_line(value)} is in the folder that is written to "
                 f"({self._options.out_dir}); give data.process.out_dir another one"
             )
-        if root is not None and not is_saved(root):
+        if root is not None and not is_saved_dataset(root):
             taken = {part.name for part in parts}
-            self._report.skipped_files += [one_line(str(item)) for item in walk(root) if str(item) not in taken]
-        named: list[tuple[Part, str | None]] = []
+            self._report.skipped_files += [one_line(str(item)) for item in walk_data_files(root) if str(item) not in taken]
+        named: list[tuple[FilePart, str | None]] = []
         for part in parts:
-            names = split_names(part.name, on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
+            names = split_names(part.name, is_on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
             named += self._splits_of_set(part, names) if names else [(part, _named_split(part, root))]
         return named
 
-    def _splits_of_set(self, part: Part, names: list[str]) -> list[tuple[Part, str | None]]:
-        splits: list[tuple[Part, str | None]] = []
+    def _splits_of_set(self, part: FilePart, names: list[str]) -> list[tuple[FilePart, str | None]]:
+        splits: list[tuple[FilePart, str | None]] = []
         for name in names:
             # `train_sft`, `test_gen`: the split may be the first word
-            split = split_of_name(name) or split_of_name(name.replace("_", "-").split("-")[0])
+            split = split_from_name(name) or split_from_name(name.replace("_", "-").split("-")[0])
             if split is None and len(names) > 1:
                 remark = f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLITS)}: not read"
                 self._report.remarks.append(remark)
@@ -193,7 +193,7 @@ class _Process:
                 splits.append((dataclasses.replace(part, split=name), split or "train"))
         return splits
 
-    def _read(self, part: Part, split: str | None, out: OutputFolder) -> None:
+    def _read(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         """Check and write the rows of one raw file; its faults are kept for one message about all files."""
         name = part.name if part.kind not in ("saved", "hub") else f"{part.name} ({part.split})"
         file = FileReport(one_line(name, limit=4_000), split=split)
@@ -207,7 +207,7 @@ class _Process:
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)
                 if problem is not None:
-                    self._report.drop(problem.reason, problem.where)
+                    self._report.drop(problem.reason, problem.location)
                     stats.count_bad(problem)
         except CannotWrite:  # a full disk is no fault of the raw file
             raise
@@ -222,17 +222,17 @@ class _Process:
         if stats.bad and self._config.data.on_bad_row == "fail":
             self._faults.append(_file_fault(file, stats))
 
-    def _examples(self, part: Part, file: FileReport) -> Iterator[Example | BadRow]:
+    def _examples(self, part: FilePart, file: FileReport) -> Iterator[Example | BadRow]:
         # rows are written without data.style, which make style or a run adds
         rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
-        first, shape = first_format(rows, data)
+        first, shape = detect_format(rows, data)
         if shape is not None:
             file.format = shape.name
         for raw in itertools.chain(first, rows):
-            example = example_of(raw, shape, data)
-            if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed(raw.data):
+            example = read_example(raw, shape, data)
+            if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
                 source = raw.data["source"]  # as it was processed before
-                example = dataclasses.replace(example, where=source) if isinstance(source, str) and source else example
+                example = dataclasses.replace(example, location=source) if isinstance(source, str) and source else example
             yield example
 
     def _take(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> BadRow | None:
@@ -242,13 +242,13 @@ class _Process:
         line = _LINE.encode(as_row(example, digest))
         # a character takes at most 4 bytes, so only long lines have to be encoded to know their size
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
-            return too_large(example.where, size)
+            return too_large_row(example.location, size)
         options = self._options
         place = split or split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
-            report.notes.setdefault(note, Places()).add(example.where)
+            report.notes.setdefault(note, Places()).add(example.location)
         is_new = not any(digest[:16] in seen for seen in self._seen.values())
-        if self._is_double(digest[:16], place, example.where) or self._is_similar(example, place, is_new=is_new):
+        if self._is_double(digest[:16], place, example.location) or self._is_similar(example, place, is_new=is_new):
             return None
         self._kinds.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
@@ -293,12 +293,12 @@ class _Process:
             return dropped
         found = self._near.nearest(sketch)
         if found is not None:
-            report.near.add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
+            report.near.add(f"{example.location} (like {found[1]}, {found[0]:.2f})")
             if self._options.near_duplicates == "drop":
-                report.drop("nearly an earlier row", example.where)
+                report.drop("nearly an earlier row", example.location)
                 return True
         elif not self._is_full:
-            self._near.add(sketch, example.where)
+            self._near.add(sketch, example.location)
         return False
 
     @property
@@ -311,9 +311,9 @@ class _Process:
         for name, other in self._others.items():
             found = max((one for sketch in sketches if (one := other.nearest(sketch))), default=None)
             if found is not None:
-                report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
+                report.overlaps[name].add(f"{example.location} (like {found[1]}, {found[0]:.2f})")
                 if self._options.drop_overlaps and not dropped:
-                    report.drop("nearly a row of a held-out file", example.where)
+                    report.drop("nearly a row of a held-out file", example.location)
                     dropped = True
         return dropped
 
@@ -351,19 +351,19 @@ class _Process:
                 report.remarks.append(f"The raw files have no {name} rows: {name}.jsonl is not written")
 
 
-def _named_split(part: Part, root: Path | None) -> str | None:
+def _named_split(part: FilePart, root: Path | None) -> str | None:
     path = Path(part.name)
     name = path.name.lower().removesuffix(".gz")
     stem = name.removesuffix(Path(name).suffix)
     folders = path.relative_to(root).parts[:-1] if root is not None and path.is_relative_to(root) else ()
-    return next((split for word in (stem, *reversed(folders)) if (split := split_of_name(word))), None)
+    return next((split for word in (stem, *reversed(folders)) if (split := split_from_name(word))), None)
 
 
 def _file_fault(file: FileReport, stats: RowStats, error: str = "") -> str:
     lines = []
     if stats.bad:
         head, *rows = bad_row_lines(f"{file.rows:,} rows", stats.bad, stats.first_bad)
-        lines = [f"{file.name}: {head}", *rows, *(f"  {line}" for line in roles_said(stats.bad, stats.turns))]
+        lines = [f"{file.name}: {head}", *rows, *(f"  {line}" for line in known_role_lines(stats.bad, stats.turns))]
     return "\n".join([*lines, *([error] if error else [])])
 
 
@@ -372,21 +372,21 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
     if isinstance(example, Text):
         content: dict[str, Any] = {"text": example.text}
     else:
-        content = {"messages": [as_given(message) for message in example.messages]}
+        content = {"messages": [author_form(message) for message in example.messages]}
         if example.tools:
             content["tools"] = list(example.tools)
         if example.template_kwargs:
             content[TEMPLATE_KWARGS] = example.template_kwargs
-    return {**content, "source": example.where, "id": digest.hex()[:32]}
+    return {**content, "source": example.location, "id": digest.hex()[:32]}
 
 
 def read_processed(path: Path) -> Iterator[RawRow]:
     """The rows of a file that `make process` wrote, as they are; raises DataError where it holds something else."""
     if not path.is_file():
         raise DataError(f"{path} is missing; make process writes it")
-    for row in read_part(Part(str(path), "lines")):
+    for row in read_part(FilePart(str(path), "lines")):
         if isinstance(row, BadRow):
             raise DataError(f"{row}; make process writes it again")
         if "messages" not in row.data and "text" not in row.data:
-            raise DataError(f"{row.where}: neither messages nor text; make process writes rows of that form")
+            raise DataError(f"{row.location}: neither messages nor text; make process writes rows of that form")
         yield row

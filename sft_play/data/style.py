@@ -13,10 +13,10 @@ from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import rows_text
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.process import SPLITS, read_processed
-from sft_play.data.sources.examples import prompt_for, rows_of, with_system_prompt
-from sft_play.data.sources.files import Part
-from sft_play.data.sources.formats import STYLED, Text, recognise, to_example
-from sft_play.data.sources.messages import as_given
+from sft_play.data.sources.examples import find_system_prompt, count_part_rows, set_system_prompt
+from sft_play.data.sources.files import FilePart
+from sft_play.data.sources.formats import STYLED_KEY, Text, recognise_format, to_example
+from sft_play.data.sources.messages import author_form
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
@@ -80,10 +80,10 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
         for name in files:
             counts = report.splits.setdefault(name, Counter())
             file = out.open(f"{name}.jsonl")
-            total = functools.partial(rows_of, [Part(str(source / f"{name}.jsonl"), "lines")])
+            total = functools.partial(count_part_rows, [FilePart(str(source / f"{name}.jsonl"), "lines")])
             with waiting(f"Styling {name} rows", unit="rows", total=total) as news:
                 for row in read_processed(source / f"{name}.jsonl"):
-                    prompt, glob = prompt_for(str(row.data.get("source")), options)
+                    prompt, glob = find_system_prompt(str(row.data.get("source")), options)
                     unused.pop(glob, None)
                     styled, done = _styled(row, options, prompt)
                     counts[done] += 1
@@ -96,11 +96,11 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
 
 def _styled(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
     """The row as it is to be, and what was done: one of `_DONE`."""
-    shape = recognise(row.data)
-    example = to_example(row, shape) if shape is not None else BadRow(row.where, "no known format")
+    shape = recognise_format(row.data)
+    example = to_example(row, shape) if shape is not None else BadRow(row.location, "no known format")
     if isinstance(example, BadRow):
         raise DataError(f"{example}; make process writes it again")
-    styled, done = with_system_prompt(example, options, prompt)
+    styled, done = set_system_prompt(example, options, prompt)
     if isinstance(styled, Text):
         return row.data, done
-    return {**row.data, "messages": [as_given(message) for message in styled.messages], STYLED: True}, done
+    return {**row.data, "messages": [author_form(message) for message in styled.messages], STYLED_KEY: True}, done

@@ -16,7 +16,7 @@ from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
 from sft_play.data.masks.token_row import show_row
-from sft_play.data.sources.files import AnySource, data_paths, split_of
+from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport
@@ -149,8 +149,8 @@ class _Checks:
         config = self._config
         files: list[tuple[str, AnySource]] = []
         try:
-            paths = data_paths(config.data)
-            files = list(paths.files())
+            paths = find_data_paths(config.data)
+            files = list(paths.named_paths())
             yield passed("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
         except SftPlayError as error:
             yield failed("data files", str(error), "name files that exist")
@@ -166,7 +166,7 @@ class _Checks:
         if surveys and self._maker is not None:
             yield from checks.judge_repeats(list(surveys.values()))
         self._surveys = surveys
-        has_val = any(split_of(part) == "val" for part in surveys)
+        has_val = any(part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
             needs = "train.load_best_model_at_end=true needs validation rows, and there are none"
             yield failed("evaluation", needs, "give data.val_path or data.val_fraction")
@@ -179,7 +179,7 @@ class _Checks:
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
-            return survey_rows(path, config.data, split_of(part), text_wanted=is_text)
+            return survey_rows(path, config.data, part_split(part), text_wanted=is_text)
         from sft_play.data.build.splits import survey_source
 
         tokenizer = maker.renderer.parts

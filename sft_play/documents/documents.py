@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.build.workers import cores
 from sft_play.data.managed_outputs import OutputFolder
-from sft_play.data.sources.files import find_source, walk
+from sft_play.data.sources.files import find_source, walk_data_files
 from sft_play.data.sources.formats import digest_share
 from sft_play.documents.reader import FENCE, HEADING, KINDS, ReaderProcess, Unreadable, chunks, join, paragraphs
 from sft_play.errors import DataError
@@ -208,12 +208,12 @@ def _shown(path: Path) -> str:
 def _files(given: str) -> Iterator[tuple[Path, Path]]:
     path = find_source(given)
     if isinstance(path, Path):
-        yield from ((path, file) for file in walk(path)) if path.is_dir() else [(path.parent, path)]
+        yield from ((path, file) for file in walk_data_files(path)) if path.is_dir() else [(path.parent, path)]
         return
     parts = Path(given).expanduser().parts
     root = Path(*parts[: next((n for n, part in enumerate(parts) if glob.has_magic(part)), 0)])
     for match in sorted(root.glob("/".join(parts[len(root.parts) :]))):
-        yield from ((root, file) for file in (walk(match) if match.is_dir() else [match]))
+        yield from ((root, file) for file in (walk_data_files(match) if match.is_dir() else [match]))
 
 
 def read_all(wanted: dict[str, Path], asked: DocumentsConfig) -> Generator[tuple[str, str | Unreadable], None, None]:

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from sft_play.config.schema import DocumentsConfig
 from sft_play.data.build.workers import without_program
-from sft_play.data.sources.raw import head, piece_end, text_pieces, wide_encoding
+from sft_play.data.sources.raw import read_head, find_piece_end, read_text_pieces, wide_encoding_error
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.signals import leave_with
@@ -77,9 +77,9 @@ def read_document(path: Path, asked: DocumentsConfig) -> str:
 
 def plain_text(path: Path) -> str:
     """A file of text; raises DataError, as for rows of text, where it is not UTF-8."""
-    if wide := wide_encoding(path, head(path)):
+    if wide := wide_encoding_error(path, read_head(path)):
         raise wide
-    return "".join(piece for _, piece in text_pieces(path))
+    return "".join(piece for _, piece in read_text_pieces(path))
 
 
 def _checked(data: bytes) -> bytes:
@@ -255,7 +255,7 @@ def chunks(parts: list[str], *, limit: int) -> list[str]:
 
 def _pieces(paragraph: str, limit: int) -> Iterator[str]:
     while len(paragraph) > limit:
-        end = piece_end(paragraph, limit)
+        end = find_piece_end(paragraph, limit)
         yield paragraph[:end].rstrip()
         paragraph = paragraph[end:].lstrip()
     if paragraph:

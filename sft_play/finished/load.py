@@ -13,7 +13,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Split, Splits, build_splits
 from sft_play.data.masks.render import Renderer
-from sft_play.data.sources.files import data_paths, digest_of
+from sft_play.data.sources.files import find_data_paths, file_digest
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
@@ -86,7 +86,7 @@ def load_before(run: FinishedRun) -> Any:
     file = before.folder / ADAPTER_FILE
     if not file.is_file():
         raise ModelError(f"{file} is gone; {run.folder.path} continued its training")
-    if digest_of(file) != before.sha256:
+    if file_digest(file) != before.sha256:
         raise ModelError(f"{file} is not the adapter that {run.folder.path} continued, by its digest: put it back")
     return load_adapter(load_base(run), before.folder)
 
@@ -152,7 +152,7 @@ def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
     """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
     where the data is gone, or no longer has trained tokens."""
     return build_splits(
-        config, data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
+        config, find_data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
     )
 
 

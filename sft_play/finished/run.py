@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from sft_play.config.adapter import LAST
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.files import content_digest_of, data_paths
+from sft_play.data.sources.files import source_digest, find_data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
 from sft_play.facts.models.architecture import load_config_json, find_model_folder, load_max_positions, text_only_note, base_weights_identity
 from sft_play.files import atomic
@@ -160,11 +160,11 @@ def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]
     recorded, wrong = manifest.get("data") or {}, []
     for part in loaded.parts:
         prefix = f"stage {part.stage} " if part.stage else ""
-        for name, path in data_paths(part.config.data).files():
+        for name, path in find_data_paths(part.config.data).named_paths():
             was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
             if was is None:
                 wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
-            elif content_digest_of(path) != was:
+            elif source_digest(path) != was:
                 wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
     return wrong
 

@@ -10,8 +10,8 @@ from functools import partial
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.examples import look_at
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.examples import check_first_rows
+from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.disk import LARGER, disk_use
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, in_stage
 from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
@@ -85,12 +85,12 @@ def _resumed(loaded: LoadedConfig) -> RunFolder | None:
 def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
     with in_stage(part.stage):
         try:
-            paths = data_paths(part.config.data)
+            paths = find_data_paths(part.config.data)
         except DataError:
             if needs_rows:
                 raise
             return
-        look_at(part.config.data, paths, task_mode=part.config.task_mode)
+        check_first_rows(part.config.data, paths, task_mode=part.config.task_mode)
 
 
 def require_planned(

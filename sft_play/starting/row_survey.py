@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.checks import missed_columns
-from sft_play.data.sources.files import data_files, data_paths
+from sft_play.data.sources.files import list_parts, find_data_paths
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.models.architecture import find_model_folder, load_max_positions
 from sft_play.files import atomic, cache_dir
@@ -110,7 +110,7 @@ def _count(config: RunConfig) -> None:
     logger.debug("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
     splits = build_splits(
-        config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
+        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
         today=date.today(),
     )  # fmt: skip
     lengths = lengths_of(to_dataset(splits.train.rows))
@@ -165,9 +165,9 @@ def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
-    paths = data_paths(config.data)
-    for _, source in paths.files():
-        for part in data_files(source):
+    paths = find_data_paths(config.data)
+    for _, source in paths.named_paths():
+        for part in list_parts(source):
             if part.kind == "hub":  # it has no state here: counted once a day
                 yield part.name, 0, date.today().toordinal()
                 continue

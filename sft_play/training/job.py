@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import OutputConfig
-from sft_play.data.sources.files import DataPaths, data_paths
+from sft_play.data.sources.files import DataPaths, find_data_paths
 from sft_play.planner.plan import Plan, Planned
 from sft_play.runs.folder import RunFolder, code_keys
 from sft_play.runs.locking import Lock
@@ -59,10 +59,10 @@ def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFold
     """The job of a run, with its stages if it has any, of its plan, or one per stage; `start`: the other fields of
     `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = planned[0]
-    job = RunJob(loaded, plan, data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **start)
+    job = RunJob(loaded, plan, find_data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **start)
     stages = [
         replace(
-            job, loaded=loaded.of(stage), plan=plan, paths=data_paths(stage.config.data), deepspeed=deepspeed,
+            job, loaded=loaded.of(stage), plan=plan, paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
             folder=folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, planned, strict=bool(loaded.stages))

@@ -28,9 +28,9 @@ from sft_play.data.build.workers import bytes_of, file_pieces, how_many, togethe
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.examples import example_of, rows_of
-from sft_play.data.sources.files import AnySource, Part, content_digest_of, data_files, read_part
-from sft_play.data.sources.formats import Example, Format, content_digest, digest_share, first_format
+from sft_play.data.sources.examples import read_example, count_part_rows
+from sft_play.data.sources.files import AnySource, FilePart, source_digest, list_parts, read_part
+from sft_play.data.sources.formats import Example, RowFormat, content_digest, digest_share, detect_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, locked
@@ -83,7 +83,7 @@ class Built:
 
 def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
     """The token rows of a source, from the cache or made now. Raises DataError for files, formats and the cache."""
-    parts = data_files(source, split=split, text_wanted=recipe.documents)
+    parts = list_parts(source, split=split, wants_text=recipe.documents)
     try:
         folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
     except OSError as error:
@@ -111,7 +111,7 @@ def _code_digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -> str:
+def _key(source: AnySource, parts: Sequence[FilePart], recipe: Recipe, split: str) -> str:
     import tokenizers
 
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
@@ -129,7 +129,7 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _content(part: Part) -> str:
+def _content(part: FilePart) -> str:
     """Digest of what a part's file holds; of a data set of the hub its commit, or today's date if that is unknown."""
     if part.kind == "hub":
         from huggingface_hub import HfApi
@@ -137,7 +137,7 @@ def _content(part: Part) -> str:
         with contextlib.suppress(Exception):  # offline, gated, renamed: reading it says so
             return str(HfApi().dataset_info(part.name.split(":")[1], timeout=10).sha)
         return str(date.today())
-    return content_digest_of(part.path)
+    return source_digest(part.path)
 
 
 # The cache.
@@ -171,7 +171,7 @@ def _load(folder: Path) -> Built | None:
     return None
 
 
-def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str) -> Built:
+def _make(folder: Path, parts: Sequence[FilePart], recipe: Recipe, split: str, workers: int | str) -> Built:
     # always the same place: nobody else writes there, since the caller holds the lock
     with atomic.replacing(folder, aside=folder.with_name(f"{folder.name}.part")) as aside:
         aside.mkdir()
@@ -191,7 +191,7 @@ _Stats = dict[str, RowStats]
 
 
 def _rows_of(
-    folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str
+    folder: Path, parts: Sequence[FilePart], recipe: Recipe, split: str, workers: int | str
 ) -> tuple[_Files, _Stats]:
     total = bytes_of(parts)
     asked = how_many(workers, total)
@@ -199,7 +199,7 @@ def _rows_of(
     count = min(asked, len(jobs))
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     stats = _no_rows(recipe)
-    with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: rows_of(parts)) as news:
+    with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: count_part_rows(parts)) as news:
         if count > 1:
             results = together(jobs, _Maker, recipe, count=count)
         else:
@@ -217,10 +217,10 @@ def _rows_of(
     return {name: tuple(names) for name, names in files.items()}, stats
 
 
-def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int, total_bytes: int) -> list[_Job]:
+def _jobs_of(folder: Path, parts: Sequence[FilePart], recipe: Recipe, *, count: int, total_bytes: int) -> list[_Job]:
     jobs: list[_Job] = []
     for part in parts:
-        shape = first_format(read_part(part), recipe.data)[1]
+        shape = detect_format(read_part(part), recipe.data)[1]
         pieces = file_pieces(part, count=count, total_bytes=total_bytes)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     return jobs
@@ -235,8 +235,8 @@ class _Job:
     """A piece of a file, its format, and where its rows go."""
 
     number: int
-    part: Part
-    shape: Format | None
+    part: FilePart
+    shape: RowFormat | None
     folder: str
 
 
@@ -294,7 +294,7 @@ class _Maker:
                 counts.rows = number
             if news is not None:
                 news.add()
-            example = example_of(raw, job.shape, data)
+            example = read_example(raw, job.shape, data)
             held.append(0)
             if isinstance(example, BadRow):
                 kept.count_bad(example)

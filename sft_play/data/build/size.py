@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.examples import rows_of
-from sft_play.data.sources.files import Part, data_files, find_source, read_part
-from sft_play.data.sources.messages import texts_in
+from sft_play.data.sources.examples import count_part_rows
+from sft_play.data.sources.files import FilePart, list_parts, find_source, read_part
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError
 
@@ -50,7 +50,7 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
 
 def _of_source(given: str, encoding: str, *, text_wanted: bool) -> RoughSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
-        parts = data_files(find_source(given, encoding=encoding), text_wanted=text_wanted)
+        parts = list_parts(find_source(given, encoding=encoding), wants_text=text_wanted)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]
@@ -61,13 +61,13 @@ def _of_source(given: str, encoding: str, *, text_wanted: bool) -> RoughSize | N
     return None
 
 
-def _of_file(part: Part) -> RoughSize:
+def _of_file(part: FilePart) -> RoughSize:
     rows = characters = 0
     for taken, row in enumerate(read_part(part), start=1):
         if not isinstance(row, BadRow):
-            rows, characters = rows + 1, characters + sum(map(len, texts_in(row.data)))
+            rows, characters = rows + 1, characters + sum(map(len, iter_texts(row.data)))
         if rows and (taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):  # a longer file: by lines, or by bytes
             packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
-            count = rows_of([part]) or part.path.stat().st_size * packed * rows // max(1, characters)
+            count = count_part_rows([part]) or part.path.stat().st_size * packed * rows // max(1, characters)
             return RoughSize(max(rows, count), max(rows, count) * characters // rows)
     return RoughSize(rows, characters)

@@ -27,8 +27,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, DataPaths, split_of
-from sft_play.data.sources.formats import Chat, Text, check_columns
+from sft_play.data.sources.files import AnySource, DataPaths, part_split
+from sft_play.data.sources.formats import Chat, Text, require_known_columns
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -96,7 +96,7 @@ def build_splits(
 ) -> Splits:
     """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
     is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
-    check_columns(config.data)
+    require_known_columns(config.data)
     parts = TokenizerParts.of(tokenizer)
     return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
 
@@ -104,9 +104,9 @@ def build_splits(
 def survey_source(
     config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
-    """The counts of every row of a part of `DataPaths.files` that a run with this config trains on, from the cache or
+    """The counts of every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
     built now. Raises DataError as `build` does."""
-    check_columns(config.data)
+    require_known_columns(config.data)
     builder = _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, None, date.today())
     return builder.survey(source, part, has_val=has_val)
 
@@ -147,16 +147,16 @@ class _Builder:
         return Splits(train, val, self._finished(test) if test else None, (*paths.notes, *self._notes))
 
     def survey(self, source: AnySource, part: str, *, has_val: bool) -> RowStats:
-        """The counts of a part of `DataPaths.files`; `has_val` says that validation rows are given for it."""
+        """The counts of a part of `DataPaths.named_paths`; `has_val` says that validation rows are given for it."""
         share = 0.0
         if part == "text":
             share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if has_val else 0.0)
-        elif split_of(part) == "train" and not has_val:
+        elif part_split(part) == "train" and not has_val:
             share = self._config.data.val_fraction
-        split = "train" if part == "text" else split_of(part)
+        split = "train" if part == "text" else part_split(part)
         built = self._built(source, split, documents=self._is_text or part == "text", held_share=share)
         survey = built.stats[KEPT].with_held(built.stats[HELD])
-        survey.source, survey.split = str(source), split_of(part)
+        survey.source, survey.split = str(source), part_split(part)
         return survey
 
     def _built(self, source: AnySource, split: str, *, documents: bool, held_share: float) -> Built:
@@ -326,7 +326,7 @@ class _Builder:
     def _few_documents(self, source: AnySource, split: str) -> list[Text] | None:
         """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
         documents: list[Text] = []
-        for _, example in ExampleReader(source, self._config.data, split=split, text_wanted=True).numbered():
+        for _, example in ExampleReader(source, self._config.data, split=split, wants_text=True).numbered_examples():
             if not isinstance(example, Text) or len(documents) + 1 >= FEW_DOCUMENTS:
                 return None
             documents.append(example)

@@ -17,9 +17,9 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.sources.columns import Unused
+from sft_play.data.sources.columns import UnusedColumn
 from sft_play.data.sources.formats import Chat, Example
-from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
+from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 
 
 def rows_text(count: int) -> str:
@@ -127,7 +127,7 @@ class RowStats:
     first_noted: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
     # rows in which a column that is not read holds something
-    unused: Counter[Unused] = field(default_factory=Counter)
+    unused: Counter[UnusedColumn] = field(default_factory=Counter)
     digests: array[int] = field(default_factory=lambda: array("Q"))
     """Of the tokens of each row that is kept, or of each document."""
     shared: dict[str, int] = field(default_factory=dict)
@@ -206,14 +206,14 @@ class RowStats:
 
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
-        (self.left_out if row.is_asked else self.bad)[row.reason] += 1
-        if not row.is_asked and len(self.first_bad) < SHOWN_BAD_ROWS:
+        (self.left_out if row.is_requested else self.bad)[row.reason] += 1
+        if not row.is_requested and len(self.first_bad) < LISTED_BAD_ROWS:
             self.first_bad.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
         self.unmasked[row.reason] += 1
-        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
+        if len(self.first_unmasked) < LISTED_BAD_ROWS:
             self.first_unmasked.append(row)
 
     def count_example(self, example: Example) -> None:
@@ -223,8 +223,8 @@ class RowStats:
             self.turns.update([message["role"] for message in example.messages])
         else:
             self.texts += 1
-        self._note(example.notes, example.where)
-        self.unused.update(example.unused)
+        self._note(example.notes, example.location)
+        self.unused.update(example.unused_columns)
 
     def _note(self, notes: Iterable[str], where: str) -> None:
         for note in notes:
@@ -366,7 +366,7 @@ def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> No
         elif isinstance(own, array):
             own.extend(theirs)
         elif isinstance(own, list):
-            own.extend(theirs[: SHOWN_BAD_ROWS - len(own)])
+            own.extend(theirs[: LISTED_BAD_ROWS - len(own)])
         elif isinstance(own, dict):
             setattr(mine, name, {**theirs, **own})
         elif isinstance(own, LimitCost):

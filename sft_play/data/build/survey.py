@@ -11,7 +11,7 @@ from sft_play.data.build.stats import RowStats, trained_runs
 from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.sources.examples import ExampleReader, characters
+from sft_play.data.sources.examples import ExampleReader, character_count
 from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
@@ -159,12 +159,12 @@ class RowMaker:
                     yield one
                 elif joined and isinstance(one, Chat):
                     why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                    yield RowOutcome(number, one, None, BadRow(one.where, why))
+                    yield RowOutcome(number, one, None, BadRow(one.location, why))
                 elif isinstance(row := next(rendered), BadRow):
                     yield RowOutcome(number, one, None, row)
                 else:
                     yield RowOutcome(number, one, row, row if joined else self.renderer.cut(row))
-            give_back(max((characters(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
+            give_back(max((character_count(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
 
 
 Numbered = tuple[int, Example | BadRow]
@@ -175,7 +175,7 @@ def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
     batch: list[Numbered] = []
     chars = 0
     for number, one in rows:
-        size = 0 if isinstance(one, BadRow) else characters(one)
+        size = 0 if isinstance(one, BadRow) else character_count(one)
         if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
@@ -191,8 +191,8 @@ def survey_rows(
     """The rows of a source, or the first `most`, as far as they can be counted without a tokenizer; raises DataError
     where a file cannot be read or is of no format."""
     survey = RowStats(str(source), split=split)
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for _, example in itertools.islice(reader.numbered(), most):
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
+    for _, example in itertools.islice(reader.numbered_examples(), most):
         if isinstance(example, BadRow):
             survey.count_bad(example)
         else:

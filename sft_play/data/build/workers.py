@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from sft_play.data.sources.files import Part, split_part
+from sft_play.data.sources.files import FilePart, split_part
 from sft_play.errors import DataError, rephrased
 from sft_play.process.signals import leave_with
 
@@ -36,7 +36,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def bytes_of(parts: Iterable[Part]) -> int:
+def bytes_of(parts: Iterable[FilePart]) -> int:
     """Bytes of the files; data sets of the hub count 0."""
     return sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
 
@@ -53,7 +53,7 @@ def how_many(asked: int | str, total_bytes: int) -> int:
     return 1 if total_bytes < FEW_BYTES else min(cores(), MOST_WORKERS)
 
 
-def file_pieces(part: Part, *, count: int, total_bytes: int) -> list[Part]:
+def file_pieces(part: FilePart, *, count: int, total_bytes: int) -> list[FilePart]:
     """A file in pieces for so many processes: small enough that all of them end at about the same time."""
     if count == 1:
         return [part]

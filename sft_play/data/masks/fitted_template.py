@@ -19,7 +19,7 @@ from sft_play.data.masks.marked_copy import SALT, Kind
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import REFUSED, Inexact
 from sft_play.data.masks.turn_ends import first_difference
-from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, TEXT_KEYS, Message, with_texts, without_given
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, REASONING_KEYS, TEXT_KEYS, Message, map_texts, drop_author_messages
 
 # In a rendering: the template took a list of parts for the text, and wrote it with its keys.
 PART_KEY = re.compile(r"""['"]type['"]""")
@@ -126,7 +126,7 @@ class FittedTemplate:
     def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
         """The conversation as its author wrote it where the template writes its calls so; else as near to that as it
         allows: arguments as objects or as text are the same JSON. Raises Inexact where it refuses every form."""
-        if any(GIVEN in message for message in messages):
+        if any(AUTHOR_MESSAGE in message for message in messages):
             authored = self._as_authored(messages, tools)
             fitted = self.fitted(authored.messages, tools)
             fitted = Fitted(fitted.messages, (*authored.notes, *fitted.notes))
@@ -171,7 +171,7 @@ class FittedTemplate:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
         unless the template has no name for them and the text is the same without them."""
         notes: dict[str, None] = {}
-        whole = [self._authored(message, notes) if GIVEN in message else message for message in messages]
+        whole = [self._authored(message, notes) if AUTHOR_MESSAGE in message else message for message in messages]
         slim = [
             {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._names}
             for message in whole
@@ -181,7 +181,7 @@ class FittedTemplate:
         return Fitted(slim, tuple(notes))
 
     def _check_as_authored(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
-        own = [message.get(GIVEN, message) for message in messages]
+        own = [message.get(AUTHOR_MESSAGE, message) for message in messages]
         if any((given.get("tool_calls") or None) != message.get("tool_calls")
                for given, message in zip(own, messages, strict=True)):  # fmt: skip
             return  # calls in a form of their own are noted where rows are read
@@ -191,8 +191,8 @@ class FittedTemplate:
 
     def _authored(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
-        given = message[GIVEN]
-        authored = without_given([message])[0]
+        given = message[AUTHOR_MESSAGE]
+        authored = drop_author_messages([message])[0]
         if given["role"] != authored["role"]:
             if authored["role"] == "system" and self._takes(given["role"]):
                 authored["role"] = given["role"]
@@ -321,7 +321,7 @@ def mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]
         arguments = (
             change(arguments, index, "arguments")
             if isinstance(arguments, str)
-            else with_texts(arguments, lambda text: change(text, index, "argument"))
+            else map_texts(arguments, lambda text: change(text, index, "argument"))
         )
         calls.append({**call, "function": {**function, "name": name, "arguments": arguments}})
     return {**copy, "tool_calls": calls} if calls else copy

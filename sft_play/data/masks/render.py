@@ -43,9 +43,9 @@ from sft_play.data.masks.token_row import (
 )
 from sft_play.data.masks.tokenizer import Encoder, Masked, TokenizerParts, masked_of
 from sft_play.data.masks.turns import LocatedTurns, Turns
-from sft_play.data.sources.columns import looks_rendered
+from sft_play.data.sources.columns import find_rendered_mark
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.messages import GIVEN, Message, merge_turns
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -178,8 +178,8 @@ class Renderer:
         except Inexact:
             messages = None
         if messages is not None:
-            return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
-        mark = looks_rendered(example.text)
+            return Chat(example.location, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused_columns=example.unused_columns)
+        mark = find_rendered_mark(example.text)
         note = NOTE_LOOKS_RENDERED.format(mark=mark)
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
 
@@ -205,7 +205,7 @@ class Renderer:
                    for message in example.messages]  # fmt: skip
         return [
             replace(
-                example, where=f"{example.where} turn {number}", messages=(*history[:index], example.messages[index])
+                example, location=f"{example.location} turn {number}", messages=(*history[:index], example.messages[index])
             )
             for number, index in enumerate(turns, start=1)
         ]
@@ -252,14 +252,14 @@ class Renderer:
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
-                example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
+                example.location, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
                 special_in_text=self.specials.count(text),
             )  # fmt: skip
         if example.template_kwargs:
             renderer = self._renderer_with(example.template_kwargs)
             if renderer is None:
                 many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
-                return BadRow(example.where, many, "the template is probed with each of them")
+                return BadRow(example.location, many, "the template is probed with each of them")
             return renderer._draft(replace(example, template_kwargs={}))
         messages: Sequence[Message] = example.messages
         try:
@@ -294,9 +294,9 @@ class Renderer:
                 details.append(self._ways_out(messages, example.tools, inexact=len(messages)))
             if error.reason == OTHER_PROMPT:
                 details.append(self._settings(self._turns_for(messages, example.tools)))
-            return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
+            return BadRow(example.location, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
-            example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
+            example.location, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
             special_in_text=special, text=text, spans=trained, notes=notes, added_end=located.added,
         )  # fmt: skip
 
@@ -402,7 +402,7 @@ class Renderer:
         if first is None:
             raise Inexact("there is no user turn to put the system prompt before")
         first["content"] = f"{system}\n\n{first['content']}"
-        first.pop(GIVEN, None)  # its author's own message no longer says the same
+        first.pop(AUTHOR_MESSAGE, None)  # its author's own message no longer says the same
         return rest
 
     def _trained_spans(self, located: LocatedTurns, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
@@ -541,7 +541,7 @@ def without_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
         if message.get("tool_calls") and message.get("content"):
             ends = [match.end() for match in THINK_END.finditer(message["content"])]
             message["content"] = message["content"][: max(ends, default=0)]
-            message.pop(GIVEN, None)  # its author's own message no longer says the same
+            message.pop(AUTHOR_MESSAGE, None)  # its author's own message no longer says the same
     return copies
 
 

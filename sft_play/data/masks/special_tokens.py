@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.data.masks.token_row import Inexact, Span
 from sft_play.data.masks.tokenizer import Splitting, TokenizerParts
-from sft_play.data.sources.messages import Message, texts_in, with_texts
+from sft_play.data.sources.messages import Message, iter_texts, map_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -51,7 +51,7 @@ class Specials:
         def hide(text: str) -> str:
             return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
 
-        hidden: list[Message] = with_texts(list(messages), hide, but=("role", "id", "tool_call_id", "type"))
+        hidden: list[Message] = map_texts(list(messages), hide, skipped_keys=("role", "id", "tool_call_id", "type"))
         return hidden
 
     def revealed(self, text: str) -> str:
@@ -126,10 +126,10 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
     for message in messages:
         for key, value in message.items():
             if key not in _NO_TEXT_KEYS:
-                yield from texts_in(value)
+                yield from iter_texts(value)
         for call in message.get("tool_calls") or ():
             yield call["function"]["name"]
-            yield from texts_in(call["function"]["arguments"])
+            yield from iter_texts(call["function"]["arguments"])
 
 
 _NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}

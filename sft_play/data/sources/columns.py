@@ -12,98 +12,98 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from sft_play.data.sources.json_rows import are_turns
-from sft_play.data.sources.messages import texts_in, unpacked
+from sft_play.data.sources.json_rows import is_turn_list
+from sft_play.data.sources.messages import iter_texts, unpack_json
 from sft_play.log import one_line
 
 # `kinds`: words in the names of columns; what is missed where one is not read; the known column that reads it, and what
 # it becomes there. A name with a word of `about` only describes its row. `hints`: for rows of no format.
-_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8"))
-KINDS: dict[str, dict[str, str]] = _TABLE["kinds"]
-_WORDS = {kind: frozenset(row["words"].split()) for kind, row in KINDS.items()}
-_BY_LETTER = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_COLUMN_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8"))
+COLUMN_KINDS: dict[str, dict[str, str]] = _COLUMN_TABLE["kinds"]
+_KIND_WORDS = {kind: frozenset(row["words"].split()) for kind, row in COLUMN_KINDS.items()}
+_UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 # a word, or a letter of a script that puts no space between words
-WORD = re.compile(rf"[{_BY_LETTER}]|[^\W{_BY_LETTER}]+")
+WORD_PATTERN = re.compile(rf"[{_UNSPACED_SCRIPTS}]|[^\W{_UNSPACED_SCRIPTS}]+")
 # how a user's turn begins in layouts that data sets have, whatever the run's template is
-_LOOKS_RENDERED = re.compile(
+_RENDERED_TURN = re.compile(
     r"<\|?(?:im_start|start_header_id|start_of_turn|start_of_role|turn_start)\|?>\s?(?:user|human)"
     r"|<[|｜](?:user|User|human)[|｜]>|\[INST\]|(?:^|\n)#{2,3} ?(?:Human|User|Instruction):"
     r"|(?:^|\n)(?:USER|Human|User): .*\n+(?:ASSISTANT|Assistant|GPT): "
 )
 
 
-def looks_rendered(text: str) -> str | None:
+def find_rendered_mark(text: str) -> str | None:
     """The mark of a user's turn by which a text looks like a rendered chat of any template; None where it has none."""
-    match = _LOOKS_RENDERED.search(text)
+    match = _RENDERED_TURN.search(text)
     return match.group().strip().splitlines()[0][:40] if match else None
 
 
 # Columns of rows that no format has
 
 
-def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
+def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """`data.columns` for rows like this one; empty where names and values say nothing, or several things."""
-    shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
+    shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    questions = _named(texts, "question") or _named(texts, "task")
-    answers = _named([name for name in texts if name not in questions[:1]], "answer")
+    questions = _columns_of_kind(texts, "question") or _columns_of_kind(texts, "task")
+    answers = _columns_of_kind([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
         return {"messages": turns[0]}
     if questions and len(answers) == 1 and not turns:
         return {"prompt": questions[0], "completion": answers[0]}
-    named = _named(texts, "text")
-    return {"text": named[0]} if named and not (turns or questions or answers) else {}
+    text_columns = _columns_of_kind(texts, "text")
+    return {"text": text_columns[0]} if text_columns and not (turns or questions or answers) else {}
 
 
-def way_to_read(row: Mapping[str, Any]) -> str:
+def unknown_format_hint(row: Mapping[str, Any]) -> str:
     """What to do with rows of no known format, such as this one: how to map its columns, or what it is instead."""
-    columns = guessed_columns(row)
+    columns = guess_columns(row)
     if columns:
         return f"Map them: {columns_setting(columns)}"
-    shapes = {name: shape_of(value) for name, value in row.items() if name == one_line(name)}
+    shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
     # lists beside a question are what it is about, or its answers
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    hints = {"turns", "tree", "rendered"} if _named(texts, "question") else _TABLE["hints"]
+    hints = {"turns", "tree", "rendered"} if _columns_of_kind(texts, "question") else _COLUMN_TABLE["hints"]
     name = next((name for name, shape in shapes.items() if shape in hints), None)
     if name is not None:
-        hint: str = _TABLE["hints"][shapes[name]]
+        hint: str = _COLUMN_TABLE["hints"][shapes[name]]
         return hint.format(name=name, setting=columns_setting({"messages": name}))
     example = columns_setting({"prompt": "QUESTION", "completion": "ANSWER"})
     return f"Map yours: {example}, with your columns in the place of QUESTION and ANSWER"
 
 
-def shape_of(value: Any) -> str:
+def value_shape(value: Any) -> str:
     """What a column's value may be: a key of `hints`, or text; "" for anything else."""
-    value = unpacked(value, "[{")
+    value = unpack_json(value, "[{")
     shapes = {
-        "turns": are_turns(value),
+        "turns": is_turn_list(value),
         "rows": isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value),
         "texts": isinstance(value, list) and len(value) > 1 and all(isinstance(item, str) for item in value),
         "tree": isinstance(value, dict) and "replies" in value,
-        "rendered": isinstance(value, str) and looks_rendered(value) is not None,
+        "rendered": isinstance(value, str) and find_rendered_mark(value) is not None,
         "text": isinstance(value, str),
     }
-    return next((shape for shape, is_it in shapes.items() if is_it), "")
+    return next((shape for shape, is_match in shapes.items() if is_match), "")
 
 
-def _named(names: list[str], kind: str) -> list[str]:
+def _columns_of_kind(names: list[str], kind: str) -> list[str]:
     """The column that has a word of this kind for its name, else all with one among others (`user_question`)."""
-    whole = [name for name in names if name.strip().lower() in _WORDS[kind]]
-    return whole[:1] or [name for name in names if kind in kinds_of_name(name)]
+    exact = [name for name in names if name.strip().lower() in _KIND_WORDS[kind]]
+    return exact[:1] or [name for name in names if kind in kinds_in_name(name)]
 
 
 @functools.lru_cache(maxsize=10_000)
-def kinds_of_name(name: str) -> frozenset[str]:
+def kinds_in_name(name: str) -> frozenset[str]:
     """The kinds of columns that a name speaks of; `about` and no other where it only describes the row, as
     `question_id` does, but that `image_path` names pictures too."""
-    whole = name.strip().lower()
+    lowered = name.strip().lower()
     # `toolDefs` and `tool_defs` have two words; a letter that is not alone (`model_a`) is none
     parts = re.split(r"[\W_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower())
-    spelled = {whole, *(part for part in parts if len(part) > 1)}
+    words_in_name = {lowered, *(part for part in parts if len(part) > 1)}
     # words of scripts without spaces, or with endings, stand inside others
-    spelled.update(word for words in _WORDS.values() for word in words if not word.isascii() and word in whole)
-    kinds = frozenset(kind for kind, words in _WORDS.items() if not words.isdisjoint(spelled))
+    words_in_name.update(word for words in _KIND_WORDS.values() for word in words if not word.isascii() and word in lowered)
+    kinds = frozenset(kind for kind, words in _KIND_WORDS.items() if not words.isdisjoint(words_in_name))
     if "about" in kinds:
         return kinds & {"about", "media"}
     return kinds - {"question"} if "system" in kinds else kinds  # a prompt that is the system's is no question
@@ -111,11 +111,11 @@ def kinds_of_name(name: str) -> frozenset[str]:
 
 def columns_setting(columns: Mapping[str, str]) -> str:
     """`data.columns={prompt: Frage, completion: Antwort}`."""
-    pairs = (f"{known}: {_quoted(theirs)}" for known, theirs in columns.items())
+    pairs = (f"{known}: {_quote_name(user_name)}" for known, user_name in columns.items())
     return f"data.columns={{{', '.join(pairs)}}}"
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     return name if re.fullmatch(r"[^\W\d][\w-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -123,65 +123,65 @@ def _quoted(name: str) -> str:
 
 
 # a column's name, its kind where it would be missed (else ""), and the items of data.columns that read it
-Unused = tuple[str, str, tuple[tuple[str, str], ...]]
+UnusedColumn = tuple[str, str, tuple[tuple[str, str], ...]]
 # words from which a text with a telling name is missed: one alone is a flag or a level (`reasoning: high`), and a
 # user's name has two
-_FEWEST_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
+_MIN_WORDS = {"reasoning": 2, "system": 2, "context": 2, "choices": 2, "question": 4, "answer": 4}
 # words from which one of any name is missed: if it is as long as the answer (a title has fewer), and in any case; of
 # one that describes the row both
 _LONG_WORDS, _VERY_LONG_WORDS, _ENOUGH_CHARS = 12, 40, 1_000
 # a file, an address, or the thing itself
-_MEDIA = re.compile(r"\S+\.\w{2,5}|(?:data|https?):\S+")
-_BITS = re.compile(r"\[(?:[01](?:, )?){2,}\]")
+_MEDIA_VALUE = re.compile(r"\S+\.\w{2,5}|(?:data|https?):\S+")
+_BIT_LIST = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 
-def missed_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> str:
+def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> str:
     """The kind of a column that would be missed where it is not read, by the class of its name and value; "" where it
     only describes its row. `is_text`: the rows are plain text."""
-    kinds, value = kinds_of_name(name), unpacked(value, "[{")
+    kinds, value = kinds_in_name(name), unpack_json(value, "[{")
     if not isinstance(value, (str, list, dict)) and not kinds:
         return ""
     items = value if isinstance(value, list) else [value]
     are_objects = all(isinstance(item, dict) for item in items)
     if are_objects and ("tools" in kinds or all("function" in item or "parameters" in item for item in items)):
         return "tools"
-    spelled = str(value).strip().lower()
-    flags = [kind for kind in ("mask", "weight") if kind in kinds and spelled not in KINDS[kind]["usual"].split()]
-    if flags or _BITS.fullmatch(spelled):
+    lowered = str(value).strip().lower()
+    flag_kinds = [kind for kind in ("mask", "weight") if kind in kinds and lowered not in COLUMN_KINDS[kind]["usual"].split()]
+    if flag_kinds or _BIT_LIST.fullmatch(lowered):
         return "mask"
     if is_text and not kinds.isdisjoint(("label", "answer")) and not isinstance(value, (list, dict)):
         return "label"
-    texts = list(texts_in(value))
-    counts = [len(WORD.findall(text[:_ENOUGH_CHARS])) for text in texts]
-    if "media" in kinds and not is_text and any(map(_MEDIA.fullmatch, texts)):
+    texts = list(iter_texts(value))
+    counts = [len(WORD_PATTERN.findall(text[:_ENOUGH_CHARS])) for text in texts]
+    if "media" in kinds and not is_text and any(map(_MEDIA_VALUE.fullmatch, texts)):
         return "media"
-    named = next((kind for kind, fewest in _FEWEST_WORDS.items() if kind in kinds and sum(counts) >= fewest), "")
-    fewest_beside = _VERY_LONG_WORDS if "about" in kinds else _LONG_WORDS
+    named_kind = next((kind for kind, minimum in _MIN_WORDS.items() if kind in kinds and sum(counts) >= minimum), "")
+    long_minimum = _VERY_LONG_WORDS if "about" in kinds else _LONG_WORDS
     is_long = any(
-        (len(text) >= answer_chars and count >= fewest_beside) or ("about" not in kinds and count >= _VERY_LONG_WORDS)
+        (len(text) >= answer_chars and count >= long_minimum) or ("about" not in kinds and count >= _VERY_LONG_WORDS)
         for count, text in zip(counts, texts, strict=True)
     )
-    return named or ("long" if is_long else "")
+    return named_kind or ("long" if is_long else "")
 
 
-def unused_words(counts: Counter[Unused], columns: Mapping[str, str]) -> tuple[str, bool]:
+def describe_unused_columns(counts: Counter[UnusedColumn], columns: Mapping[str, str]) -> tuple[str, bool]:
     """Counted unused columns in words, with the setting that reads them beside the `columns` that data.columns has, and
     whether any of them would be missed."""
     missed: dict[str, str] = {}
-    reads: dict[str, str] = {}
-    becomes: list[str] = []
+    added_columns: dict[str, str] = {}
+    conversions: list[str] = []
     for (name, kind, mapping), count in counts.most_common():
         if kind and name not in missed:
-            missed[name] = f"{one_line(name, limit=40)} ({KINDS[kind]['missed']}, {count:,} row{'s' * (count != 1)})"
-            if mapping and reads.keys().isdisjoint(dict(mapping)):  # of two for one known column the first
-                reads |= mapping
-                becomes.append(f"{one_line(name, limit=40)} as {KINDS[kind]['becomes']}")
-    others = [one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed]
+            missed[name] = f"{one_line(name, limit=40)} ({COLUMN_KINDS[kind]['missed']}, {count:,} row{'s' * (count != 1)})"
+            if mapping and added_columns.keys().isdisjoint(dict(mapping)):  # of two for one known column the first
+                added_columns |= mapping
+                conversions.append(f"{one_line(name, limit=40)} as {COLUMN_KINDS[kind]['becomes']}")
+    other_names = [one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed]
     # plain text with a label becomes a question and its answer, whatever was mapped
-    setting = columns_setting(reads if "completion" in reads else {**columns, **reads})
+    setting = columns_setting(added_columns if "completion" in added_columns else {**columns, **added_columns})
     parts = {
         f"not read: {', '.join(missed.values())}": missed,
-        f"{setting} reads {', '.join(becomes)}": reads,
-        f"{'also ' * bool(missed)}not read: {', '.join(others)}": others,
+        f"{setting} reads {', '.join(conversions)}": added_columns,
+        f"{'also ' * bool(missed)}not read: {', '.join(other_names)}": other_names,
     }
-    return "; ".join(words for words, columns_named in parts.items() if columns_named), bool(missed)
+    return "; ".join(text for text, names in parts.items() if names), bool(missed)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks, not_utf8, text_blocks, too_large
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, read_line_blocks, not_utf8_error, read_text_blocks, too_large_row
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -21,19 +21,19 @@ from sft_play.log import one_line
 MAX_DEPTH = 200
 # Who speaks, in a message.
 ROLE_KEYS = ("role", "from", "speaker", "author")
-GOES_ON = "the object goes on in the next line"
-_SHOWN_CHARS = 60
+OBJECT_CONTINUES = "the object goes on in the next line"
+_QUOTED_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`).
-_NUMBER_ENDS = 16
+_NUMBER_MARGIN = 16
 
 
-class RefusedJson(ValueError):
+class LossyJson(ValueError):
     """JSON that parses but would lose something."""
 
 
-def _decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
+def _make_decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
@@ -52,11 +52,11 @@ def _decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=constant, parse_float=number)
 
 
-def _raise(why: str) -> None:
-    raise RefusedJson(why)
+def _raise_lossy(reason: str) -> None:
+    raise LossyJson(reason)
 
 
-_DECODER = _decoder(_raise)
+_DECODER = _make_decoder(_raise_lossy)
 
 
 def strict_json(text: str) -> Any:
@@ -66,14 +66,14 @@ def strict_json(text: str) -> Any:
         value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    problem = _lost(value, text)
+    problem = _find_loss(value, text)
     if problem:
         raise ValueError(problem)
     return value
 
 
-def _lost(value: Any, text: str) -> str:
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+def _find_loss(value: Any, text: str) -> str:
+    if text.count("[") + text.count("{") > MAX_DEPTH and _nesting_depth(value) > MAX_DEPTH:
         return "nested too deeply"
     if _SURROGATE.search(text):
         try:
@@ -83,7 +83,7 @@ def _lost(value: Any, text: str) -> str:
     return ""
 
 
-def _depth(value: Any) -> int:
+def _nesting_depth(value: Any) -> int:
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         level = [
@@ -101,58 +101,58 @@ def read_lines(
 ) -> Iterator[RawRow | BadRow]:
     """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number. Raises
     DataError at the first byte that is not UTF-8, after the rows before it."""
-    number = first_line - 1
-    for at, block in line_blocks(path, start=start, end=end):
+    line_number = first_line - 1
+    for offset, block in read_line_blocks(path, start=start, end=end):
         if isinstance(block, int):
-            number += 1
-            yield too_large(f"{name}:{number}", block)
+            line_number += 1
+            yield too_large_row(f"{name}:{line_number}", block)
             continue
-        broken: int | None = None
+        bad_byte: int | None = None
         try:
             text = block.decode("utf-8")
         except UnicodeDecodeError as error:  # the lines before it are read first
-            broken = error.start
-            text = block[: block.rfind(b"\n", 0, broken) + 1].decode("utf-8")
+            bad_byte = error.start
+            text = block[: block.rfind(b"\n", 0, bad_byte) + 1].decode("utf-8")
         lines = text.split("\n")
-        if broken is None and block.endswith(b"\n"):
+        if bad_byte is None and block.endswith(b"\n"):
             lines.pop()  # the empty text behind the last line end is no line
         for line in lines:
-            number += 1
+            line_number += 1
             if line and not line.isspace():
-                yield parse_line(line, f"{name}:{number}")
-        if broken is not None:
-            raise not_utf8(path, at + broken)
+                yield parse_line(line, f"{name}:{line_number}")
+        if bad_byte is not None:
+            raise not_utf8_error(path, offset + bad_byte)
 
 
-def parse_line(line: str, where: str) -> RawRow | BadRow:
+def parse_line(line: str, location: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
     line = line.strip().removeprefix("\ufeff")  # files that were joined have byte order marks inside
     if not line.strip("\0"):
-        return BadRow(where, "NUL bytes in place of a row, as at the end of a file that was cut off")
+        return BadRow(location, "NUL bytes in place of a row, as at the end of a file that was cut off")
     try:
-        return _as_row(_DECODER.decode(line), where, line)
+        return _to_raw_row(_DECODER.decode(line), location, line)
     except json.JSONDecodeError as error:
-        return BadRow(where, "not valid JSON", f"{_why(error)}. Line: {one_line(line, limit=_SHOWN_CHARS)}")
-    except RefusedJson as error:
-        return BadRow(where, str(error))
+        return BadRow(location, "not valid JSON", f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}")
+    except LossyJson as error:
+        return BadRow(location, str(error))
     except RecursionError:
-        return BadRow(where, "nested too deeply")
+        return BadRow(location, "nested too deeply")
     except ValueError:  # Python reads no whole number of more than 4,300 digits
-        return BadRow(where, "a number has too many digits")
+        return BadRow(location, "a number has too many digits")
 
 
-def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
-    problem = _lost(value, text)
+def _to_raw_row(value: Any, location: str, text: str) -> RawRow | BadRow:
+    problem = _find_loss(value, text)
     if problem:
-        return BadRow(where, problem)
-    if are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
-        return RawRow(where, {"messages": value})
+        return BadRow(location, problem)
+    if is_turn_list(value):  # xtuner's layout: a line is the list of a chat's messages
+        return RawRow(location, {"messages": value})
     if not isinstance(value, dict):
-        return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
-    return RawRow(where, value)
+        return BadRow(location, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
+    return RawRow(location, value)
 
 
-def are_turns(value: Any) -> bool:
+def is_turn_list(value: Any) -> bool:
     """Whether it is a list of messages: objects that name a speaker."""
     return (
         isinstance(value, list)
@@ -161,44 +161,44 @@ def are_turns(value: Any) -> bool:
     )
 
 
-def _why(error: json.JSONDecodeError) -> str:
+def _explain_json_error(error: json.JSONDecodeError) -> str:
     text, column = error.doc, error.colno
     if "Unterminated string" in error.msg:
         return f"the string that starts at column {column} is not closed"
-    rest = text[error.pos : error.pos + 40].strip()
-    if not rest and text.rstrip().endswith(("{", "[", ",")):
-        way = "(jq -c . FILE > rows.jsonl; of an object around them: jq -c '.KEY[]')"
-        return f"{GOES_ON}; a row is one line, or an item of a list {way}"
-    if error.msg == "Extra data" and rest == ",":
+    remainder = text[error.pos : error.pos + 40].strip()
+    if not remainder and text.rstrip().endswith(("{", "[", ",")):
+        remedy = "(jq -c . FILE > rows.jsonl; of an object around them: jq -c '.KEY[]')"
+        return f"{OBJECT_CONTINUES}; a row is one line, or an item of a list {remedy}"
+    if error.msg == "Extra data" and remainder == ",":
         return f"remove the comma at the end (column {column})"
-    if error.msg == "Extra data" and rest.startswith("{"):
+    if error.msg == "Extra data" and remainder.startswith("{"):
         return f"a second object on the same line at column {column}; each row needs a line of its own"
     if "Invalid control character" in error.msg:
         return f"a raw control character inside a string at column {column} (a line break or tab is written \\n, \\t)"
-    if rest.startswith("'"):
+    if remainder.startswith("'"):
         return f"' at column {column}: keys and strings need double quotes"
     return f"{error.msg} at column {column}"
 
 
-class Window:
+class JsonWindow:
     """A piece of a file's text that moves along it and knows the place of its beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._pieces = text_blocks(path)
-        self._lost: list[str] = []
-        self._decoder = _decoder(self._lost.append)  # not raising: it tells where a value ends that is refused
+        self._pieces = read_text_blocks(path)
+        self._losses: list[str] = []
+        self._decoder = _make_decoder(self._losses.append)  # not raising: it tells where a value ends that is refused
         self.text = ""
         self.position = 0
         self.is_last = False
-        self._line, self._column, self._counted = 1, 1, 0
+        self._line, self._column, self._scanned = 1, 1, 0
 
-    def more(self, wanted: int = 1) -> bool:
+    def read_more(self, min_chars: int = 1) -> bool:
         """Drop what the position has passed and read `wanted` characters or more; False at the end of the file."""
-        self.place()  # counts the line ends that are dropped
-        self.text, self.position, self._counted = self.text[self.position :], 0, 0
+        self.line_and_column()  # counts the line ends that are dropped
+        self.text, self.position, self._scanned = self.text[self.position :], 0, 0
         pieces, count = [self.text], 0
-        while count < wanted and not self.is_last:
+        while count < min_chars and not self.is_last:
             piece = next(self._pieces, None)
             self.is_last = piece is None
             pieces.append(piece or "")
@@ -206,14 +206,14 @@ class Window:
         self.text = "".join(pieces)
         return count > 0
 
-    def place(self) -> tuple[int, int]:
+    def line_and_column(self) -> tuple[int, int]:
         """Line and column of the position, from 1."""
-        breaks = self.text.count("\n", self._counted, self.position)
-        before = self.text.rfind("\n", 0, self.position) if breaks else self._counted - self._column
-        self._line, self._column, self._counted = self._line + breaks, self.position - before, self.position
+        breaks = self.text.count("\n", self._scanned, self.position)
+        line_start = self.text.rfind("\n", 0, self.position) if breaks else self._scanned - self._column
+        self._line, self._column, self._scanned = self._line + breaks, self.position - line_start, self.position
         return self._line, self._column
 
-    def peek(self) -> str:
+    def peek_char(self) -> str:
         """The next character that is not white space; "" at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.position)
@@ -221,35 +221,35 @@ class Window:
             self.position = match.end()
             if self.position < len(self.text):
                 return self.text[self.position]
-            if not self.more():
+            if not self.read_more():
                 return ""
 
-    def value(self) -> tuple[Any, str, str]:
+    def read_value(self) -> tuple[Any, str, str]:
         """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
         it. Raises DataError where it is no JSON."""
         while True:
-            self._lost.clear()
+            self._losses.clear()
             try:
                 value, end = self._decoder.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
                 self._raise_if_final(error)
             except RecursionError:
-                raise self._fault("nested too deeply") from None
+                raise self._error_here("nested too deeply") from None
             except ValueError:  # Python reads no whole number of more than 4,300 digits
-                raise self._fault("a number has too many digits") from None
+                raise self._error_here("a number has too many digits") from None
             else:
                 # objects, lists and strings end with their own mark; a number or a literal may go on
-                may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
-                if self.is_last or not may_go_on:
+                may_continue = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_MARGIN
+                if self.is_last or not may_continue:
                     text, self.position = self.text[self.position : end], end
-                    return value, text, next(iter(self._lost), "")
-            waiting = len(self.text) - self.position
-            if waiting > MAX_ROW_BYTES:
-                raise self._fault(
+                    return value, text, next(iter(self._losses), "")
+            buffered = len(self.text) - self.position
+            if buffered > MAX_ROW_BYTES:
+                raise self._error_here(
                     f"a row that begins here is larger than {MAX_ROW_BYTES >> 20} MiB, the most that is read; split "
                     "it, or take the rows out of an object around them: jq -c '.KEY[]' FILE > rows.jsonl"
                 )
-            self.more(max(1, waiting))  # twice as much: a long row is not parsed again for every block
+            self.read_more(max(1, buffered))  # twice as much: a long row is not parsed again for every block
 
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
         """Raise the error as a DataError, unless reading on may resolve it: an open string, an error near the end."""
@@ -257,57 +257,57 @@ class Window:
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:
             return
-        begin = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
-        shown = one_line(self.text[begin : begin + 200].split("\n")[0], limit=_SHOWN_CHARS)
+        line_start = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
+        line = one_line(self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS)
         self.position = error.pos
-        _, error.colno = self.place()  # the file's, where the decoder knows the window's
-        raise self._fault(f"not valid JSON: {_why(error)}. Line: {shown}") from None
+        _, error.colno = self.line_and_column()  # the file's, where the decoder knows the window's
+        raise self._error_here(f"not valid JSON: {_explain_json_error(error)}. Line: {line}") from None
 
-    def _fault(self, why: str) -> DataError:
-        return DataError(f"{self._path}:{self.place()[0]}: {why}")
+    def _error_here(self, reason: str) -> DataError:
+        return DataError(f"{self._path}:{self.line_and_column()[0]}: {reason}")
 
 
 def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of objects one behind the other, each over as many lines as it has."""
-    window, last_line = Window(path), 0
-    while window.peek():
-        where, last_line = _where(window, name, last_line)
-        yield _next_row(window, where)
+    window, last_line = JsonWindow(path), 0
+    while window.peek_char():
+        location, last_line = _row_location(window, name, last_line)
+        yield _read_row(window, location)
 
 
 def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the first on it)."""
-    window = Window(path)
-    window.peek()
+    window = JsonWindow(path)
+    window.peek_char()
     window.position += 1  # past the bracket
-    if window.peek() == "]":
+    if window.peek_char() == "]":
         raise DataError(f"{path} has no rows: the list is empty")
     last_line = 0
     while True:
-        if window.peek() == "]":
-            raise DataError(f"{path}:{window.place()[0]}: remove the comma before `]`")
-        where, last_line = _where(window, name, last_line)
-        yield _next_row(window, where)
-        char = window.peek()
+        if window.peek_char() == "]":
+            raise DataError(f"{path}:{window.line_and_column()[0]}: remove the comma before `]`")
+        location, last_line = _row_location(window, name, last_line)
+        yield _read_row(window, location)
+        char = window.peek_char()
         if char == ",":
             window.position += 1
         elif char == "]":
             break
         else:
-            shown = f"`{one_line(char)}`" if char else "the end of the file"
-            raise DataError(f"{path}:{window.place()[0]}: expected `,` or `]` after a row, found {shown}")
+            found_text = f"`{one_line(char)}`" if char else "the end of the file"
+            raise DataError(f"{path}:{window.line_and_column()[0]}: expected `,` or `]` after a row, found {found_text}")
     window.position += 1
-    if window.peek():
-        raise DataError(f"{path}:{window.place()[0]}: text after the end of the list")
+    if window.peek_char():
+        raise DataError(f"{path}:{window.line_and_column()[0]}: text after the end of the list")
 
 
-def _where(window: Window, name: str, last_line: int) -> tuple[str, int]:
-    line, column = window.place()
+def _row_location(window: JsonWindow, name: str, last_line: int) -> tuple[str, int]:
+    line, column = window.line_and_column()
     return (f"{name}:{line}:{column}" if line == last_line else f"{name}:{line}"), line
 
 
-def _next_row(window: Window, where: str) -> RawRow | BadRow:
-    value, text, lost = window.value()
-    if lost:
-        return BadRow(where, lost)
-    return _as_row(value, where, text) if len(text) <= MAX_ROW_BYTES else too_large(where, len(text.encode()))
+def _read_row(window: JsonWindow, location: str) -> RawRow | BadRow:
+    value, text, loss = window.read_value()
+    if loss:
+        return BadRow(location, loss)
+    return _to_raw_row(value, location, text) if len(text) <= MAX_ROW_BYTES else too_large_row(location, len(text.encode()))

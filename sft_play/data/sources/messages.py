@@ -34,7 +34,7 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 UNKNOWN_ROLE = "unknown role"
-NO_SPEAKERS = "a list of texts that does not say whose they are"
+UNNAMED_SPEAKERS = "a list of texts that does not say whose they are"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
@@ -42,7 +42,7 @@ _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instr
 _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "answer", "response", "completion")
 
 
-class Unusable(ValueError):
+class UnusableRow(ValueError):
     """A row that cannot be used: the reason that rows are counted by; where in the row, and what was found."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -50,23 +50,23 @@ class Unusable(ValueError):
         self.reason, self.detail = reason, detail
 
 
-def shown(value: Any) -> str:
+def quote_value(value: Any) -> str:
     """A value as it is quoted in a message."""
     try:
         return one_line(json.dumps(value, ensure_ascii=False, default=str), limit=60)
     except (ValueError, RecursionError):
-        return kind(value)
+        return value_kind(value)
 
 
-_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+_TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
 
-def kind(value: Any) -> str:
+def value_kind(value: Any) -> str:
     """What a value is, in words."""
-    return "an object" if isinstance(value, dict) else _KINDS.get(type(value), type(value).__name__)
+    return "an object" if isinstance(value, dict) else _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
-def unpacked(value: Any, opening: str) -> Any:
+def unpack_json(value: Any, opening: str) -> Any:
     """A value that a table holds as JSON text; anything else as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(tuple(opening)):
         return value
@@ -76,124 +76,124 @@ def unpacked(value: Any, opening: str) -> Any:
         return value
 
 
-def with_texts(value: Any, change: Callable[[str], str], *, but: Collection[str] = ()) -> Any:
+def map_texts(value: Any, change: Callable[[str], str], *, skipped_keys: Collection[str] = ()) -> Any:
     """A copy of a value of JSON with every text changed, those below the keys `but` left as they are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: item if key in but else with_texts(item, change, but=but) for key, item in value.items()}
-    return [with_texts(item, change, but=but) for item in value] if isinstance(value, list) else value
+        return {key: item if key in skipped_keys else map_texts(item, change, skipped_keys=skipped_keys) for key, item in value.items()}
+    return [map_texts(item, change, skipped_keys=skipped_keys) for item in value] if isinstance(value, list) else value
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def iter_texts(value: Any) -> Iterator[str]:
     """Every text of a value of JSON, keys of objects aside."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(part)
+            yield from iter_texts(part)
 
 
-def turns_of(value: Any, key: str) -> list[Message]:
+def parse_turns(value: Any, key: str) -> list[Message]:
     """The messages of a list of turns: objects with a speaker and a text, or with a question and its answer, or pairs
-    of texts. Raises Unusable for anything else: a list of texts does not say who wrote them (mt_bench's are all a
+    of texts. Raises UnusableRow for anything else: a list of texts does not say who wrote them (mt_bench's are all a
     user's)."""
-    value = unpacked(value, "[")
+    value = unpack_json(value, "[")
     if isinstance(value, str):
-        raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
+        raise UnusableRow(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
-        raise Unusable(f"{key} is empty" if value == [] else f"{key} is {kind(value)}, expected a list")
-    value = [unpacked(item, "{") for item in value]
+        raise UnusableRow(f"{key} is empty" if value == [] else f"{key} is {value_kind(value)}, expected a list")
+    value = [unpack_json(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
-        raise Unusable(
-            NO_SPEAKERS,
+        raise UnusableRow(
+            UNNAMED_SPEAKERS,
             f"{key} has {len(value)} of them; where they are the user's and the assistant's in turn, say so with "
             "data.turns_without_roles=alternate",
         )
     if all(isinstance(item, list) for item in value):
-        return [message for item in value for message in pair_of_texts(item, key)]
-    return [message for index, item in enumerate(value) for message in _messages(item, index)]
+        return [message for item in value for message in parse_text_pair(item, key)]
+    return [message for index, item in enumerate(value) for message in _parse_item(item, index)]
 
 
-def with_roles(value: Any) -> Any:
+def alternate_roles(value: Any) -> Any:
     """A list of several texts as the user's and the assistant's turns; anything else as it is."""
-    texts = unpacked(value, "[")
-    if not isinstance(texts, list) or not texts or not all(isinstance(unpacked(item, "{"), str) for item in texts):
+    texts = unpack_json(value, "[")
+    if not isinstance(texts, list) or not texts or not all(isinstance(unpack_json(item, "{"), str) for item in texts):
         return value
     roles = itertools.cycle(("user", "assistant"))
     return [{"role": role, "content": item} for role, item in zip(roles, texts, strict=False)]
 
 
-def pair_of_texts(item: list[Any], key: str) -> list[Message]:
-    """The two messages of a list of a question and its answer; raises Unusable for another list."""
+def parse_text_pair(item: list[Any], key: str) -> list[Message]:
+    """The two messages of a list of a question and its answer; raises UnusableRow for another list."""
     if len(item) != 2 or not all(isinstance(part, str) for part in item):
-        raise Unusable(f"{key} is not a list of [question, answer]", shown(item))
+        raise UnusableRow(f"{key} is not a list of [question, answer]", quote_value(item))
     return [{"role": "user", "content": item[0]}, {"role": "assistant", "content": item[1]}]
 
 
-def _messages(item: Any, index: int) -> list[Message]:
+def _parse_item(item: Any, index: int) -> list[Message]:
     """The messages of one item: one, or the question and answer of an item that holds both."""
-    where = f"messages[{index}]"
+    location = f"messages[{index}]"
     if not isinstance(item, dict):
-        raise Unusable("a message is not an object", f"{where} is {kind(item)}")
+        raise UnusableRow("a message is not an object", f"{location} is {value_kind(item)}")
     role_key = next((key for key in ROLE_KEYS if item.get(key) is not None), None)
     if role_key is None:
         question = next((key for key in _USER_KEYS if isinstance(item.get(key), str)), None)
         answer = next((key for key in _ASSISTANT_KEYS if isinstance(item.get(key), str)), None)
         if question and answer:
             system = item.get("system")
-            first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            unread = tuple(key for key in item if key not in (question, answer, "system", "id", "index") and item[key])
-            reply = {"role": "assistant", "content": item[answer], "_unread": unread}
-            return [*first, {"role": "user", "content": item[question]}, reply]
-        raise Unusable("a message has no role", f"{where} has the keys {shown(list(item))}")
-    return [_message(item, where, role_key)]
+            system_messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+            unread_keys = tuple(key for key in item if key not in (question, answer, "system", "id", "index") and item[key])
+            reply = {"role": "assistant", "content": item[answer], "_unread": unread_keys}
+            return [*system_messages, {"role": "user", "content": item[question]}, reply]
+        raise UnusableRow("a message has no role", f"{location} has the keys {quote_value(list(item))}")
+    return [_parse_message(item, location, role_key)]
 
 
-def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
-    given = item[role_key]
-    role = _role(given, where, is_result=isinstance(item.get("name"), str))
+def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Message:
+    role_value = item[role_key]
+    role = _map_role(role_value, location, is_result=isinstance(item.get("name"), str))
     # an empty `content` beside a `value` counts: the first key that is there, whatever it holds
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if str(given).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
-        message |= {"content": "", "tool_calls": _calls_in_text(content, where)}
+    if str(role_value).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
+        message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
-        calls = _calls_of(item, content, where)
+        calls = _read_calls(item, content, location)
         if calls and role != "assistant":
-            raise Unusable(f"tool calls in a {role} turn", where)
+            raise UnusableRow(f"tool calls in a {role} turn", location)
         if calls:
             message["tool_calls"] = calls
         is_absent = content is None and bool(calls)  # templates may treat an empty text differently
-        message["content"] = None if is_absent else content_text(content, f"{where}.{content_key}", role=role)
+        message["content"] = None if is_absent else content_text(content, f"{location}.{content_key}", role=role)
     if role == "assistant":
-        reasoning = _reasoning_of(item, content)
+        reasoning = _read_reasoning(item, content)
         if reasoning:
             message["reasoning_content"] = reasoning
     for key in ("name", "tool_call_id", "call_id", *(("tool_plan",) if role == "assistant" else ())):
         if isinstance(item.get(key), str):
             message[key] = item[key]
-    is_trained = _is_trained(item, where)
+    is_trained = _read_train_flag(item, location)
     if is_trained is False:
         message["train"] = False
     # `weight: 1` on every message is common and asks for nothing; `train: true` on a user's turn does
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
-    unread = tuple(key for key in item if key not in _READ_KEYS and item[key] not in (None, "", [], {}))
-    if unread:
-        message["_unread"] = unread
+    unread_keys = tuple(key for key in item if key not in _READ_KEYS and item[key] not in (None, "", [], {}))
+    if unread_keys:
+        message["_unread"] = unread_keys
     # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
     if role_key == "role" and "content" in item:
-        own = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
-        if any(value != message.get(key) for key, value in own.items()):
-            message[GIVEN] = own
+        author_message = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
+        if any(value != message.get(key) for key, value in author_message.items()):
+            message[AUTHOR_MESSAGE] = author_message
     return message
 
 
 # Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
 # differ: another name of the role, content in parts, further keys.
-GIVEN = "_given"
+AUTHOR_MESSAGE = "_given"
 _TRAINED_KEYS = (
     *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
 )
@@ -211,16 +211,16 @@ _READ_KEYS = frozenset(
 )  # fmt: skip
 
 
-def as_given(message: Message) -> Message:
+def author_form(message: Message) -> Message:
     """The message as its author wrote it, as files are written: read again, it is the same."""
-    if GIVEN not in message:
+    if AUTHOR_MESSAGE not in message:
         return message
-    return {**message[GIVEN], **({"train": False} if message.get("train") is False else {})}
+    return {**message[AUTHOR_MESSAGE], **({"train": False} if message.get("train") is False else {})}
 
 
-def without_given(messages: Iterable[Message]) -> list[Message]:
+def drop_author_messages(messages: Iterable[Message]) -> list[Message]:
     """The messages without their authors' own, which are the same content."""
-    return [{key: message[key] for key in message if key != GIVEN} if GIVEN in message else message
+    return [{key: message[key] for key in message if key != AUTHOR_MESSAGE} if AUTHOR_MESSAGE in message else message
             for message in messages]  # fmt: skip
 
 
@@ -232,164 +232,164 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, bool, int, float))
 
 
-def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message says that it is trained or not; None where it says nothing. Raises Unusable."""
-    said: dict[str, bool] = {}
+def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
+    """Whether a message says that it is trained or not; None where it says nothing. Raises UnusableRow."""
+    flags: dict[str, bool] = {}
     for key in _TRAIN_KEYS:
         value = item.get(key)
         if value is None:
             continue
         if key == "train_detail":
-            said[key] = _trained_by_parts(value, where)
+            flags[key] = _read_train_detail(value, location)
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise Unusable("a loss weight other than 0 and 1", f"{where}.{key} is {shown(value)}; it is not rounded")
+            raise UnusableRow("a loss weight other than 0 and 1", f"{location}.{key} is {quote_value(value)}; it is not rounded")
         if key == "mask":
-            raise Unusable(
+            raise UnusableRow(
                 "a message has a mask, which may mean that it is trained or that it is not",
-                f"{where}.mask is {shown(value)}; write train: true or train: false",
+                f"{location}.mask is {quote_value(value)}; write train: true or train: false",
             )
-        said[key] = bool(value) is (key in _TRAINED_KEYS)
-    if len(set(said.values())) > 1:  # such as train: true beside weight: 0
-        given = {key: item[key] for key in said}
-        raise Unusable("a message is both trained and not", f"{where}: {shown(given)}")
-    return next(iter(said.values()), None)
+        flags[key] = bool(value) is (key in _TRAINED_KEYS)
+    if len(set(flags.values())) > 1:  # such as train: true beside weight: 0
+        values = {key: item[key] for key in flags}
+        raise UnusableRow("a message is both trained and not", f"{location}: {quote_value(values)}")
+    return next(iter(flags.values()), None)
 
 
-def _trained_by_parts(value: Any, where: str) -> bool:
-    """Axolotl's `train_detail`, where all parts of the text say the same; raises Unusable for anything else."""
+def _read_train_detail(value: Any, location: str) -> bool:
+    """Axolotl's `train_detail`, where all parts of the text say the same; raises UnusableRow for anything else."""
     parts = value if isinstance(value, list) else [value]
-    said = {part.get("train") if isinstance(part, dict) else None for part in parts}
-    if len(said) != 1 or not isinstance(next(iter(said)), bool):
-        raise Unusable("a part of a message is to be trained, and whole messages are", f"{where}.train_detail")
-    return bool(said.pop())
+    flags = {part.get("train") if isinstance(part, dict) else None for part in parts}
+    if len(flags) != 1 or not isinstance(next(iter(flags)), bool):
+        raise UnusableRow("a part of a message is to be trained, and whole messages are", f"{location}.train_detail")
+    return bool(flags.pop())
 
 
-def _role(given: Any, where: str, *, is_result: bool = False) -> str:
-    if not isinstance(given, str):
-        raise Unusable("a message has no role", f"{where}: {shown(given)}")
-    name = given.strip().lower()  # "Human", "USER "
+def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
+    if not isinstance(value, str):
+        raise UnusableRow("a message has no role", f"{location}: {quote_value(value)}")
+    name = value.strip().lower()  # "Human", "USER "
     if name in ROLES:
         return ROLES[name]
     if name == "function" and is_result:
         return "tool"
-    near = nearest(name, ROLES)
-    hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
+    suggestion = nearest(name, ROLES)
+    hint = f'; did you mean "{suggestion}"?' if suggestion else f"; known: {', '.join(ROLES)}"
     hint = (
         "; put think text into reasoning_content of the answer that follows"
         if "think" in name or "reason" in name
         else hint
     )
-    raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
+    raise UnusableRow(f'{UNKNOWN_ROLE} "{one_line(value, limit=40)}"', f"{location}{hint}")
 
 
-def roles_said(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
+def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
     """Where rows are refused for an unknown role: a line with the turns of known roles in the others, by role."""
     if not any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
         return []
-    seen = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
-    return [f"turns of known roles in the other rows: {seen}"]
+    counts_text = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
+    return [f"turns of known roles in the other rows: {counts_text}"]
 
 
 # Content
 
 
-def content_text(value: Any, where: str, *, role: str = "") -> str:
-    """The text of a message's content: a text or parts of one; raises Unusable for anything else."""
+def content_text(value: Any, location: str, *, role: str = "") -> str:
+    """The text of a message's content: a text or parts of one; raises UnusableRow for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _join_parts(value, where)
+        return _join_parts(value, location)
     if isinstance(value, dict) and isinstance(value.get("type"), str) and role != "tool":
-        return _join_parts([value], where)
+        return _join_parts([value], location)
     if isinstance(value, dict) and isinstance(value.get("parts"), list):
-        return _join_parts(value["parts"], where)
+        return _join_parts(value["parts"], location)
     # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
     # an assistant's turn may have no content where it has calls
-    way = '; write an empty text as "", and tool calls into tool_calls' if value is None else ""
-    raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string{way}")
+    hint = '; write an empty text as "", and tool calls into tool_calls' if value is None else ""
+    raise UnusableRow("content is not text", f"{location} is {value_kind(value)}, expected a string{hint}")
 
 
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_REASONING_PARTS = frozenset({"reasoning", "thinking"})
-_CALL_PARTS = frozenset({"tool_call", "function_call"})
+_TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
+_REASONING_PART_TYPES = frozenset({"reasoning", "thinking"})
+_CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 # Parts that are no part of the text: they become `reasoning_content` and `tool_calls`.
-_SKIPPED_PARTS = _REASONING_PARTS | _CALL_PARTS
+_SKIPPED_PART_TYPES = _REASONING_PART_TYPES | _CALL_PART_TYPES
 
 
-def _join_parts(parts: list[Any], where: str) -> str:
+def _join_parts(parts: list[Any], location: str) -> str:
     texts = []
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = _first(part, "text", "value") if isinstance(part, dict) else part
-        if isinstance(kind, str) and kind in _SKIPPED_PARTS:
-            continue  # read by _reasoning_of and _calls_of
-        is_text = kind is None or (isinstance(kind, str) and kind in _TEXT_PARTS)
+        part_type = part.get("type") if isinstance(part, dict) else None
+        text = _first_value(part, "text", "value") if isinstance(part, dict) else part
+        if isinstance(part_type, str) and part_type in _SKIPPED_PART_TYPES:
+            continue  # read by _read_reasoning and _read_calls
+        is_text = part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
         if not isinstance(text, str) or not is_text:
-            raise Unusable("a content part is not text", f"{where} has a part {shown(part)}")
+            raise UnusableRow("a content part is not text", f"{location} has a part {quote_value(part)}")
         texts.append(text)
     return "".join(texts)
 
 
-def _first(part: Mapping[str, Any], *keys: str) -> Any:
+def _first_value(part: Mapping[str, Any], *keys: str) -> Any:
     """The first of the keys that holds anything: tables give every part every key."""
     return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
-def _parts_of(value: Any, kinds: frozenset[str]) -> list[dict[str, Any]]:
+def _select_parts(value: Any, part_types: frozenset[str]) -> list[dict[str, Any]]:
     parts = value if isinstance(value, list) else []
     return [
-        part for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in kinds
+        part for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in part_types
     ]
 
 
-def _reasoning_of(item: Mapping[str, Any], content: Any) -> str:
-    given = _first(item, *REASONING_KEYS)
-    if isinstance(given, str):
-        if any(item.get(key) not in (None, given) for key in REASONING_KEYS):
-            raise Unusable("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
-        return given
-    parts = [_first(part, "text", "value", "thinking", "reasoning") for part in _parts_of(content, _REASONING_PARTS)]
+def _read_reasoning(item: Mapping[str, Any], content: Any) -> str:
+    reasoning = _first_value(item, *REASONING_KEYS)
+    if isinstance(reasoning, str):
+        if any(item.get(key) not in (None, reasoning) for key in REASONING_KEYS):
+            raise UnusableRow("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
+        return reasoning
+    parts = [_first_value(part, "text", "value", "thinking", "reasoning") for part in _select_parts(content, _REASONING_PART_TYPES)]
     if not all(isinstance(part, str) for part in parts):
-        raise Unusable("a content part is not text", "a part of reasoning without a text")
+        raise UnusableRow("a content part is not text", "a part of reasoning without a text")
     return "".join(parts)
 
 
 # Tool calls
 
 
-def _calls_of(item: Mapping[str, Any], content: Any, where: str) -> list[Any]:
-    calls = unpacked(item.get("tool_calls"), "[{")
+def _read_calls(item: Mapping[str, Any], content: Any, location: str) -> list[Any]:
+    calls = unpack_json(item.get("tool_calls"), "[{")
     if calls not in (None, "", [], {}):
-        return _tool_calls(calls, where)
+        return _parse_tool_calls(calls, location)
     if item.get("function_call") not in (None, "", {}):
-        return _calls_in_text(item["function_call"], where)
-    in_parts = [_first(part, "value", "text", part["type"]) for part in _parts_of(content, _CALL_PARTS)]
-    return [call for value in in_parts for call in _calls_in_text(value, where)]
+        return _parse_call_text(item["function_call"], location)
+    part_values = [_first_value(part, "value", "text", part["type"]) for part in _select_parts(content, _CALL_PART_TYPES)]
+    return [call for value in part_values for call in _parse_call_text(value, location)]
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
+def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list):
-        raise Unusable("tool_calls is not a list of objects", f"{where}: {shown(calls)}")
-    return [_tool_call(unpacked(call, "{"), where) for call in calls]
+        raise UnusableRow("tool_calls is not a list of objects", f"{location}: {quote_value(calls)}")
+    return [_parse_tool_call(unpack_json(call, "{"), location) for call in calls]
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
     """A call as its author wrote it, where it is one as templates take it; else the same call in that form."""
     if not isinstance(call, dict):
-        raise Unusable("tool_calls is not a list of objects", f"{where}: {shown(call)}")
+        raise UnusableRow("tool_calls is not a list of objects", f"{location}: {quote_value(call)}")
     is_wrapped = call.get("function") is not None
-    function = unpacked(call["function"], "{") if is_wrapped else call
+    function = unpack_json(call["function"], "{") if is_wrapped else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise Unusable("a tool call has no function name", f"{where}: {shown(call)}")
-    arguments = _arguments(_first(function, *_ARGUMENT_KEYS), where)
+        raise UnusableRow("a tool call has no function name", f"{location}: {quote_value(call)}")
+    arguments = _parse_arguments(_first_value(function, *_ARGUMENT_KEYS), location)
     if is_wrapped:
-        kept = {key: value for key, value in function.items() if key not in _ARGUMENT_KEYS or key == "arguments"}
-        return {**call, "function": {**kept, "arguments": arguments}}
+        fields = {key: value for key, value in function.items() if key not in _ARGUMENT_KEYS or key == "arguments"}
+        return {**call, "function": {**fields, "arguments": arguments}}
     wrapped: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {**wrapped, "id": call["id"]} if isinstance(call.get("id"), str) else wrapped
 
@@ -397,7 +397,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 
-def _arguments(value: Any, where: str) -> dict[str, Any] | str:
+def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
     """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
     `masks/probes.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -406,37 +406,37 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
     for _ in range(3):  # an object; its text; that text encoded once more
         if not isinstance(parsed, str):
             break
-        text, parsed = parsed, _of_json(parsed, "tool call arguments are a string that is not JSON", where)
+        text, parsed = parsed, _parse_json_text(parsed, "tool call arguments are a string that is not JSON", location)
     if not isinstance(parsed, dict):
-        raise Unusable("tool call arguments are not an object", f"{where}: {kind(parsed)}")
+        raise UnusableRow("tool call arguments are not an object", f"{location}: {value_kind(parsed)}")
     return parsed if text is None else text
 
 
-def _calls_in_text(value: Any, where: str) -> list[Any]:
-    parsed = _of_json(value, "function_call is not JSON", where)
+def _parse_call_text(value: Any, location: str) -> list[Any]:
+    parsed = _parse_json_text(value, "function_call is not JSON", location)
     if parsed in (None, [], {}):
-        raise Unusable("function_call is empty", where)
-    return _tool_calls(parsed, where)
+        raise UnusableRow("function_call is empty", location)
+    return _parse_tool_calls(parsed, location)
 
 
-def _of_json(value: Any, reason: str, where: str) -> Any:
-    """The value of a JSON text; anything else as it is. Raises Unusable with the reason where it is no JSON."""
+def _parse_json_text(value: Any, reason: str, location: str) -> Any:
+    """The value of a JSON text; anything else as it is. Raises UnusableRow with the reason where it is no JSON."""
     try:
         return strict_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise Unusable(reason, ": ".join(filter(None, (where, one_line(str(error)))))) from None
+        raise UnusableRow(reason, ": ".join(filter(None, (location, one_line(str(error)))))) from None
 
 
-def tools_of(value: Any) -> tuple[Any, ...]:
-    """The tools of a row as objects, however they are written; raises Unusable for anything else."""
+def parse_tools(value: Any) -> tuple[Any, ...]:
+    """The tools of a row as objects, however they are written; raises UnusableRow for anything else."""
     is_blank = isinstance(value, str) and not value.strip()
-    value = None if is_blank else _of_json(value, "tools is a string that is not JSON", "")
+    value = None if is_blank else _parse_json_text(value, "tools is a string that is not JSON", "")
     if value is None or value in ("", [], {}):
         return ()
-    tools = [unpacked(tool, "{") for tool in (value if isinstance(value, list) else [value])]
+    tools = [unpack_json(tool, "{") for tool in (value if isinstance(value, list) else [value])]
     if all(isinstance(tool, dict) for tool in tools):
         return tuple(tools)
-    raise Unusable("tools is not a list of objects", shown(value))
+    raise UnusableRow("tools is not a list of objects", quote_value(value))
 
 
 def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -446,15 +446,15 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
     for message in messages:
         last = merged[-1] if merged else {}
         # a `train` of its own must stay with its turn; names are speakers of one role
-        alike = all(last.get(key) == message.get(key) for key in ("role", "train", "name"))
-        if not alike or message["role"] == "tool":
+        is_same_speaker = all(last.get(key) == message.get(key) for key in ("role", "train", "name"))
+        if not is_same_speaker or message["role"] == "tool":
             merged.append(dict(message))
             continue
-        last.pop(GIVEN, None)
+        last.pop(AUTHOR_MESSAGE, None)
         for key in TEXT_KEYS:
-            both = [part for part in (last.get(key), message.get(key)) if part]
-            if both:
-                last[key] = "\n\n".join(both)
+            texts = [part for part in (last.get(key), message.get(key)) if part]
+            if texts:
+                last[key] = "\n\n".join(texts)
         if message.get("tool_calls"):
             last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
     return tuple(merged)

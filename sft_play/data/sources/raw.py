@@ -50,7 +50,7 @@ class RawRow:
     """One object of a data file with the place it came from; `notes`: what was done to read it; `missing`: columns
     whose cell in a CSV is a word for no value."""
 
-    where: str
+    location: str
     data: dict[str, Any]
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -58,22 +58,22 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_asked`: an option
+    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_requested`: an option
     asks for rows like it to be left out, so it is counted and never an error."""
 
-    where: str
+    location: str
     reason: str
     detail: str = ""
-    is_asked: bool = False
+    is_requested: bool = False
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+        return f"{self.location}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
 
 
-def too_large(where: str, size: int) -> BadRow:
+def too_large_row(location: str, size: int) -> BadRow:
     """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
     return BadRow(
-        where,
+        location,
         f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",
         f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
         "around them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
@@ -105,65 +105,65 @@ class EncodedPath(type(Path())):  # type: ignore[misc]
     encoding = "utf-8"
 
 
-def encoded(path: Path, encoding: str) -> Path:
+def mark_encoding(path: Path, encoding: str) -> Path:
     """The path as one to files in this encoding."""
     if encoding == "utf-8":
         return path
-    marked = EncodedPath(path)
-    marked.encoding = encoding
-    return marked
+    encoded_path = EncodedPath(path)
+    encoded_path.encoding = encoding
+    return encoded_path
 
 
-def encoding_of(path: Path) -> str:
+def path_encoding(path: Path) -> str:
     """The encoding that was said of a path."""
     return path.encoding if isinstance(path, EncodedPath) else "utf-8"
 
 
-def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+def read_blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
     """The bytes [start, end) of a file in blocks; of a gzipped file all of them, unpacked; of one in another encoding
     as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than the limits."""
-    encoding = encoding_of(path)
+    encoding = path_encoding(path)
     if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
-        yield from _as_utf8(path, encoding, size)
+        yield from _transcode_blocks(path, encoding, size)
     else:
-        yield from _bytes_of(path, start=start, end=end, size=size)
+        yield from _read_byte_blocks(path, start=start, end=end, size=size)
 
 
 @functools.lru_cache(maxsize=1000)
 def _is_utf8(path: Path, _mtime_ns: int) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for block in _bytes_of(path):
+        for block in _read_byte_blocks(path):
             decoder.decode(block)
         decoder.decode(b"", final=True)
         return True
     except UnicodeDecodeError:
-        logger.info("%s is not UTF-8: read as %s (data.encoding)", one_line(str(path)), encoding_of(path))
+        logger.info("%s is not UTF-8: read as %s (data.encoding)", one_line(str(path)), path_encoding(path))
         return False
 
 
-def _as_utf8(path: Path, encoding: str, size: int) -> Iterator[bytes]:
-    decoder, at = codecs.getincrementaldecoder(encoding)(), 0
+def _transcode_blocks(path: Path, encoding: str, size: int) -> Iterator[bytes]:
+    decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
     try:
-        for block in _bytes_of(path, size=size):
+        for block in _read_byte_blocks(path, size=size):
             yield decoder.decode(block).encode()
-            at += len(block)
+            offset += len(block)
         yield decoder.decode(b"", final=True).encode()
     except UnicodeError as error:
-        where = f"{path}, byte {at + getattr(error, 'start', 0):,}"
-        raise DataError(f"{where}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
+        location = f"{path}, byte {offset + getattr(error, 'start', 0):,}"
+        raise DataError(f"{location}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
 
 
-def _bytes_of(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    packed = is_gzipped(path)
-    done = start
+def _read_byte_blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+    is_packed = is_gzipped(path)
+    offset = start
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
+        with gzip.open(path) if is_packed else path.open("rb") as file:
             limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
             file.seek(start)
-            while block := file.read(size if end is None else min(size, end - done)):
-                done += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
-                if packed and done > limit:
+            while block := file.read(size if end is None else min(size, end - offset)):
+                offset += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
+                if is_packed and offset > limit:
                     raise DataError(
                         f"{path} unpacks to more than {limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: text "
                         "does not compress like that; unpack it yourself if this is intended (gunzip)"
@@ -173,86 +173,86 @@ def _bytes_of(path: Path, *, start: int = 0, end: int | None = None, size: int =
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def head(path: Path, size: int = HEAD_BYTES) -> bytes:
+def read_head(path: Path, size: int = HEAD_BYTES) -> bytes:
     """The first bytes of a file, unpacked where it is gzipped."""
-    start = b""
-    for block in blocks(path, size=size):
-        start += block
-        if len(start) >= size:
+    beginning = b""
+    for block in read_blocks(path, size=size):
+        beginning += block
+        if len(beginning) >= size:
             break
-    return start[:size]
+    return beginning[:size]
 
 
-def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
+def read_line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
     """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out. In the
     place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held."""
     pending: list[bytes] = []
-    waiting = 0
-    at = start
-    for number, read in enumerate(blocks(path, start=start, end=end)):
-        block = read
-        if start == 0 and number == 0 and block.startswith(BOM):
-            block, at = block[len(BOM) :], len(BOM)
+    pending_bytes = 0
+    offset = start
+    for index, raw_block in enumerate(read_blocks(path, start=start, end=end)):
+        block = raw_block
+        if start == 0 and index == 0 and block.startswith(BOM):
+            block, offset = block[len(BOM) :], len(BOM)
         # The line that was open before this block ends in it. If it was too long, its rest is skipped.
-        first = block.find(b"\n") + 1
-        if first and waiting + first - 1 > MAX_ROW_BYTES:
-            yield at, waiting + first - 1
-            at += waiting + first
-            block, pending, waiting = block[first:], [], 0
+        line_end = block.find(b"\n") + 1
+        if line_end and pending_bytes + line_end - 1 > MAX_ROW_BYTES:
+            yield offset, pending_bytes + line_end - 1
+            offset += pending_bytes + line_end
+            block, pending, pending_bytes = block[line_end:], [], 0
         cut = block.rfind(b"\n") + 1
         if cut:
             piece = b"".join((*pending, block[:cut]))
-            yield at, piece
-            at += len(piece)
-            pending, waiting = [], 0
+            yield offset, piece
+            offset += len(piece)
+            pending, pending_bytes = [], 0
         pending.append(block[cut:])
-        waiting += len(block) - cut
-        if waiting > MAX_ROW_BYTES:
+        pending_bytes += len(block) - cut
+        if pending_bytes > MAX_ROW_BYTES:
             pending = []  # only its size is needed from here on
-    if waiting > MAX_ROW_BYTES:
-        yield at, waiting
-    elif waiting:
-        yield at, b"".join(pending)
+    if pending_bytes > MAX_ROW_BYTES:
+        yield offset, pending_bytes
+    elif pending_bytes:
+        yield offset, b"".join(pending)
 
 
-def text_blocks(path: Path) -> Iterator[str]:
+def read_text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()  # keeps the bytes of a character that a block's end cut
-    at = 0
-    for number, read in enumerate(blocks(path)):
-        block = read
-        if number == 0 and block.startswith(BOM):
-            block, at = block[len(BOM) :], len(BOM)
-        begin = at - len(decoder.getstate()[0])
+    offset = 0
+    for index, raw_block in enumerate(read_blocks(path)):
+        block = raw_block
+        if index == 0 and block.startswith(BOM):
+            block, offset = block[len(BOM) :], len(BOM)
+        block_start = offset - len(decoder.getstate()[0])
         try:
             yield decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise not_utf8(path, begin + error.start) from None
-        at += len(block)
-    if left := decoder.getstate()[0]:
-        raise not_utf8(path, at - len(left))
+            raise not_utf8_error(path, block_start + error.start) from None
+        offset += len(block)
+    if undecoded := decoder.getstate()[0]:
+        raise not_utf8_error(path, offset - len(undecoded))
 
 
-def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
+def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     """The text of a file that is one document, whole or in pieces; raises DataError where it is not UTF-8 text."""
-    return pieces_of(_without_nul(path))
+    return split_pieces(_refuse_nul_bytes(path))
 
 
-def _without_nul(path: Path) -> Iterator[str]:
-    for block in text_blocks(path):
+def _refuse_nul_bytes(path: Path) -> Iterator[str]:
+    for block in read_text_blocks(path):
         if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
         yield block
 
 
-def pieces_of(blocks_of_text: Iterable[str]) -> Iterator[tuple[int, str]]:
+def split_pieces(text_blocks: Iterable[str]) -> Iterator[tuple[int, str]]:
     """(1, all of a text), or pieces of at most TEXT_CHARS characters, each with the line on which it begins. Joined
     they are the text; pieces of nothing but white space are left out."""
     line, buffer, is_whole = 1, "", True
-    for block in blocks_of_text:
+    for block in text_blocks:
         buffer += block
-        while is_long(buffer):
-            cut = piece_end(buffer, TEXT_CHARS)
+        while is_long_text(buffer):
+            cut = find_piece_end(buffer, TEXT_CHARS)
             piece, buffer = buffer[:cut], buffer[cut:]
             is_whole = False
             if piece.strip():
@@ -262,7 +262,7 @@ def pieces_of(blocks_of_text: Iterable[str]) -> Iterator[tuple[int, str]]:
         yield line, buffer
 
 
-def is_long(value: object) -> bool:
+def is_long_text(value: object) -> bool:
     """Whether a value is a text that is read in pieces."""
     return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
 
@@ -272,16 +272,16 @@ _LINE_END = re.compile(r"\n\s*(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
-def piece_end(text: str, most: int) -> int:
+def find_piece_end(text: str, limit: int) -> int:
     """Where a text of more than `most` characters is best cut: after a paragraph, a line or a word of the second half
     of them, the last such place; at `most` where there is none."""
     for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
         end = 0
-        for match in pattern.finditer(text, most // 2, most + 1):  # + 1 for what a lookahead has to see
+        for match in pattern.finditer(text, limit // 2, limit + 1):  # + 1 for what a lookahead has to see
             end = match.end()
         if end:
             return end
-    return most
+    return limit
 
 
 class NotUtf8(DataError):
@@ -292,52 +292,52 @@ class NotUtf8(DataError):
         self.encoding = encoding
 
 
-def not_utf8(path: Path, offset: int) -> NotUtf8:
+def not_utf8_error(path: Path, offset: int) -> NotUtf8:
     """The error for the byte at `offset`: its line and column, and what the file looks like."""
     # The file is read again from its beginning: readers count lines only where they need them.
-    line, line_start, at, sample = 1, 0, 0, b""
-    for block in blocks(path):
-        before = block[: max(0, offset - at)]
-        line += before.count(b"\n")
-        line_start = max(line_start, at + before.rfind(b"\n") + 1) if b"\n" in before else line_start
+    line, line_start, block_end, sample = 1, 0, 0, b""
+    for block in read_blocks(path):
+        preceding = block[: max(0, offset - block_end)]
+        line += preceding.count(b"\n")
+        line_start = max(line_start, block_end + preceding.rfind(b"\n") + 1) if b"\n" in preceding else line_start
         sample = sample[-HEAD_BYTES:] + block
-        at += len(block)
-        if at > offset:
+        block_end += len(block)
+        if block_end > offset:
             break
-    within = len(sample) - (at - offset)
-    near = sample[max(0, within - HEAD_BYTES) : within + HEAD_BYTES]
-    if len(near) < len(sample):  # whole lines, since a character that is cut in two is none of its encoding
-        near = near[near.find(b"\n") + 1 : near.rfind(b"\n")] or near
-    encoding = guess_encoding(near)
-    where = f"{path}:{line}: byte 0x{sample[within]:02X} at column {offset - line_start + 1} is not UTF-8"
+    sample_offset = len(sample) - (block_end - offset)
+    excerpt = sample[max(0, sample_offset - HEAD_BYTES) : sample_offset + HEAD_BYTES]
+    if len(excerpt) < len(sample):  # whole lines, since a character that is cut in two is none of its encoding
+        excerpt = excerpt[excerpt.find(b"\n") + 1 : excerpt.rfind(b"\n")] or excerpt
+    encoding = guess_encoding(excerpt)
+    location = f"{path}:{line}: byte 0x{sample[sample_offset]:02X} at column {offset - line_start + 1} is not UTF-8"
     if encoding is None:
-        return NotUtf8(f"{where} (the file looks like UTF-8 that is damaged here): take it out")
-    return NotUtf8(f"{where} (looks like {encoding}): {_WAYS.format(encoding)}", encoding)
+        return NotUtf8(f"{location} (the file looks like UTF-8 that is damaged here): take it out")
+    return NotUtf8(f"{location} (looks like {encoding}): {_ENCODING_REMEDY.format(encoding)}", encoding)
 
 
-_WAYS = "data.encoding={} in a run reads it so; or convert it to UTF-8"
+_ENCODING_REMEDY = "data.encoding={} in a run reads it so; or convert it to UTF-8"
 
 
-def wide_encoding(path: Path, start: bytes) -> DataError | None:
+def wide_encoding_error(path: Path, beginning: bytes) -> DataError | None:
     """The error for UTF-16 and UTF-32, told by the mark that such a file begins with; None for anything else."""
-    if start[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
+    if beginning[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
         return DataError(f"{path} is UTF-32: convert it to UTF-8")
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return NotUtf8(f"{path} is UTF-16, not UTF-8: {_WAYS.format('utf-16')}", "utf-16")
+    if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return NotUtf8(f"{path} is UTF-16, not UTF-8: {_ENCODING_REMEDY.format('utf-16')}", "utf-16")
     return None
 
 
 # Encodings of scripts other than Latin. Of equally likely ones the first counts: Chinese text may be Korean too.
 _OTHER_SCRIPTS = ("cp1251", "koi8_r", "cp932", "euc_jp", "gb18030", "euc_kr", "big5")
 # Bytes that are the same everywhere, and those that no text has beside them alone.
-_ASCII, _NOWHERE = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
+_ASCII_BYTES, _IMPOSSIBLE_BYTES = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
 
 
 def guess_encoding(sample: bytes) -> Encoding | None:
     """What bytes that are not UTF-8 look like; None for UTF-8 that is damaged."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
-    kept = sample.decode("utf-8", "ignore").encode()
-    if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)) or _NOWHERE.fullmatch(_ASCII.sub(b"", sample)):
+    valid = sample.decode("utf-8", "ignore").encode()
+    if sum(byte > 0x7F for byte in valid) > 4 * (len(sample) - len(valid)) or _IMPOSSIBLE_BYTES.fullmatch(_ASCII_BYTES.sub(b"", sample)):
         return None
     runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
     if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):  # in Latin script they stand alone
@@ -345,25 +345,25 @@ def guess_encoding(sample: bytes) -> Encoding | None:
 
         chaos = {match.encoding: match.chaos for match in from_bytes(sample, cp_isolation=[*_OTHER_SCRIPTS])}
         if chaos:
-            likely = min((name for name in _OTHER_SCRIPTS if name in chaos), key=chaos.__getitem__)
-            return cast(Encoding, likely.replace("_", "-"))
+            encoding = min((name for name in _OTHER_SCRIPTS if name in chaos), key=chaos.__getitem__)
+            return cast(Encoding, encoding.replace("_", "-"))
     return "cp1252" if any(0x80 <= byte <= 0x9F for byte in sample) else "latin1"
 
 
 # Bad rows of a source that are listed; the others are counted.
-SHOWN_BAD_ROWS = 20
+LISTED_BAD_ROWS = 20
 FIX_OR_SKIP = "fix them, or leave them out, counted, with data.on_bad_row=skip"
 
 
-def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> list[str]:
+def bad_row_lines(rows_text: str, counts: Counter[str], examples: Sequence[BadRow]) -> list[str]:
     """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
-    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in bad.most_common(6))
-    rows = [f"  {one_line(str(row), limit=600)}" for row in first]
-    more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
-    return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
+    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in counts.most_common(6))
+    rows = [f"  {one_line(str(row), limit=600)}" for row in examples]
+    more = [f"  … and {counts.total() - len(examples):,} more"] if counts.total() > len(examples) else []
+    return [f"{counts.total():,} of {rows_text} cannot be used: {reasons}", *rows, *more]
 
 
-def none_usable(among: str, rows: Sequence[BadRow]) -> DataError:
+def no_usable_rows_error(rows_text: str, rows: Sequence[BadRow]) -> DataError:
     """The error where none of a file's first rows can be used."""
-    lines = bad_row_lines(among, Counter(row.reason for row in rows), rows[:3])
+    lines = bad_row_lines(rows_text, Counter(row.reason for row in rows), rows[:3])
     return DataError("\n".join([*lines, FIX_OR_SKIP]))

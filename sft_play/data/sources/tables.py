@@ -22,9 +22,9 @@ from sft_play.data.sources.raw import (
     NOTE_NULLS,
     BadRow,
     RawRow,
-    head,
-    text_blocks,
-    too_large,
+    read_head,
+    read_text_blocks,
+    too_large_row,
 )
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import is_hub_reachable
@@ -62,7 +62,7 @@ _SPLIT_NAME = re.compile(
 )
 
 
-def split_of_name(name: str) -> str | None:
+def split_from_name(name: str) -> str | None:
     """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others. `train`,
     `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not."""
     match = _SPLIT_NAME.fullmatch(name)
@@ -88,28 +88,28 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    start = head(path).decode("utf-8", "ignore")
-    says = _DELIMITER_LINE.match(start)
-    before = len(list(itertools.islice(lines, 1))) if says else 0
-    reader = csv.reader(lines, delimiter=says[1] if says else find_delimiter(start), strict=True)
+    beginning = read_head(path).decode("utf-8", "ignore")
+    delimiter_match = _DELIMITER_LINE.match(beginning)
+    skipped_lines = len(list(itertools.islice(lines, 1))) if delimiter_match else 0
+    reader = csv.reader(lines, delimiter=delimiter_match[1] if delimiter_match else find_delimiter(beginning), strict=True)
     names: list[str] | None = None
     while True:
-        line = before + reader.line_num + 1
-        lines.where, lines.taken = f"{name}:{line}", 0
+        line = skipped_lines + reader.line_num + 1
+        lines.location, lines.row_chars = f"{name}:{line}", 0
         try:
             fields = next(reader)
         except StopIteration:
             break
         except csv.Error as error:
             if "unexpected end of data" in str(error) or "field larger" in str(error):
-                raise _never_closed(f"{name}:{line}") from None
+                raise _unclosed_quote_error(f"{name}:{line}") from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
-            names = _header(fields, path, line)
+            names = _parse_header(fields, path, line)
         elif len(fields) != len(names):
             detail = f"the header names {len(names)}; is a quote or a delimiter missing?"
             yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
@@ -121,20 +121,20 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{path} has no rows: the file is blank")
 
 
-def _header(fields: list[str], path: Path, line: int) -> list[str]:
+def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
     """The column names; the first may be empty (pandas writes its index so), and rows leave that column out."""
     names = [field.strip() for field in fields]
-    for number, name in enumerate(names):
-        if not name and number:
-            raise DataError(f"{path}:{line}: column {number + 1} of the header has no name")
+    for index, name in enumerate(names):
+        if not name and index:
+            raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
         if names.count(name) > 1:
             raise DataError(f'{path}:{line}: the header names the column "{one_line(name, limit=60)}" twice')
     return names
 
 
-def _never_closed(where: str) -> DataError:
+def _unclosed_quote_error(location: str) -> DataError:
     return DataError(
-        f"{where}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
+        f"{location}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
         "MiB, the most that is read"
     )
 
@@ -143,63 +143,63 @@ class _TextLines:
     """The lines of a file for the csv module; DataError where a row is too large: an open quote takes all the rest."""
 
     def __init__(self, path: Path) -> None:
-        start = head(path)
-        self._ends_with_cr = b"\r" in start and b"\n" not in start
+        beginning = read_head(path)
+        self._ends_with_cr = b"\r" in beginning and b"\n" not in beginning
         self._lines = self._read(path)
         # The row that is read, and how many characters of it were.
-        self.where, self.taken = str(path), 0
+        self.location, self.row_chars = str(path), 0
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self.taken += len(line)
-        if self.taken > MAX_ROW_BYTES:  # characters, which are never more than bytes
-            raise _never_closed(self.where)
+        self.row_chars += len(line)
+        if self.row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
+            raise _unclosed_quote_error(self.location)
         return line
 
     def _read(self, path: Path) -> Iterator[str]:
-        rest = ""
-        for text in text_blocks(path):
+        open_line = ""
+        for text in read_text_blocks(path):
             # not splitlines(): U+2028 and others inside fields end no row
-            *lines, rest = (rest + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
+            *lines, open_line = (open_line + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
             yield from (line + "\n" for line in lines)
-            if len(rest) > MAX_ROW_BYTES:
-                raise DataError(str(too_large(self.where, len(rest.encode()))))
-        if rest:
-            yield rest
+            if len(open_line) > MAX_ROW_BYTES:
+                raise DataError(str(too_large_row(self.location, len(open_line.encode()))))
+        if open_line:
+            yield open_line
 
 
 @contextmanager
-def _reading(path: Path | str, kind: str) -> Iterator[None]:
+def _convert_read_errors(path: Path | str, kind: str) -> Iterator[None]:
     """Turns whatever pyarrow, datasets and the hub raise into a DataError; `kind` cannot be read, or is `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
         raise
     except Exception as error:
-        why = f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}"
-        if kind == HUB:
-            fetch = f"hf download {hub_parts(str(path))[0]} --repo-type dataset --local-dir data/raw/"
-            why = (
+        message = f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}"
+        if kind == HUB_PREFIX:
+            command = f"hf download {parse_hub_name(str(path))[0]} --repo-type dataset --local-dir data/raw/"
+            message = (
                 f"{one_line(str(path))} cannot be read: {one_line(str(error), limit=300)}; check the spelling; without "
                 "a connection (or with HF_HUB_OFFLINE) only this machine's cache is read; a gated one needs hf auth "
-                f"login; or fetch its files and name the folder: {fetch}"
+                f"login; or fetch its files and name the folder: {command}"
             )
-        raise DataError(why) from error
+        raise DataError(message) from error
 
 
-def parquet_groups(path: Path) -> list[int]:
+def parquet_group_rows(path: Path) -> list[int]:
     """Rows of each row group of a Parquet file."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    with _reading(path, "Parquet"):
+    with _convert_read_errors(path, "Parquet"):
         meta = pyarrow.parquet.read_metadata(path)
         return [meta.row_group(index).num_rows for index in range(meta.num_row_groups)]
 
 
-def _rows_at_once(total_bytes: int, rows: int) -> int:
+def _batch_rows(total_bytes: int, rows: int) -> int:
     return max(1, min(BATCH_ROWS, SLICE_BYTES * rows // max(1, total_bytes)))
 
 
@@ -214,10 +214,10 @@ def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_ro
             groups = list(range(file.num_row_groups))[start:end]
             for group in groups:
                 meta = file.metadata.row_group(group)
-                rows = _rows_at_once(meta.total_byte_size, meta.num_rows)
+                rows = _batch_rows(meta.total_byte_size, meta.num_rows)
                 yield from file.iter_batches(batch_size=rows, row_groups=[group])
 
-    yield from _from_batches(batches(), str(path), name, "Parquet", first_row)
+    yield from _read_batches(batches(), str(path), name, "Parquet", first_row)
 
 
 def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | BadRow]:
@@ -227,47 +227,47 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
     def batches() -> Iterator[Any]:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
-            of_file = () if is_stream else (reader.get_batch(at) for at in range(reader.num_record_batches))
-            for batch in reader if is_stream else of_file:
+            file_batches = () if is_stream else (reader.get_batch(index) for index in range(reader.num_record_batches))
+            for batch in reader if is_stream else file_batches:
                 batch.validate(full=True)  # a damaged offset would be read behind the file, and end the process
                 yield batch
 
-    yield from _from_batches(batches(), str(path), name, "Arrow", 1)
+    yield from _read_batches(batches(), str(path), name, "Arrow", 1)
 
 
-def _from_batches(
-    batches: Iterable[Any], path: Path | str, name: str, kind: str, first: int
+def _read_batches(
+    batches: Iterable[Any], path: Path | str, name: str, kind: str, first_row: int
 ) -> Iterator[RawRow | BadRow]:
-    number = first - 1
+    row_number = first_row - 1
     iterator = iter(batches)
     while True:
-        with _reading(path, kind):  # around reading alone: a fault of our own below keeps its traceback
+        with _convert_read_errors(path, kind):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(iterator, None)
         if batch is None:
             return
         names = batch.schema.names
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
-        for piece in _slices(batch):
-            with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise DataError(f'{path} has the column "{one_line(duplicate, limit=60)}" twice')
+        for piece in _split_batch(batch):
+            with _convert_read_errors(f"{path}:row {row_number + 1} or one of the {BATCH_ROWS:,} after it", kind):
                 rows = piece.to_pylist()
             is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
-                number += 1
+                row_number += 1
                 size = _text_bytes(row) if is_large else 0  # a piece below the limit holds no row above it
                 if size > MAX_ROW_BYTES:
-                    yield too_large(f"{name}:row {number}", size)
+                    yield too_large_row(f"{name}:row {row_number}", size)
                 else:
-                    yield _table_row(row, f"{name}:row {number}")
+                    yield _to_raw_row(row, f"{name}:row {row_number}")
 
 
-def _slices(batch: Any) -> Iterator[Any]:
+def _split_batch(batch: Any) -> Iterator[Any]:
     """A batch in pieces that become few objects at once: of about SLICE_BYTES, or single rows."""
     if batch.num_rows > BATCH_ROWS or (batch.num_rows > 1 and batch.nbytes > SLICE_BYTES):
         half = batch.num_rows // 2
-        yield from _slices(batch.slice(0, half))
-        yield from _slices(batch.slice(half))
+        yield from _split_batch(batch.slice(0, half))
+        yield from _split_batch(batch.slice(half))
     elif batch.num_rows:
         yield batch
 
@@ -282,133 +282,133 @@ def _text_bytes(value: Any) -> int:
     return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-class _NotText(ValueError):
+class _NotTextError(ValueError):
     """Bytes in a cell that are not UTF-8."""
 
 
-def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
+def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
     """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
-    left_out = [0]
+    dropped_nulls = [0]
     try:
-        cells = {str(key): _cell(value, key, left_out) for key, value in row.items()}
-    except _NotText:
-        return BadRow(where, "a cell holds bytes that are not UTF-8 text")
+        cells = {str(key): _to_json_value(value, key, dropped_nulls) for key, value in row.items()}
+    except _NotTextError:
+        return BadRow(location, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
-        return BadRow(where, "nested too deeply")
-    notes = (NOTE_NULLS,) if left_out[0] else ()
-    return RawRow(where, {key: value for key, value in cells.items() if value is not None}, notes)
+        return BadRow(location, "nested too deeply")
+    notes = (NOTE_NULLS,) if dropped_nulls[0] else ()
+    return RawRow(location, {key: value for key, value in cells.items() if value is not None}, notes)
 
 
 _CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions", "chat_template_kwargs"})
-_CALL_PARTS = frozenset({"tool_call", "function_call"})
+_CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 
 
-def _cell(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
+def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: bool = False) -> Any:
     """A table's value as one that JSON has; NaN, which tables write for "nothing", is null. Tool calls and tools lose
     their keys with null, which are counted: a table gives every object of a column the keys of all the others."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     is_call = is_call or key in _CALL_KEYS
     if isinstance(value, (list, tuple)):
-        return [_cell(item, None, left_out, is_call=is_call) for item in value]
+        return [_to_json_value(item, None, dropped_nulls, is_call=is_call) for item in value]
     if isinstance(value, dict):
-        is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
-        items = {str(name): _cell(item, name, left_out, is_call=is_call) for name, item in value.items()}
-        kept = {name: item for name, item in items.items() if item is not None} if is_call else items
-        left_out[0] += len(items) - len(kept)
-        return kept
+        is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES)
+        items = {str(name): _to_json_value(item, name, dropped_nulls, is_call=is_call) for name, item in value.items()}
+        filled = {name: item for name, item in items.items() if item is not None} if is_call else items
+        dropped_nulls[0] += len(items) - len(filled)
+        return filled
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
         try:
             return bytes(value).decode("utf-8")
         except UnicodeDecodeError:
-            raise _NotText from None
+            raise _NotTextError from None
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
-def split_names(given: str, *, on_hub: bool) -> list[str]:
+def split_names(source: str, *, is_on_hub: bool) -> list[str]:
     """The names of the splits of a folder saved by `datasets`, or of a data set of the hub; none for a single table."""
-    loaded = _load_hub(given) if on_hub else _load_saved(given)
+    loaded = _load_hub(source) if is_on_hub else _load_saved(source)
     return [str(name) for name in loaded] if isinstance(loaded, dict) else []
 
 
-def read_saved(given: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
+def read_saved(path: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
-    loaded = _load_saved(given)
+    loaded = _load_saved(path)
     if isinstance(loaded, dict):
-        chosen = choose_split([str(known) for known in loaded], split, given)
-        loaded, name = loaded[chosen], f"{name}:{chosen}"
+        split_name = choose_split([str(split_key) for split_key in loaded], split, path)
+        loaded, name = loaded[split_name], f"{name}:{split_name}"
     if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
-        with _reading(given, "a saved dataset"):
-            yield from _from_dicts(loaded, name)
+        with _convert_read_errors(path, "a saved dataset"):
+            yield from _read_dicts(loaded, name)
         return
-    rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
+    rows = _batch_rows(loaded.data.nbytes, loaded.data.num_rows)
     # as Arrow, since datasets would decode every row by its features (images, audio)
     batches = loaded.with_format("arrow").iter(batch_size=rows)
-    yield from _from_batches(batches, given, name, "a saved dataset", 1)
+    yield from _read_batches(batches, path, name, "a saved dataset", 1)
 
 
-def _load_saved(given: str) -> Any:
+def _load_saved(path: str) -> Any:
     import datasets
 
-    with _reading(given, "a saved dataset"):
-        return datasets.load_from_disk(str(Path(given).expanduser()))
+    with _convert_read_errors(path, "a saved dataset"):
+        return datasets.load_from_disk(str(Path(path).expanduser()))
 
 
 def choose_split(names: list[str], split: str, path: str) -> str:
     """Which of a data set's splits is train, val or test, or has that very name; raises DataError where none or several
     may."""
-    wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
-    exact = next((name for name in (split, *wanted) if name in names), None)  # plain names before likenesses
+    aliases = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
+    exact = next((name for name in (split, *aliases) if name in names), None)  # plain names before likenesses
     if exact is not None:
         return exact
-    like = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
-        name for name in names if (split_of_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
+    similar = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
+        name for name in names if (split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
     ]
-    if len(like) == 1:
-        return like[0]
-    there = ", ".join(one_line(name, limit=60) for name in names)
-    if like:
-        raise DataError(f"{path} has the splits {there}; several could be {split}: {', '.join(like)}")
-    raise DataError(f"{path} has the splits {there}; none of them is {wanted[0] if wanted else split}")
+    if len(similar) == 1:
+        return similar[0]
+    names_text = ", ".join(one_line(name, limit=60) for name in names)
+    if similar:
+        raise DataError(f"{path} has the splits {names_text}; several could be {split}: {', '.join(similar)}")
+    raise DataError(f"{path} has the splits {names_text}; none of them is {aliases[0] if aliases else split}")
 
 
-HUB = "hub:"
+HUB_PREFIX = "hub:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
-def hub_parts(given: str) -> tuple[str, str | None]:
+def parse_hub_name(hub_name: str) -> tuple[str, str | None]:
     """The id and the config of `hub:owner/name` or `hub:owner/name:config`; raises DataError where it has another form,
     or a folder of that name lies here."""
-    ident, _, config = given.removeprefix(HUB).partition(":")
-    if not _HUB_ID.fullmatch(ident):
-        raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+    repo_id, _, config = hub_name.removeprefix(HUB_PREFIX).partition(":")
+    if not _HUB_ID.fullmatch(repo_id):
+        raise DataError(f"{one_line(hub_name)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
     # datasets.load_dataset takes a local folder of that name before the hub's
-    if Path(ident).exists():
-        raise DataError(f"{one_line(given)}: {ident} exists here too, and datasets would read it; write the path")
-    return ident, config or None
+    if Path(repo_id).exists():
+        raise DataError(f"{one_line(hub_name)}: {repo_id} exists here too, and datasets would read it; write the path")
+    return repo_id, config or None
 
 
-def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
+def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
-    loaded = _load_hub(given)
+    loaded = _load_hub(hub_name)
     if isinstance(loaded, dict):
-        loaded = loaded[choose_split([str(known) for known in loaded], split, given)]
-    with _reading(given, HUB):
-        yield from _from_dicts(loaded, f"{given}:{split}")
+        loaded = loaded[choose_split([str(split_key) for split_key in loaded], split, hub_name)]
+    with _convert_read_errors(hub_name, HUB_PREFIX):
+        yield from _read_dicts(loaded, f"{hub_name}:{split}")
 
 
-def _load_hub(given: str) -> Any:
+def _load_hub(hub_name: str) -> Any:
     if not is_hub_reachable():  # before the import, which reads it: the library would try again for half a minute
         os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
-    ident, config = hub_parts(given)
-    with _reading(given, HUB), waiting(f"Asking the hub for the data set {ident}"):
-        return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
+    repo_id, config = parse_hub_name(hub_name)
+    with _convert_read_errors(hub_name, HUB_PREFIX), waiting(f"Asking the hub for the data set {repo_id}"):
+        return datasets.load_dataset(repo_id, config, streaming=not datasets.config.HF_HUB_OFFLINE)
 
 
-def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
-    for number, row in enumerate(rows, start=1):
-        yield _table_row(dict(row), f"{name}:row {number}")
+def _read_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
+    for row_number, row in enumerate(rows, start=1):
+        yield _to_raw_row(dict(row), f"{name}:row {row_number}")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.examples import styled
+from sft_play.data.sources.examples import apply_style
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise, rename_columns, to_example
-from sft_play.data.sources.messages import Message, shown, unpacked, without_given
-from sft_play.data.sources.raw import BadRow, RawRow, require_file, text_blocks
+from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise_format, rename_columns, to_example
+from sft_play.data.sources.messages import Message, quote_value, unpack_json, drop_author_messages
+from sft_play.data.sources.raw import BadRow, RawRow, require_file, read_text_blocks
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
@@ -48,7 +48,7 @@ class Prompt:
     def line(self) -> dict[str, Any]:
         """In plain data, as it is read back: tuples are lists."""
         columns = {f"input_{name}" if name in _OWN_COLUMNS else name: value for name, value in self.columns.items()}
-        line = {**columns, "messages": without_given(self.messages)}
+        line = {**columns, "messages": drop_author_messages(self.messages)}
         line |= {"tools": self.tools} if self.tools else {}
         line |= {TEMPLATE_KWARGS: self.template_kwargs} if self.template_kwargs else {}
         line |= {} if self.reference is None else {"reference": self.reference}
@@ -75,7 +75,7 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
     not a prompt."""
     data = data or DataConfig()
     if path.suffix == ".txt":
-        lines = enumerate("".join(text_blocks(path)).split("\n"), start=1)
+        lines = enumerate("".join(read_text_blocks(path)).split("\n"), start=1)
         texts = [(f"{path}:{number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
         rows: list[RawRow | BadRow] = [RawRow(where, {"prompt": text}) for where, text in texts]
     else:
@@ -87,7 +87,7 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
 
 
 def _from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt]:
-    read = [(raw.where, _prompt_of(raw, data)) for raw in rows]
+    read = [(raw.location, _prompt_of(raw, data)) for raw in rows]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:
         more = [f"and {len(bad) - _SHOWN_ROWS} more"] if len(bad) > _SHOWN_ROWS else []
@@ -99,25 +99,25 @@ def _from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt
 def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
-        return str(raw).removeprefix(f"{raw.where}: ")
+        return str(raw).removeprefix(f"{raw.location}: ")
     mapped = {known: theirs for known, theirs in data.columns.items() if theirs in raw.data}
     renamed = rename_columns(raw, mapped)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
     # as training recognises rows, but the answer may be missing, and plain text asks nothing
-    fitting = [shape for shape in FORMATS if shape.kind != "text" and shape.needs[0] in row]
-    whole = (shape for shape in fitting if all(row.get(key) is not None for key in shape.needs))
+    fitting = [shape for shape in FORMATS if shape.kind != "text" and shape.required_columns[0] in row]
+    whole = (shape for shape in fitting if all(row.get(key) is not None for key in shape.required_columns))
     shape = next(whole, next(iter(fitting), None))
     if shape is None:
         names = one_line(", ".join(map(str, row)) or "none", limit=200)
         taken = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {names}); {taken}"
-    shape = recognise(shape.needs, mapped) or shape  # with what data.columns maps beside its own columns
-    question, *answers = shape.needs
-    value = unpacked(row[question], "[")
+    shape = recognise_format(shape.required_columns, mapped) or shape  # with what data.columns maps beside its own columns
+    question, *answers = shape.required_columns
+    value = unpack_json(row[question], "[")
     if not isinstance(value, (str, list)):
-        return f"{question} is {shown(value)}, and has to be text or a list of messages"
+        return f"{question} is {quote_value(value)}, and has to be text or a list of messages"
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
-    used = {key: one for key, one in row.items() if key in {*shape.needs, *shape.may_have} - {"reasoning"}}
+    used = {key: one for key, one in row.items() if key in {*shape.required_columns, *shape.optional_columns} - {"reasoning"}}
     if shape.kind == "turns":
         # a list of [question, answer] is never open
         is_open = isinstance(value, list) and bool(value) and not isinstance(value[-1], list)
@@ -125,9 +125,9 @@ def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     else:
         is_open = row.get(answers[0]) is None
         used |= {answers[0]: "."} if is_open else {}
-    example = styled(to_example(RawRow(raw.where, used), shape, DataConfig()), raw, data.style)
+    example = apply_style(to_example(RawRow(raw.location, used), shape, DataConfig()), raw, data.style)
     if not isinstance(example, Chat):
-        return str(example).removeprefix(f"{raw.where}: ")
+        return str(example).removeprefix(f"{raw.location}: ")
     messages, reference = example.messages[: -1 if is_open else None], None
     if messages[-1:] and messages[-1]["role"] == "assistant":
         messages, reference = messages[:-1], str(messages[-1].get("content") or "")

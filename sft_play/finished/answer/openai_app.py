@@ -33,7 +33,7 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
-from sft_play.data.sources.formats import Chat, first_format, to_example
+from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError, rephrased
@@ -120,7 +120,7 @@ def request_ids(responder: Responder, messages: Sequence[Message], tools: Any = 
     turns = [*messages, {"role": "assistant", "content": "."}]
     row = RawRow("the request", {"messages": turns, **({"tools": tools} if tools else {})})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
-    _, shape = first_format(iter([row]), data)
+    _, shape = detect_format(iter([row]), data)
     assert shape is not None
     example = to_example(row, shape, data)
     if not isinstance(example, Chat):

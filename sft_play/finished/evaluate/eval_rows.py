@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.build.splits import Split
-from sft_play.data.sources.files import data_paths, find_source
+from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
@@ -82,7 +82,7 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     except DataError as error:
         raise DataError(f"DATA={error}") from None
     try:
-        own = data_paths(run.config.data)
+        own = find_data_paths(run.config.data)
     except DataError as error:
         why = "whether rows of DATA= were trained on is not known"
         logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), why)

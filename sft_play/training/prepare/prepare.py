@@ -16,7 +16,7 @@ from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
-from sft_play.data.sources.files import content_digest_of
+from sft_play.data.sources.files import source_digest
 from sft_play.errors import BackendError, ConfigError, in_stage
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import require_available_model, base_weights_identity
@@ -182,7 +182,7 @@ def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[st
     for part, one in zip(parts, prepared, strict=True):
         stage = f"stage {part.folder.stage} " if part.folder.stage else ""
         files: dict[str, dict[str, Any]] = {
-            name: {"path": str(path), "sha256": content_digest_of(path)} for name, path in part.paths.files()
+            name: {"path": str(path), "sha256": source_digest(path)} for name, path in part.paths.named_paths()
         }
         for name, split in (("train", one.splits.train), ("val", one.splits.val), ("test", one.splits.test)):
             if split is not None:
