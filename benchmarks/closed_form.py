@@ -30,7 +30,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.confirm import settings_of
+from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -234,7 +234,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
     config, step = setting.config, setting.step
     shape = parse_model_shape(dict(model), name=setting.model)
     if any(kind.expert_weights for kind in shape.layers):
-        return settings_of(config, model, shape, setting.precision, step)
+        return step_settings(config, model, shape, setting.precision, step)
     lora, name = config.tuning.lora, step.layout.name
     strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
     targets = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)

@@ -119,7 +119,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What estimate and trace say of the row, in bytes."""
     from sft_play.facts.models.architecture import load_config_json
-    from sft_play.trace.confirm import cached_trace, settings_of
+    from sft_play.trace.confirm import cached_trace, step_settings
     from sft_play.trace.settings import TraceUnavailable
 
     config, plan = planned(row, scratch, hardware)
@@ -135,7 +135,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     }
     if not hardware.gpus:
         return found
-    settings = settings_of(
+    settings = step_settings(
         config, load_config_json(config.model.name), load_model_shape(config.model.name), plan.precision, plan.choice.step
     )
     settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "model")

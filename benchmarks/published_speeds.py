@@ -27,7 +27,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import Speed, SpeedError, predict_speed, rates_of, speed_error
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 
 ROWS = Path(__file__).with_name("published_speeds.csv")
 TARGET = (6.5e9, 73e9)
@@ -63,7 +63,7 @@ OTHER_MODELS = {
 @functools.cache
 def shape(name: str) -> ModelShape:
     """The shapes of a row's model."""
-    return planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
+    return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
 _named = functools.cache(parse_hardware)

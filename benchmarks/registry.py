@@ -51,10 +51,10 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.block_meter import planned_shape
-from sft_play.trace.confirm import settings_of
+from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import TraceUnavailable
-from sft_play.trace.step import record
+from sft_play.trace.step import record_step
 from sft_play.training.class_checks import small_model
 from sft_play.training.class_checks.small_model import small_config
 
@@ -251,7 +251,7 @@ def _wider(sizes: dict[str, int]) -> Iterator[None]:
 def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: LoRA
     without, QLoRA and full weights with checkpointing; None where no trace runs."""
-    shape = planned_shape(fields, name="m")
+    shape = load_planned_shape(fields, name="m")
     found: dict[str, Any] = {"plan": "known" if shape.block_meter is None else "measured"}
     for mode in MODES:
         layers = None if mode != "lora" and shape.can_checkpoint else 0
@@ -273,7 +273,7 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
         is_of_run = masks and attention == attentions[0]
         with contextlib.suppress(TraceUnavailable, *(() if is_of_run else (ModelError,))):
             predicted = estimate(run, shape, BF16, step).allocated
-            return round(predicted / record(settings_of(run, fields, shape, BF16, step)).peak - 1, 4)
+            return round(predicted / record_step(step_settings(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
 
 

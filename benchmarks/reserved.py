@@ -63,11 +63,11 @@ def needed(events: list[Event], allocated: int, reserved: int) -> int:
 def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of the steps' replay, and both shares."""
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run it)
-    from sft_play.trace.step import record
+    from sft_play.trace.step import record_step
 
     settings = trace_settings(setting, model)
     lengths = tuple(int(settings.seq_len * share) for share in LENGTHS)
-    log = record(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
+    log = record_step(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
     peaks = replay(log.events)
     least = needed(log.events, peaks.allocated, peaks.reserved)
     passing = max(1, peaks.allocated - predicted(setting, model).stays)

@@ -19,7 +19,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import predict_speed, rates_of
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 
 FMS = (
     "https://github.com/foundation-model-stack/fms-acceleration/blob/876e2ed6fc4e/scripts/benchmarks/refs/"
@@ -113,7 +113,7 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
     words = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
     hardware, config = _named(words), _config(point.mode)
-    shape = planned_shape(load_config_json(point.model), name=point.model)
+    shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     step = Step(
         micro_batch=micro,

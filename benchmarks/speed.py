@@ -32,7 +32,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 
 MODES = {"full", "lora", "qlora"}
 
@@ -48,7 +48,7 @@ def predicted(row: dict[str, str]) -> float | None:
     try:
         micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
         hardware = parse_hardware(f"{count}x{row['gpu']}")
-        shape = planned_shape(load_config_json(row["model"]), name=row["model"])
+        shape = load_planned_shape(load_config_json(row["model"]), name=row["model"])
     except (ValueError, SftPlayError):
         return None
     rank = int(row["lora_r"]) if row["lora_r"].isdigit() else 16

@@ -24,7 +24,7 @@ from sft_play.files import cache_dir
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
-from sft_play.trace.confirm import _adapter
+from sft_play.trace.confirm import _peft_config
 from sft_play.training.class_checks import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer
@@ -175,7 +175,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     precision = Precision("float32", "float32", "float32", "for this test")
     spec = build_model_spec(config, precision, tokenizer_size=100)
     targets, shape = set(spec.peft_config.target_modules), shape_for(config)
-    assert set(_adapter(config, shape)["target_modules"]) == targets
+    assert set(_peft_config(config, shape)["target_modules"]) == targets
     places = shape.adapter_placement
     if kind not in MODEL_FAMILIES:
         assert places.untried_reason == ""
@@ -466,7 +466,7 @@ def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
 def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
     config = AutoConfig.for_model(kind)
     with torch.device("meta"):
@@ -476,7 +476,7 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
             adapter_trial.adapter_places(model)
     fields = {"model_type": kind, **config.to_dict()}
     with pytest.raises(ModelError, match="tokens see those after them"):  # by its name, before any library loads
-        shape_on_meta(fields, name="m")
+        measure_shape_on_meta(fields, name="m")
 
 
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))

@@ -210,7 +210,7 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     from sft_play.facts.models.decoder import parse_model_shape
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
-    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
 
     model = model_config(name) | {"num_hidden_layers": 2}
@@ -221,7 +221,7 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
     precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
     planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)
-    found = trace_step(settings_of(config, model, shape, precision, planned))
+    found = trace_step(step_settings(config, model, shape, precision, planned))
     assert estimate(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
 
 

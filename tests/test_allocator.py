@@ -9,15 +9,15 @@ import pytest
 
 from benchmarks.memory_model.streams import USED, WAIT, ScriptAllocator, SimulatedOutOfMemory, replay
 from sft_play.trace import storages
-from sft_play.trace.allocator import CachingAllocator, rounded
-from sft_play.trace.storages import BIRTH, DEATH, EMPTY_CACHE, MARK
+from sft_play.trace.allocator import CachingAllocator, round_size
+from sft_play.trace.storages import ALLOC, FREE, EMPTY_CACHE, PHASE_START
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 def free_bytes(allocator: CachingAllocator) -> int:
     """Bytes of all cached blocks: allocated + free + waiting = reserved."""
-    return sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
+    return sum(size for pool in allocator._pools.values() for size, _, _ in pool.blocks)
 
 
 def waiting_bytes(allocator: ScriptAllocator) -> int:
@@ -42,11 +42,11 @@ def waiting_bytes(allocator: ScriptAllocator) -> int:
 def test_one_request_costs_its_block_and_its_segment(request_bytes, allocated, reserved):
     allocator = CachingAllocator()
     allocator.malloc("a", request_bytes)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
     allocator.free("a")
-    assert (allocator.allocated, allocator.reserved) == (0, reserved)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, reserved)
     allocator.empty_cache()
-    assert allocator.reserved == 0
+    assert allocator.reserved_bytes == 0
 
 
 def test_the_smallest_free_block_that_fits_is_taken():
@@ -56,24 +56,24 @@ def test_the_smallest_free_block_that_fits_is_taken():
     for key in "abc":
         allocator.free(key)
     allocator.malloc("d", 20 * MIB)  # 22 MiB is the best fit; its rest of 2 MiB is split off
-    assert allocator.reserved == 66 * MIB
+    assert allocator.reserved_bytes == 66 * MIB
     allocator.malloc("e", 30 * MIB)  # still free and whole
-    assert allocator.reserved == 66 * MIB
+    assert allocator.reserved_bytes == 66 * MIB
     allocator.malloc("f", 2 * MIB)  # the rest of 22
-    assert allocator.reserved == 66 * MIB
+    assert allocator.reserved_bytes == 66 * MIB
 
 
 def test_freed_neighbours_become_one_block_again():
     allocator = CachingAllocator()
     for key in "abcd":
         allocator.malloc(key, 5 * MIB)  # all four in one segment of 20 MiB
-    assert allocator.reserved == 20 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
     allocator.free("b")
     allocator.free("c")
     allocator.malloc("e", 9 * MIB)  # fits only where b and c were
-    assert allocator.reserved == 20 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
     allocator.malloc("f", 6 * MIB)
-    assert allocator.reserved == 40 * MIB
+    assert allocator.reserved_bytes == 40 * MIB
 
 
 def test_streams_do_not_share_free_blocks():
@@ -81,7 +81,7 @@ def test_streams_do_not_share_free_blocks():
     allocator.malloc("a", 12 * MIB, 0)
     allocator.free("a")
     allocator.malloc("b", 12 * MIB, 1)
-    assert allocator.reserved == 24 * MIB
+    assert allocator.reserved_bytes == 24 * MIB
 
 
 def test_capacity_gives_the_cache_back_before_it_refuses():
@@ -89,7 +89,7 @@ def test_capacity_gives_the_cache_back_before_it_refuses():
     allocator.malloc("a", 40 * MIB)
     allocator.free("a")
     allocator.malloc("b", 60 * MIB)  # 40 MiB of cache had to go
-    assert (allocator.reserved, allocator.retries) == (60 * MIB, 1)
+    assert (allocator.reserved_bytes, allocator.retries) == (60 * MIB, 1)
     with pytest.raises(SimulatedOutOfMemory, match=str(64 * MIB)):
         allocator.malloc("c", 5 * MIB)
 
@@ -97,28 +97,28 @@ def test_capacity_gives_the_cache_back_before_it_refuses():
 def test_an_expandable_segment_grows_by_pages_and_leaves_no_holes():
     allocator = CachingAllocator(expandable_segments=True)
     allocator.malloc("a", 30 * MIB)
-    assert allocator.reserved == 40 * MIB  # two pages of 20 MiB
+    assert allocator.reserved_bytes == 40 * MIB  # two pages of 20 MiB
     allocator.malloc("b", 25 * MIB)  # 10 are there, one more page gives 30
-    assert allocator.reserved == 60 * MIB
+    assert allocator.reserved_bytes == 60 * MIB
     allocator.free("a")
     allocator.malloc("c", 64 * MIB)  # the hole of 30 is too small: 5 at the end and three more pages
-    assert allocator.reserved == 120 * MIB
+    assert allocator.reserved_bytes == 120 * MIB
     allocator.malloc("d", 30 * MIB)  # the hole
-    assert allocator.reserved == 120 * MIB
+    assert allocator.reserved_bytes == 120 * MIB
     allocator.malloc("e", 512)
-    assert allocator.reserved == 122 * MIB  # the small pool's page
+    assert allocator.reserved_bytes == 122 * MIB  # the small pool's page
 
 
 def test_empty_cache_unmaps_whole_pages_inside_an_expandable_segment():
     allocator = CachingAllocator(expandable_segments=True)
     for key, size in (("a", 30 * MIB), ("b", 50 * MIB), ("c", 20 * MIB)):
         allocator.malloc(key, size)
-    assert allocator.reserved == 100 * MIB
+    assert allocator.reserved_bytes == 100 * MIB
     allocator.free("b")  # 30..80: of its pages only 40..60 and 60..80 are whole
     allocator.empty_cache()
-    assert allocator.reserved == 60 * MIB
+    assert allocator.reserved_bytes == 60 * MIB
     allocator.malloc("d", 50 * MIB)  # mapped again where it was
-    assert allocator.reserved == 100 * MIB
+    assert allocator.reserved_bytes == 100 * MIB
 
 
 def test_a_block_that_another_stream_used_waits_for_the_host():
@@ -126,12 +126,12 @@ def test_a_block_that_another_stream_used_waits_for_the_host():
     allocator.malloc("gathered", 12 * MIB, stream=1)
     allocator.record_stream("gathered", 0)
     allocator.free("gathered")
-    assert (allocator.allocated, waiting_bytes(allocator)) == (0, 12 * MIB)
+    assert (allocator.allocated_bytes, waiting_bytes(allocator)) == (0, 12 * MIB)
     allocator.malloc("next", 12 * MIB, stream=1)  # the first is not known to be done with
-    assert allocator.reserved == 24 * MIB
+    assert allocator.reserved_bytes == 24 * MIB
     allocator.synchronise()
     allocator.malloc("third", 12 * MIB, stream=1)
-    assert allocator.reserved == 24 * MIB
+    assert allocator.reserved_bytes == 24 * MIB
 
 
 def test_the_host_waits_for_what_was_given_by_then():
@@ -148,7 +148,7 @@ def test_the_host_waits_for_what_was_given_by_then():
     allocator.free("c")
     assert waiting_bytes(allocator) == 24 * MIB
     allocator.empty_cache()  # which waits for everything
-    assert allocator.reserved == 0
+    assert allocator.reserved_bytes == 0
 
 
 def test_a_tensor_used_on_its_own_stream_alone_does_not_wait():
@@ -165,7 +165,7 @@ def test_a_full_card_waits_for_streams_before_it_refuses():
     allocator.record_stream("a", 1)
     allocator.free("a")
     allocator.malloc("b", 30 * MIB, stream=1)
-    assert (allocator.reserved, allocator.retries) == (30 * MIB, 1)
+    assert (allocator.reserved_bytes, allocator.retries) == (30 * MIB, 1)
 
 
 # --- the same rules, written down once more ---------------------------------------------------------------------------
@@ -384,8 +384,8 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
             assert outcomes[0] == outcomes[1]
             refused += not outcomes[0]
             live += [key] if outcomes[0] else []
-        assert allocator.reserved == plain.reserved
-        assert allocator.allocated == plain.total("used")
+        assert allocator.reserved_bytes == plain.reserved
+        assert allocator.allocated_bytes == plain.total("used")
         assert waiting_bytes(allocator) == plain.total("waiting")
         assert free_bytes(allocator) == plain.total("free")
     assert len(moments) > 50
@@ -407,26 +407,26 @@ def test_random_traffic_keeps_the_books(expandable, seed):
             allocator.malloc(key, live[key], draw.randrange(2))
         if key % 500 == 499:
             allocator.empty_cache()
-        assert allocator.allocated + free_bytes(allocator) == allocator.reserved
-        assert sum(live.values()) <= sum(map(rounded, live.values())) <= allocator.allocated
-        assert allocator.reserved <= allocator.peak_reserved
+        assert allocator.allocated_bytes + free_bytes(allocator) == allocator.reserved_bytes
+        assert sum(live.values()) <= sum(map(round_size, live.values())) <= allocator.allocated_bytes
+        assert allocator.reserved_bytes <= allocator.peak_reserved
     for key in live:
         allocator.free(key)
     allocator.empty_cache()
-    assert (allocator.allocated, allocator.reserved) == (0, 0)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
 
 
 EVENTS = [
-    (BIRTH, "loading", 40 * MIB, 0),
-    (DEATH, "loading", 0, 0),
-    (BIRTH, "weights", 12 * MIB, 0),
-    (MARK, "forward", 0, 0),
-    (BIRTH, "saved", 30 * MIB, 0),
-    (DEATH, "saved", 0, 0),
-    (MARK, "forward", 1, 0),
-    (BIRTH, "saved again", 20 * MIB, 0),
-    (DEATH, "saved again", 0, 0),
-    (MARK, "end", 1, 0),
+    (ALLOC, "loading", 40 * MIB, 0),
+    (FREE, "loading", 0, 0),
+    (ALLOC, "weights", 12 * MIB, 0),
+    (PHASE_START, "forward", 0, 0),
+    (ALLOC, "saved", 30 * MIB, 0),
+    (FREE, "saved", 0, 0),
+    (PHASE_START, "forward", 1, 0),
+    (ALLOC, "saved again", 20 * MIB, 0),
+    (FREE, "saved again", 0, 0),
+    (PHASE_START, "end", 1, 0),
 ]
 
 
@@ -456,8 +456,8 @@ def test_an_emptied_cache_is_not_reserved_any_more():
 
 def test_a_replay_gives_a_waiting_block_when_the_host_has_waited():
     """Gathered on stream 1, used on the model's own: the second gather finds no block until the host waits."""
-    gather = [(BIRTH, "one", 12 * MIB, 1), (USED, "one", 0, 0), (DEATH, "one", 0, 0)]
-    second = [(BIRTH, "two", 12 * MIB, 1)]
+    gather = [(ALLOC, "one", 12 * MIB, 1), (USED, "one", 0, 0), (FREE, "one", 0, 0)]
+    second = [(ALLOC, "two", 12 * MIB, 1)]
     assert replay([*gather, *second], count_from="start").reserved == 24 * MIB
     assert replay([*gather, (WAIT, None, -1, 0), *second], count_from="start").reserved == 12 * MIB
     before = (WAIT, None, 1, 0)  # for what was given before the second event: the block was not yet freed

@@ -101,9 +101,9 @@ def _stacks(kind: LayerKind) -> set[tuple[str, int, tuple[int, ...]]]:
 
 def check(config: dict[str, Any]) -> None:
     """The parsed shape equals what the class has on the meta device, block by block and module by module."""
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
-    parsed, built = parse_model_shape(config, name="m"), as_in_the_table(shape_on_meta(config, name="m"))
+    parsed, built = parse_model_shape(config, name="m"), as_in_the_table(measure_shape_on_meta(config, name="m"))
     assert parsed.params == built.params
     for key in ("embedding_params", "head_params", "tied", "vocab_size", "num_layers", "layer_order", "expert_params"):
         assert getattr(parsed, key) == getattr(built, key), key
@@ -205,7 +205,7 @@ ROWS = [*{id(known): (name, known) for name, known in KNOWN_MODELS.items()}.valu
 
 
 def test_known_models_have_the_shapes_of_their_classes():
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
     checked = 0
     for name, known in ROWS:
@@ -213,11 +213,11 @@ def test_known_models_have_the_shapes_of_their_classes():
             parsed = parse_model_shape(known.config, name=name)
         except UnknownArchitecture:
             if "text_config" not in known.config:  # a published count is of the whole class
-                measured = shape_on_meta(known.config, name=name)
+                measured = measure_shape_on_meta(known.config, name=name)
                 assert measured.params == (known.params or measured.params), name
                 checked += 1
             continue
-        built = as_in_the_table(shape_on_meta(known.config, name=name))
+        built = as_in_the_table(measure_shape_on_meta(known.config, name=name))
         assert parsed.params == built.params == (known.params or built.params), name
         assert parsed.layer_order == built.layer_order, name
         assert [set(kind.linears) for kind in parsed.layers] == [set(kind.linears) for kind in built.layers], name
@@ -329,9 +329,9 @@ def test_positions_are_read_of_every_class(config, positions, tmp_path):
 
 
 def test_modules_that_share_a_name_are_told_apart_by_their_paths():
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
-    shape = shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
+    shape = measure_shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
     assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.commonest_kind.linears} == {
         "attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
@@ -354,9 +354,9 @@ def test_modules_that_share_a_name_are_told_apart_by_their_paths():
 )
 def test_what_decides_on_masks_is_read_of_measured_classes_too(fields, alibi, dropout):
     """Rows without masks, or one behind the other, are not planned where positions are a mask or scores are dropped."""
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
-    shape = shape_on_meta(fields, name="m")
+    shape = measure_shape_on_meta(fields, name="m")
     assert (shape.uses_alibi, shape.attention_dropout) == (alibi, dropout)
 
 

@@ -18,8 +18,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.trace import confirm
 from sft_play.trace.settings import StepSettings, TraceUnavailable
-from sft_play.trace.step import record, trace_step
-from sft_play.trace.storages import BIRTH, StorageLog
+from sft_play.trace.step import record_step, trace_step
+from sft_play.trace.storages import ALLOC, StorageLog
 from sft_play.training.prepare.model_spec import choose_attention
 from tests.test_trace import GEMMA3, GPT2, LLAMA
 
@@ -103,10 +103,10 @@ def test_what_a_class_does_not_have_is_refused_in_words(family: str, attention: 
 
 def births(**changes: Any) -> dict[int, int]:
     """How often a storage of so many bytes is born in one forward and backward pass."""
-    log = record(settings(checkpointing=False, loss="logits", **changes))
+    log = record_step(settings(checkpointing=False, loss="logits", **changes))
     found: dict[int, int] = {}
     for kind, _key, number, _stream in log.events:
-        if kind == BIRTH:
+        if kind == ALLOC:
             found[number] = found.get(number, 0) + 1
     return found
 
@@ -154,7 +154,7 @@ def test_transformers_forgets_the_traces_flash_attention() -> None:
 def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
     config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")
     step = Step(2, 1, 64, padded=padded)
-    found = confirm.settings_of(config, {}, load_model_shape("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
+    found = confirm.step_settings(config, {}, load_model_shape("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
     assert found.mask == mask
 
 

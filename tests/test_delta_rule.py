@@ -14,9 +14,9 @@ from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.trace.confirm import settings_of
+from sft_play.trace.confirm import step_settings
 from sft_play.trace.delta_rule import CHUNK, chunk_gated_delta_rule
-from sft_play.trace.step import record
+from sft_play.trace.step import record_step
 from sft_play.trace.storages import StorageLog
 from tests.test_measured_blocks import BF16, WIDE, measured_shape, run, step_of, wide
 from tests.test_trace import phase_peaks
@@ -43,7 +43,7 @@ CASES = [
 def bytes_of(rule, case) -> dict[str, int]:
     """Live bytes at most in a forward pass, after it, and in the backward pass."""
     rows, tokens, heads, value_heads, key, value, normalised, dtype = case
-    log = StorageLog(workspace=lambda *_, **__: 0)
+    log = StorageLog(workspace_sizes=lambda *_, **__: 0)
     with FakeTensorMode(allow_non_fake_inputs=True), log:
         mixed = torch.empty(rows, tokens, 2 * heads * key + value_heads * value, dtype=dtype, requires_grad=True)
         parts = (mixed * 1).split([heads * key, heads * key, value_heads * value], -1)
@@ -51,11 +51,11 @@ def bytes_of(rule, case) -> dict[str, int]:
         g = torch.empty(rows, tokens, value_heads, requires_grad=True)
         beta = torch.empty(rows, tokens, value_heads, dtype=dtype, requires_grad=True)
         before = log.current
-        log.mark("forward")
+        log.start_phase("forward")
         out, _ = rule(q, k, v, g=g * 1, beta=beta * 1, use_qk_l2norm_in_kernel=normalised)
         assert (out.shape, out.dtype) == (v.shape, dtype)
         kept = log.current - before
-        log.mark("backward")
+        log.start_phase("backward")
         out.sum().backward()
         for one in (mixed, g, beta):
             assert (one.grad.shape, one.grad.dtype) == (one.shape, one.dtype)
@@ -99,7 +99,7 @@ def test_a_plan_counts_the_kernels_where_they_are_installed(kind, mode, layers):
     assert LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
     step = step_of(shape, checkpointed_layers=layers, fla=True)
     found = estimate(run(mode), shape, BF16, step).allocated
-    peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step)))
+    peaks = phase_peaks(record_step(step_settings(run(mode), fields, shape, BF16, step)))
     assert found == pytest.approx(max(peaks.values()), rel=0.01)
     assert found < estimate(run(mode), shape, BF16, dataclasses.replace(step, fla=False)).allocated
 

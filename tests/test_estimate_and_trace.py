@@ -17,7 +17,7 @@ from sft_play.planner.memory.model_states import resident
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import numbers
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 
 pytestmark = pytest.mark.build
 
@@ -53,13 +53,13 @@ def tuning(draw: random.Random) -> str:
 
 def apart(model: dict[str, object], words: str, optim: str, precision: Precision, step: Step) -> float:
     """The estimate's peak over the trace's, less one."""
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.step import record
+    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.step import record_step
 
     config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
-    shape = planned_shape(model, name="m")
+    shape = load_planned_shape(model, name="m")
     predicted = estimate(config, shape, precision, step).allocated
-    return predicted / record(settings_of(config, model, shape, precision, step)).peak - 1
+    return predicted / record_step(step_settings(config, model, shape, precision, step)).peak - 1
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in range(60)])
@@ -134,7 +134,7 @@ OTHERS = (
 def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
     """By formulas for a class of the table, measured for another."""
     model = wide_config(kind) | {"vocab_size": 4096}
-    shape = planned_shape(model, name="m")
+    shape = load_planned_shape(model, name="m")
     assert (shape.block_meter is None) == (kind in MODEL_FAMILIES)
     for words, checkpointed in (("{mode: lora, lora: {r: 8}}", 0), ("{mode: full}", None)):
         at = "sdpa" if shape.has_sdpa else "eager"
@@ -146,7 +146,7 @@ def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
 def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
     """TrOCR's attention to an image runs in no pass of text."""
     model = wide_config("trocr") | {"vocab_size": 512}
-    shape = planned_shape(model, name="m")
+    shape = load_planned_shape(model, name="m")
     assert 0.1 * shape.params < shape.untrained_params < 0.5 * shape.params
     for optim, accumulated, precision in zip(("adamw_torch_fused", "adamw_torch"), (1, 2), PRECISIONS, strict=True):
         step = Step(2, accumulated, 256, attention="eager", masks=False, saves=False, checkpointed_layers=None)
@@ -157,7 +157,7 @@ def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
 def test_a_rank_holds_its_part_of_it(name: str) -> None:
     config = config_from_text("model: {name: m}\ntuning: {mode: full}\n", name="x")
     layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
-    shape = planned_shape(fields("llama", tied=False), name="m")
+    shape = load_planned_shape(fields("llama", tied=False), name="m")
     part = replace(shape, untrained_params=40_000_000)
     widths = numbers(config, PRECISIONS[0], layout)
     whole, found = resident(config, shape, widths, layout), resident(config, part, widths, layout)

@@ -20,7 +20,7 @@ from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.measured_walk import MeasuredPass
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import read_json
-from sft_play.trace.meta_shape import measure
+from sft_play.trace.meta_shape import measure_shape
 from sft_play.training.class_checks.masking import _PADDED
 from sft_play.training.class_checks.small_model import field_of, small_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
@@ -66,7 +66,7 @@ def planned(kind: str) -> bool:
     if built is None:
         return False
     model, config = built
-    measured = measure(model, config, name=kind)
+    measured = measure_shape(model, config, name=kind)
     # how many bytes its blocks take is measured elsewhere (test_measured_blocks, benchmarks/registry.json)
     shape = dataclasses.replace(measured, adapter_placement=AdapterPlacement(()), block_meter=some_bytes)
     assert shape.params == sum(parameter.numel() for parameter in model.parameters()), kind
@@ -97,7 +97,7 @@ def test_every_class_is_planned():
 )
 def test_experts_are_counted_from_the_tensors_that_the_class_has(kind, matrices):
     model, config = small_on_meta(kind)
-    shape = measure(model, config, name=kind)
+    shape = measure_shape(model, config, name=kind)
     layer = next(layer for layer in shape.layers if layer.num_experts)
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     assert layer.num_experts == next(value for name in names if (value := getattr(config, name, None)))
@@ -209,7 +209,7 @@ def test_two_blocks_that_share_their_weights_are_kept():
 def test_weights_that_a_class_reads_itself_are_not_packed_in_4_bits(kind, whole):
     """In bytes of 4 bits its own product or kernel would fail; plan, trace and run leave the same layers alone."""
     model, config = small_on_meta(kind)
-    shape = measure(model, config, name=kind)
+    shape = measure_shape(model, config, name=kind)
     linears = [linear for linear, _ in shape.linears]
     assert {linear.name for linear in linears if not linear.is_packable} == whole
     assert shape.packable_params == sum(count * one.weights for one, count in shape.linears if one.is_packable) + sum(

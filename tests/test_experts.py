@@ -21,7 +21,7 @@ from sft_play.facts.models.architecture import load_config_json
 from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_TYPES, PEFT_MOVED_NAMES
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import CASTING, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -257,7 +257,7 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     assert trained
     assert not any(".experts." in name for name in trained)
     assert sum(one.numel() for one in trained.values()) == adapter_params(
-        planned_shape(load_config_json(str(folder)), name="m"), run.tuning.lora
+        load_planned_shape(load_config_json(str(folder)), name="m"), run.tuning.lora
     )
     says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
@@ -268,7 +268,7 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
     text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
     run = config_from_text(json.dumps(text), name="r")
     with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
-        check_targets(run, planned_shape(load_config_json(str(folder)), name="m"))
+        check_targets(run, load_planned_shape(load_config_json(str(folder)), name="m"))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
@@ -282,14 +282,14 @@ def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozen
 def test_eager_experts_cost_what_was_published():
     """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
     from sft_play.planner.speed.throughput import EXPERTS_PART
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = {
         "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
     }  # fmt: skip
-    shape = shape_on_meta(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
+    shape = measure_shape_on_meta(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
     shape = dataclasses.replace(shape, block_meter=some_bytes)
     for mode in ("lora", "qlora"):
         fast, slow = (
@@ -315,10 +315,10 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
 
     from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
     from sft_play.planner.speed.throughput import LINEAR_PART
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
-    shape = dataclasses.replace(shape_on_meta(fields, name="Qwen3.5-9B"), block_meter=some_bytes)
+    shape = dataclasses.replace(measure_shape_on_meta(fields, name="Qwen3.5-9B"), block_meter=some_bytes)
     assert shape.params == 8_953_803_264  # as published there
     assert sum(kind.count for kind in shape.layers if kind.linear_attention_width == 4096) == 24
     assert set(shape.kernel_packages) == {LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}
@@ -347,10 +347,10 @@ def test_qwen3_next_has_both(monkeypatch):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from sft_play.facts import installed
-    from sft_play.trace.meta_shape import shape_on_meta
+    from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, num_experts=16).to_dict()
-    shape = shape_on_meta(fields, name="m")
+    shape = measure_shape_on_meta(fields, name="m")
     assert [(kind.count, kind.linear_attention_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
     assert not shape.uses_custom_experts
     monkeypatch.setattr(installed, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
@@ -365,7 +365,7 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
 
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
-    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
 
     fields = sizes(kind, 3) | {
@@ -373,12 +373,12 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
         "max_position_embeddings": 1024,
         **({"intermediate_size": 1024} if kind in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 256}),
     }  # fmt: skip
-    shape = planned_shape(dict(fields), name=kind)
+    shape = load_planned_shape(dict(fields), name=kind)
     precision = MASTERS if choice == "masters" else BF16
     run = config(experts_implementation="eager" if choice == "eager" else "auto", mode="full")
     attention = "sdpa" if shape.has_sdpa else "eager"
     planned = Step(4, 1, 256, checkpointed_layers=0, attention=attention, saves=False)
-    settings = settings_of(run, fields, shape, precision, planned)
+    settings = step_settings(run, fields, shape, precision, planned)
     assert settings.experts == {"auto": "stacked", "eager": "eager", "masters": "cast"}[choice]
     traced = trace_step(settings).allocated
     closed = estimate(run, shape, precision, planned).allocated

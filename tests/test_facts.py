@@ -21,7 +21,7 @@ from sft_play.facts.models import architecture
 from sft_play.facts.models.architecture import load_config_json, is_hub_reachable, find_model_folder, refuse_remote_code, load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting.plan_run import shape_for
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 
@@ -30,14 +30,14 @@ from tests.conftest import shared
 def test_published_sizes_give_the_published_counts(full):
     name = full.rpartition("/")[2]
     expected = 27_009_346_304 if name == "gemma-3-27b-it" else PUBLISHED[full]  # as below
-    assert planned_shape(model_config(name), name=name).params == expected
+    assert load_planned_shape(model_config(name), name=name).params == expected
 
 
 def test_published_sizes_are_those_of_the_published_configs():
     """But for Qwen2.5-7B's positions, which the base model has more of, and the type that the weights are stored in."""
     for name in (full.rpartition("/")[2] for full in PUBLISHED):
         published = json.loads(shared(f"model_configs/{name}/config.json").read_text())
-        shapes = [planned_shape(config, name=name) for config in (model_config(name), published)]
+        shapes = [load_planned_shape(config, name=name) for config in (model_config(name), published)]
         one, other = (replace(shape, max_positions=0, stored_dtype=None) for shape in shapes)
         assert one == other, name
 
@@ -48,7 +48,7 @@ def test_parameter_counts_are_exact_for_the_published_configs():
         config = json.loads(shared(f"model_configs/{row['name']}/config.json").read_text())
         if row["name"] == "phi-2-remote-code":
             continue
-        shape = planned_shape(config, name=row["name"])
+        shape = load_planned_shape(config, name=row["name"])
         # gemma-3-27b-it is published with its image tower: 27,009,346,304 of it are the language model
         # (262208*5376 embedding + 62 blocks + last norm); every other row is the language model whole.
         expected = 27_009_346_304 if row["name"] == "gemma-3-27b-it" else int(row["params"])

@@ -25,7 +25,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.what_if import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overflow_of
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
 from sft_play.training.loop.finite import FiniteSteps
 from sft_play.training.model.model_loading import quantization
@@ -179,7 +179,7 @@ def test_model_configs_that_others_publish(origin):
         fields = json.loads(path.read_text())
         if "auto_map" in fields:
             continue
-        found[path.parent.name] = choose_precision(config(), machine("1xT4"), planned_shape(fields, name="m")).compute
+        found[path.parent.name] = choose_precision(config(), machine("1xT4"), load_planned_shape(fields, name="m")).compute
     in_fp32 = {name for name, compute in found.items() if compute == "float32"}
     assert in_fp32 == {name for name in found if name.startswith(("gemma-2", "gemma-3", "gpt-oss"))}
     assert len(in_fp32) >= 4

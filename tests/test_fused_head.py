@@ -121,11 +121,11 @@ def test_of_all_classes_of_the_table_none_has_logits_of_its_own() -> None:
 
 
 def test_a_run_of_such_a_class_is_planned_over_whole_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sft_play.trace.block_meter import planned_shape
+    from sft_play.trace.block_meter import load_planned_shape
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    assert planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").has_custom_logits
-    assert not planned_shape(wide_config("llama") | {"vocab_size": 512}, name="m").has_custom_logits
+    assert load_planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").has_custom_logits
+    assert not load_planned_shape(wide_config("llama") | {"vocab_size": 512}, name="m").has_custom_logits
 
 
 UNSCALED = {"aya_vision", "cohere2_vision"}

@@ -290,7 +290,7 @@ def test_a_plan_keeps_its_collectives_through_json():
 
 
 def test_the_trace_runs_what_the_keys_say():
-    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.confirm import step_settings
 
     config = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32", "param": "float32"})
     shape, hardware = load_model_shape(MODEL), parse_hardware("2xRTX4090")
@@ -301,7 +301,7 @@ def test_the_trace_runs_what_the_keys_say():
     ):  # fmt: skip
         job = job_of(PlanRequest(run, shape, hardware))
         candidate = candidate_of(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
-        found = settings_of(run, {}, shape, BF16, candidate.step)
+        found = step_settings(run, {}, shape, BF16, candidate.step)
         assert (found.sync_each_batch, found.gathers_in, found.reduces_in) == wanted
 
 

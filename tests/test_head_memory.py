@@ -53,13 +53,13 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
     on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ModernBERT's decoder has a layer between its last block and its head: no formula knows what it holds."""
-    from sft_play.trace.block_meter import planned_shape
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.step import record
+    from sft_play.trace.block_meter import load_planned_shape
+    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.step import record_step
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     model = wide_config("modernbert-decoder") | {"vocab_size": 20_000}
-    shape, precision = planned_shape(model, name="m"), PRECISIONS[1]
+    shape, precision = load_planned_shape(model, name="m"), PRECISIONS[1]
     assert shape.has_custom_logits
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
     for rows, evaluated in ((3, 0), (1, 5)):
@@ -68,7 +68,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
             eval_batch=evaluated, checkpointed_layers=0,
         )  # fmt: skip
         predicted = estimate(config, shape, precision, step)
-        traced = record(settings_of(config, model, shape, precision, step)).peak
+        traced = record_step(step_settings(config, model, shape, precision, step)).peak
         assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
 
@@ -92,14 +92,14 @@ def drawn(seed: int, *, evaluates: bool, on_gpu: bool, loss: LossName) -> tuple[
 @pytest.mark.parametrize("seed", range(4))
 def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, loss: LossName) -> None:
     """TRL's own code on real tensors, on tensors without bytes, and the estimate."""
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.step import record
+    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.step import record_step
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=False, loss=loss)
     shape = parse_model_shape(model, name="m")
     predicted = estimate(config, shape, precision, step)
-    settings = settings_of(config, model, shape, precision, step)
-    real, traced = (record(settings, real=is_real).peak for is_real in (True, False))
+    settings = step_settings(config, model, shape, precision, step)
+    real, traced = (record_step(settings, real=is_real).peak for is_real in (True, False))
     assert traced == pytest.approx(real, rel=1e-3)
     assert predicted.allocated == pytest.approx(real, rel=TOLERANCE), predicted.moments
 
@@ -109,13 +109,13 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
 @pytest.mark.parametrize("seed", range(4))
 def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, loss: LossName) -> None:
     """Triton's kernels read a tile where it lies: nothing of its size is beside it."""
-    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=True, loss=loss)
     shape = parse_model_shape(model, name="m")
     predicted = estimate(config, shape, precision, step)
-    traced = trace_step(settings_of(config, model, shape, precision, step)).allocated
+    traced = trace_step(step_settings(config, model, shape, precision, step)).allocated
     assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
 
@@ -125,8 +125,8 @@ def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
 def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, on_gpu: bool, copied: bool) -> None:
     """In the backward pass the next tile's weights are cast while the last one's are still held: as many words as two
     tiles have, or the vocabulary where it has no more, once tokens or words take several tiles."""
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.step import record, trace_step
+    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.step import record_step, trace_step
 
     draw, precision = random.Random(seed), PRECISIONS[1] if copied else Precision("bfloat16", "float32", "")
     words = ((2_000, WORD_TILE), (WORD_TILE + 1, 2 * WORD_TILE), (2 * WORD_TILE, 120_000))[seed % 3]
@@ -138,8 +138,8 @@ def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, 
     length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
     predicted = estimate(config, shape, precision, step)
-    settings = settings_of(config, model, shape, precision, step)
-    traced = trace_step(settings).allocated if on_gpu else record(settings).peak
+    settings = step_settings(config, model, shape, precision, step)
+    traced = trace_step(settings).allocated if on_gpu else record_step(settings).peak
     assert predicted.allocated == pytest.approx(traced, rel=0.013), predicted.moments
 
 

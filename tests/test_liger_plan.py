@@ -210,7 +210,7 @@ def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) 
     from sft_play.trace import build
     from sft_play.trace.confirm import trace_candidate
 
-    monkeypatch.delitem(build.KERNELS, "liger", raising=False)
+    monkeypatch.delitem(build.KERNEL_CONTEXTS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
     shape = parse_model_shape(dict(model), name="m")
     candidate = candidate_of(job_of(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)

@@ -23,11 +23,11 @@ from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks, build
-from sft_play.trace.block_meter import BlockMeter, first_blocks, planned_shape
-from sft_play.trace.confirm import settings_of
-from sft_play.trace.meta_shape import shape_on_meta
+from sft_play.trace.block_meter import BlockMeter, leading_blocks, load_planned_shape
+from sft_play.trace.confirm import step_settings
+from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.settings import StepSettings
-from sft_play.trace.step import record, situated
+from sft_play.trace.step import record_step, trace_context
 from tests.test_every_class import classes, small_on_meta
 from tests.test_memory import BF16
 from tests.test_meta_shape import SMALL
@@ -60,7 +60,7 @@ OFTEN = ("qwen3_5_text", "falcon_h1", "lfm2")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(block_meter, "_seen", {})
+    monkeypatch.setattr(block_meter, "_passes_by_key", {})
 
 
 def run(mode="lora", text="", length=256):
@@ -84,7 +84,7 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields)))
+    return dataclasses.replace(measure_shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -125,7 +125,7 @@ def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
         step = step_of(shape, checkpointed_layers=layers, eval_batch=rows.randrange(1, 10))
         found = estimate(run(mode), shape, BF16, step)
         # live bytes: the allocator rounds blocks up to the next MiB, which counts in small models
-        peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step)))
+        peaks = phase_peaks(record_step(step_settings(run(mode), fields, shape, BF16, step)))
         assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01), (mode, layers)
         assert found.moments["evaluation"] == pytest.approx(peaks["evaluation 1"], rel=0.003), (mode, layers)
 
@@ -162,7 +162,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     fields = wide("qwen3_5_text")
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=2, seq_len=1024)
-    assert step.seq_len > block_meter.CHUNK * 4
+    assert step.seq_len > block_meter.MIN_CHUNK * 4
     lengths = []
     original = blocks.run_blocks
 
@@ -174,8 +174,8 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "run_blocks", watched)
         found = estimate(run(length=1024), shape, BF16, step)
-    assert set(lengths) == {block_meter.CHUNK, 2 * block_meter.CHUNK}
-    peaks = phase_peaks(record(settings_of(run(length=1024), fields, shape, BF16, step)))
+    assert set(lengths) == {block_meter.MIN_CHUNK, 2 * block_meter.MIN_CHUNK}
+    peaks = phase_peaks(record_step(step_settings(run(length=1024), fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
 
 
@@ -190,8 +190,8 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     walk = walk_of(run(length=128), shape, BF16, step)
     assert walk.on_cpu
     # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
-    settings = dataclasses.replace(settings_of(run(length=128), fields, shape, BF16, step), attention="eager")
-    real = record(settings, real=True)
+    settings = dataclasses.replace(step_settings(run(length=128), fields, shape, BF16, step), attention="eager")
+    real = record_step(settings, real=True)
     assert real.peak == pytest.approx(estimate(run(length=128), shape, BF16, step).allocated, rel=0.1)
     twice = walk_of(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
     assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monke
 
     fields = wide("qwen3_5_text")
     monkeypatch.setattr(blocks, "run_blocks", fails)
-    monkeypatch.setattr(blocks, "operators", fails)
+    monkeypatch.setattr(blocks, "count_operators", fails)
     with pytest.raises(ModelError, match=r"no plan can be made for the class qwen3_5_text: .* \(no kernel; on the CPU"):
         make_plan(PlanRequest(run(), measured_shape(fields), parse_hardware("1xH100")))
 
@@ -214,7 +214,7 @@ def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monke
 def test_classes_of_which_no_plan_can_be_made_are_refused_by_name(kind, says):
     """Before anything is measured, and as every command reads a config.json."""
     fields = json.loads(json.dumps(AutoConfig.for_model(kind).to_dict(), default=str))
-    for read in (planned_shape, parse_model_shape):
+    for read in (load_planned_shape, parse_model_shape):
         with pytest.raises(ModelError, match=rf"model_type {kind}\) is a model that .*{says}.*no plan is made"):
             read(fields, name="m")
 
@@ -259,12 +259,12 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
     shape = measured_shape(fields)
     step = step_of(shape, eval_batch=3)
     first = estimate(run(), shape, BF16, step)
-    monkeypatch.setattr(block_meter, "_seen", {})  # as in another process
+    monkeypatch.setattr(block_meter, "_passes_by_key", {})  # as in another process
     monkeypatch.setattr(blocks, "run_blocks", lambda *words, **options: pytest.fail("measured again"))
     assert estimate(run(), shape, BF16, step) == first
     for file in (tmp_path / "cache" / "blocks").iterdir():
         file.write_text("[]x")
-    monkeypatch.setattr(block_meter, "_seen", {})
+    monkeypatch.setattr(block_meter, "_passes_by_key", {})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         estimate(run(), shape, BF16, step)
 
@@ -294,19 +294,19 @@ def test_all_functions_that_packages_replace_are_found():
 
     import transformers
 
-    from sft_play.trace.build import _REPLACEABLE
+    from sft_play.trace.build import _REPLACEABLE_FUNCTION
 
     files = list(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
     uses = sum(len(re.findall(r"^@use_kernel_func_from_hub_with_fallback\(", text, re.MULTILINE)) for text in texts)
-    assert uses == sum(len(_REPLACEABLE.findall(text)) for text in texts) > 50
+    assert uses == sum(len(_REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
 
 
 def test_a_mask_of_padded_rows_is_answered_without_values():
     """transformers asks whether a mask is all ones before it gives it to layers with states."""
     fields = wide("lfm2")
     settings = StepSettings(model=fields, mode="full", micro_batch=2, seq_len=64, checkpointing=False)
-    peaks = {mask: record(dataclasses.replace(settings, mask=mask)).peak for mask in ("ones", "padded")}
+    peaks = {mask: record_step(dataclasses.replace(settings, mask=mask)).peak for mask in ("ones", "padded")}
     assert peaks["ones"] < peaks["padded"]
 
 
@@ -320,11 +320,11 @@ def test_between_two_passes_bytes_lie_on_their_line():
 
 
 def test_as_many_blocks_run_as_show_every_kind_behind_another():
-    assert first_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1, 0)
-    assert first_blocks((0, 1, 1, 1)) == (0, 1, 1)
-    assert first_blocks((0,)) == (0,)
-    assert first_blocks((0, 0, 0)) == (0, 0)
-    assert first_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
+    assert leading_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1, 0)
+    assert leading_blocks((0, 1, 1, 1)) == (0, 1, 1)
+    assert leading_blocks((0,)) == (0,)
+    assert leading_blocks((0, 0, 0)) == (0, 0)
+    assert leading_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
     draw = random.Random(3)
     for _ in range(200):
         order = tuple(draw.choices(range(3), k=draw.randrange(1, 12)))
@@ -333,7 +333,7 @@ def test_as_many_blocks_run_as_show_every_kind_behind_another():
             size for size in range(1, len(order) + 1)
             if all(place in order[1:size] or place not in order[1:] for place in order)
         )  # fmt: skip
-        assert first_blocks(order) == order[: size + (len(set(order)) > 1)]
+        assert leading_blocks(order) == order[: size + (len(set(order)) > 1)]
 
 
 def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
@@ -361,17 +361,17 @@ def test_gradients_of_an_input_that_all_blocks_read_count_once(mode):
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=8, seq_len=128, checkpointed_layers=None)
     found = estimate(run(mode, length=128), shape, BF16, step).allocated
-    peak = record(settings_of(run(mode, length=128), fields, shape, BF16, step)).peak
+    peak = record_step(step_settings(run(mode, length=128), fields, shape, BF16, step)).peak
     assert found == pytest.approx(peak, rel=0.01)
 
 
 def test_what_a_model_holds_before_its_first_block_may_be_gone_behind_it():
     """Kosmos-2.5 holds its embeddings and its positions until the last block: more than few blocks keep."""
     fields = wide_config("kosmos-2.5")
-    shape = planned_shape(fields, name="m")
+    shape = load_planned_shape(fields, name="m")
     step = step_of(shape, micro_batch=2, seq_len=64, checkpointed_layers=None, masks=True)
     found = estimate(run(length=64), shape, BF16, step).allocated
-    peak = record(settings_of(run(length=64), fields, shape, BF16, step)).peak
+    peak = record_step(step_settings(run(length=64), fields, shape, BF16, step)).peak
     assert found == pytest.approx(peak, rel=0.01)
 
 
@@ -379,12 +379,12 @@ def test_what_a_model_holds_before_its_first_block_may_be_gone_behind_it():
 def test_real_buffers_hold_what_their_class_computes(kind):
     """Qwen4 looks up rows of its table of n-grams by numbers in its buffers: zeros there end its pass in an error."""
     fields = wide_config(kind)
-    shape = planned_shape(fields, name="m")
-    settings = settings_of(run(), fields, shape, BF16, step_of(shape))
-    with situated(settings, real=True) as (loop, skeleton):
-        found = dict(build.base_of(loop.loaded(skeleton)).named_buffers())
+    shape = load_planned_shape(fields, name="m")
+    settings = step_settings(run(), fields, shape, BF16, step_of(shape))
+    with trace_context(settings, real=True) as (loop, skeleton):
+        found = dict(build.base_model(loop.load_model(skeleton)).named_buffers())
     torch.manual_seed(0)
-    meant = dict(AutoModelForCausalLM.from_config(build.config_of(settings), dtype=torch.bfloat16).named_buffers())
+    meant = dict(AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16).named_buffers())
     assert found.keys() == meant.keys() != set()
     assert all(torch.equal(found[name], one) for name, one in meant.items())
 
@@ -393,11 +393,11 @@ def test_real_buffers_hold_what_their_class_computes(kind):
 def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(mode):
     """RecurrentGemma has them on its modules: blocks that were computed again stay, 60% more than a plan could say."""
     fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 4}
-    shape, config = planned_shape(fields, name="m"), run(mode, length=64)
+    shape, config = load_planned_shape(fields, name="m"), run(mode, length=64)
     assert not shape.can_checkpoint
     step = step_of(shape, seq_len=64, checkpointed_layers=0)
     found = estimate(config, shape, BF16, step)
-    peaks = phase_peaks(record(settings_of(config, fields, shape, BF16, step)))
+    peaks = phase_peaks(record_step(step_settings(config, fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
     wished = run(mode, text="train: {gradient_checkpointing: true}\n")
     with pytest.raises(ConfigError, match="recurrent_gemma has no activation checkpointing that frees memory"):
@@ -406,12 +406,12 @@ def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(m
 
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "qwen3_5_text", "gpt2"])
 def test_a_class_that_keeps_no_graph_is_planned_with_checkpointing(kind):
-    assert shape_on_meta(wide(kind), name="m").can_checkpoint
+    assert measure_shape_on_meta(wide(kind), name="m").can_checkpoint
 
 
 def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
     """As RecurrentGemma's, where nobody had found that their graphs stay."""
     fields = wide_config("recurrent_gemma")
-    shape = dataclasses.replace(planned_shape(fields, name="m"), can_checkpoint=True)
+    shape = dataclasses.replace(load_planned_shape(fields, name="m"), can_checkpoint=True)
     with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
         estimate(run(), shape, BF16, step_of(shape, checkpointed_layers=None))

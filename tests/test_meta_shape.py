@@ -13,9 +13,9 @@ from sft_play.facts.models.architecture import load_config_json
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.trace import meta_shape
-from sft_play.trace.build import config_of as trace_config_of
+from sft_play.trace.build import language_model_config as trace_config_of
 from sft_play.trace.confirm import cached_shape
-from sft_play.trace.meta_shape import shape_on_meta
+from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.settings import StepSettings
 from sft_play.training.class_checks.small_model import small_config
 from sft_play.training.model.language_model import language_config
@@ -58,10 +58,10 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     config = config_of(kind)
     first = cached_shape(config, name="m")
-    assert first == shape_on_meta(config, name="m")
+    assert first == measure_shape_on_meta(config, name="m")
     (file,) = (tmp_path / "shapes").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(meta_shape, "shape_on_meta", again)
+        patch.setattr(meta_shape, "measure_shape_on_meta", again)
         assert cached_shape(config, name="m") == first
         assert cached_shape(config, name="n").name == "n"
         for changed, options in (({"vocab_size": 512}, {}), ({}, {"trust_remote_code": True})):
@@ -69,7 +69,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
                 cached_shape({**config, **changed}, name="m", **options)
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m") == first
-    monkeypatch.setattr(meta_shape, "shape_on_meta", again)
+    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", again)
     monkeypatch.setattr("sft_play.facts.installed.installed_version", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m")
@@ -82,7 +82,7 @@ def test_an_unknown_type_is_measured_whole(kind):
     config = config_of(kind)
     with pytest.raises(UnknownArchitecture):
         parse_model_shape(config, name="m")
-    shape = shape_on_meta(config, name="m")
+    shape = measure_shape_on_meta(config, name="m")
     fields = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
@@ -107,7 +107,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
-    shape = shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
+    shape = measure_shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
     assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
 
 
@@ -125,26 +125,26 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     first = cached_shape(read, name="m")
-    monkeypatch.setattr(meta_shape, "shape_on_meta", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(meta_shape, "measure_shape_on_meta", lambda *_, **__: pytest.fail("measured again"))
     assert cached_shape(read, name="m") == first
 
 
 def test_a_hybrid_says_which_blocks_have_no_attention():
-    shape = shape_on_meta(config_of("lfm2"), name="m")
+    shape = measure_shape_on_meta(config_of("lfm2"), name="m")
     assert [shape.layers[place].attention for place in shape.layer_order] == ["none", "full", "none", "full"]
     names = {linear.name for layer in shape.layers if layer.attention == "full" for linear in layer.linears}
     assert {"q_proj", "k_proj", "v_proj", "out_proj"} <= names
 
 
 def test_tied_and_untied_heads_are_told_apart():
-    tied = shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": True}, name="m")
-    untied = shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": False}, name="m")
+    tied = measure_shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": True}, name="m")
+    untied = measure_shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": False}, name="m")
     assert (tied.head_params, untied.head_params) == (0, 256 * 64)
     assert untied.params - tied.params == 256 * 64
 
 
 def test_experts_and_routers_are_no_linear_layers():
-    shape = shape_on_meta(
+    shape = measure_shape_on_meta(
         {"model_type": "qwen3_moe", **SMALL, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
         name="m",
     )
@@ -176,7 +176,7 @@ def test_experts_and_routers_are_no_linear_layers():
 )
 def test_what_cannot_be_built_gives_one_message(config, message):
     with pytest.raises(ModelError, match=message) as caught:
-        shape_on_meta(config, name="m")
+        measure_shape_on_meta(config, name="m")
     assert "\n" not in str(caught.value)
 
 
@@ -203,8 +203,8 @@ def test_custom_code_is_not_run_unless_it_is_allowed(tmp_path):
         "        return self.head\n"
     )
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
-        shape_on_meta(config, name=str(tmp_path))
-    shape = shape_on_meta(config, name=str(tmp_path), trust_remote_code=True)
+        measure_shape_on_meta(config, name=str(tmp_path))
+    shape = measure_shape_on_meta(config, name=str(tmp_path), trust_remote_code=True)
     assert shape.params == 16 * 8 + 3 * (8 * 8 + 8) + 16 * 8
     assert shape.num_layers == 3
 
@@ -218,7 +218,7 @@ def test_4_bits_are_counted_where_transformers_puts_them(kind, packed):
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     config = config_of(kind) if kind == "qwen3_next" else {"model_type": kind, **SMALL}
-    shape = shape_on_meta(config, name="m")
+    shape = measure_shape_on_meta(config, name="m")
     assert (shape.packable_params > 0) == packed
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -231,6 +231,6 @@ def test_blocks_that_read_what_others_left_at_boundaries_are_kinds_of_their_own(
     """Inkling 2's read one state more behind every sixth block: 24 of them alike were planned 5% low."""
     config = small_config(AutoConfig.for_model("inkling2_text"))
     fields = {**config.to_dict(), "num_hidden_layers": layers, "layer_types": (config.layer_types * 3)[:layers]}
-    shape = shape_on_meta(json.loads(json.dumps(fields, default=str)), name="m")
+    shape = measure_shape_on_meta(json.loads(json.dumps(fields, default=str)), name="m")
     groups = [set(shape.layer_order[first : first + 6]) for first in range(0, layers, 6)]
     assert sum(map(len, groups)) == len(set.union(*groups))

@@ -26,7 +26,7 @@ from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _empty_model
 from sft_play.training.model.model_loading import load_model
@@ -381,17 +381,17 @@ def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
 @pytest.mark.parametrize("checkpointed", [0, None])
 def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     from sft_play.planner.memory.estimate import estimate
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.step import record
+    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.step import record_step
 
     fields = {**small("qwen3_moe"), "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16,
               "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
     text = {"model": {"name": "m", "max_seq_len": 128}, "tuning": {"quantize_experts": quantize}}
     config = config_from_text(json.dumps(text), name="run")
-    shape = planned_shape(fields, name="m")
+    shape = load_planned_shape(fields, name="m")
     shape = shape if quantize == "auto" else shape.without_packed_experts()
     step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
-    traced = record(settings_of(config, fields, shape, BF16, step)).peak
+    traced = record_step(step_settings(config, fields, shape, BF16, step)).peak
     # the experts' weights are 8% more of the peak in 16 bits
     assert estimate(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
 

@@ -18,7 +18,7 @@ from benchmarks.memory_model.streams import replay
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.storages import BIRTH, DEATH, Event
+from sft_play.trace.storages import ALLOC, FREE, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
@@ -125,7 +125,7 @@ def promised_to(line: str, *, layers: int | None) -> int:
 def test_the_smallest_card_on_which_steps_go_through_is_found() -> None:
     """Two tensors of 64 MiB after one of 48: what is free of the first segment is given back."""
     mib = 1 << 20
-    events: list[Event] = [(BIRTH, 1, 48 * mib, 0), (DEATH, 1, 0, 0), (BIRTH, 2, 64 * mib, 0), (BIRTH, 3, 64 * mib, 0)]
+    events: list[Event] = [(ALLOC, 1, 48 * mib, 0), (FREE, 1, 0, 0), (ALLOC, 2, 64 * mib, 0), (ALLOC, 3, 64 * mib, 0)]
     peaks = replay(events, count_from="start")
     assert (peaks.allocated, peaks.reserved) == (128 * mib, 176 * mib)
     assert 128 * mib <= needed(events, peaks.allocated, peaks.reserved) <= 128 * mib + PRECISION

@@ -440,7 +440,7 @@ def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace import build
 
-    model = build.furnish(build.skeleton(TINY), replace(TINY, fp32_norms=True))
+    model = build.load_skeleton(build.build_skeleton(TINY), replace(TINY, fp32_norms=True))
     kinds = {name: str(one.dtype) for name, one in model.named_parameters()}
     assert {kind for name, kind in kinds.items() if "norm" in name} == {"torch.float32"}
     assert {kind for name, kind in kinds.items() if "norm" not in name} == {"torch.bfloat16"}
@@ -460,11 +460,11 @@ def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
 
 def test_the_cache_is_emptied_after_each_step() -> None:
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import record
+    from sft_play.trace.step import record_step
     from sft_play.trace.storages import EMPTY_CACHE
 
     def times(settings: ScriptSettings) -> int:
-        return sum(event[0] == EMPTY_CACHE for event in record(settings).events)
+        return sum(event[0] == EMPTY_CACHE for event in record_step(settings).events)
 
     assert times(replace(TINY, empty_cache_every_step=True)) == times(TINY) + TINY.optimizer_steps
 

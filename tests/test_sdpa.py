@@ -30,7 +30,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.trace import kernels
-from sft_play.trace.confirm import settings_of
+from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
@@ -191,7 +191,7 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
 def test_the_trace_runs_what_the_plan_says(words, when):
     plan = plan_of("1xH100", *words)
     config = config_from_text(f"model: {{name: {LLAMA}}}", name="x", overrides=["tuning.mode=lora", *words])
-    assert settings_of(config, {}, load_model_shape(LLAMA), plan.precision, plan.choice.step).cudnn == when
+    assert step_settings(config, {}, load_model_shape(LLAMA), plan.precision, plan.choice.step).cudnn == when
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_the_buffer_of_cudnn_s_backward_pass():
             torch.zeros(2, 4, 10, 8, dtype=torch.bfloat16),
             torch.zeros(2, kv_heads, 10, 8, dtype=torch.bfloat16),
         )
-        assert kernels.workspace(backward, (query, query, key, key), {}, None) == (320 + 2560 + more,)
+        assert kernels.workspace_sizes(backward, (query, query, key, key), {}, None) == (320 + 2560 + more,)
 
 
 MODEL = {

@@ -26,7 +26,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
-from sft_play.trace.storages import BIRTH, DEATH, MARK, StorageLog
+from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build
@@ -68,12 +68,12 @@ def phase_peaks(log: StorageLog) -> dict[str, int]:
     live: dict[object, int] = {}
     phase, current, peaks = "build", 0, {}
     for kind, key, number, _ in log.events:
-        if kind == BIRTH:
+        if kind == ALLOC:
             live[key] = number
             current += number
-        elif kind == DEATH:
+        elif kind == FREE:
             current -= live.pop(key)
-        elif kind == MARK:
+        elif kind == PHASE_START:
             phase = f"{key} {number}"
         peaks[phase] = max(peaks.get(phase, 0), current)
     return peaks
@@ -121,7 +121,7 @@ CASES = {
 @pytest.fixture(scope="module", autouse=True)
 def _not_the_first_trace() -> None:
     """A process's first trace makes constants that last (512 bytes each)."""
-    step.record(dataclasses.replace(SMALL, optimizer_steps=1))
+    step.record_step(dataclasses.replace(SMALL, optimizer_steps=1))
 
 
 OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"} | {
@@ -138,7 +138,7 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = phase_peaks(step.record(settings)), phase_peaks(step.record(settings, real=True))
+    fake, real = phase_peaks(step.record_step(settings)), phase_peaks(step.record_step(settings, real=True))
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 
@@ -148,10 +148,10 @@ class Marks(importlib.import_module("transformers").TrainerCallback):
         self.log = log
 
     def on_step_begin(self, args, state, control, **_):
-        self.log.mark("step", state.global_step)
+        self.log.start_phase("step", state.global_step)
 
     def on_train_end(self, args, state, control, **_):
-        self.log.mark("end", state.global_step)
+        self.log.start_phase("end", state.global_step)
 
 
 @pytest.mark.slow
@@ -179,13 +179,13 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         capability=(8, 0),
     )
     ids = torch.randint(5, 300, (16, 512)).tolist()
-    log = StorageLog(workspace=kernels.workspace)
+    log = StorageLog(workspace_sizes=kernels.workspace_sizes)
     args = SFTConfig(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing, offload=False),
     )  # fmt: skip
-    with log, patches.installed(replacements.Situation(settings, log)):
+    with log, patches.install_patches(replacements.TraceState(settings, log)):
         trainer = PlannedTrainer(
             plan=SimpleNamespace(
                 choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)),
@@ -194,18 +194,18 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
                 memory=SimpleNamespace(terms={}),
             ),
             model=AutoModelForCausalLM.from_config(
-                build.config_of(settings), dtype=torch.bfloat16, attn_implementation="eager"
+                build.language_model_config(settings), dtype=torch.bfloat16, attn_implementation="eager"
             ),
             args=args,
             train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
             processing_class=AutoTokenizer.from_pretrained(tmp_path),
-            peft_config=build.peft_config_of(settings.peft) if settings.peft else None,
+            peft_config=build.parse_peft_config(settings.peft) if settings.peft else None,
             callbacks=[Marks(log)],
         )
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace((8, 0))
-    ours = max(value for phase, value in phase_peaks(step.record(settings)).items() if phase.endswith((" 1", " 2")))
+    ours = max(value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
@@ -214,34 +214,34 @@ def test_every_shim_has_a_name_a_reason_and_passes_its_guard():
     assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES) >= 15
     for patch in patches.PATCHES:
         assert len(patch.reason.split()) >= 5
-        patch.holder()
+        patch.resolve_target()
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda one: one.name)
 def test_a_target_that_is_gone_is_named(patch):
     gone = dataclasses.replace(patch, target=patch.target + "_that_was_renamed")
     with pytest.raises(TraceUnavailable, match="_that_was_renamed"):
-        gone.holder()
+        gone.resolve_target()
 
 
 @pytest.mark.parametrize("patch", [one for one in patches.PATCHES if one.parameters], ids=lambda one: one.name)
 def test_a_library_that_moved_on_is_named(patch, monkeypatch):
-    holder, name, _ = patch.holder()
+    holder, name, _ = patch.resolve_target()
     monkeypatch.setattr(holder, name, lambda something_else: None)
     with pytest.raises(TraceUnavailable) as error:
-        patch.holder()
+        patch.resolve_target()
     library = patch.target.split(".")[0].split(":")[0]
     assert patch.name in str(error.value)
     assert f"{library} {installed_version(library)}" in str(error.value)
 
 
 def test_shims_are_gone_after_a_trace():
-    before = [patch.holder()[2] for patch in patches.PATCHES]
-    step.record(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
+    before = [patch.resolve_target()[2] for patch in patches.PATCHES]
+    step.record_step(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
     with pytest.raises(TraceUnavailable):
-        step.record(dataclasses.replace(SMALL, optimizer="unknown"))
+        step.record_step(dataclasses.replace(SMALL, optimizer="unknown"))
     assert all(
-        one is other for one, other in zip(before, [patch.holder()[2] for patch in patches.PATCHES], strict=True)
+        one is other for one, other in zip(before, [patch.resolve_target()[2] for patch in patches.PATCHES], strict=True)
     )
 
 
@@ -299,10 +299,10 @@ def test_the_engine_sums_gradients_in_place_and_the_log_knows():
     with FakeTensorMode(), StorageLog() as log:
         leaf = torch.zeros(1 << 20, requires_grad=True)
         total = leaf.cos().sum() + leaf.sin().sum()
-        log.mark("backward")
+        log.start_phase("backward")
         start = len(log.events)
         total.backward()
-    births = [nbytes for kind, _, nbytes, _ in log.events[start:] if kind == BIRTH and nbytes == 4 << 20]
+    births = [nbytes for kind, _, nbytes, _ in log.events[start:] if kind == ALLOC and nbytes == 4 << 20]
     # cos: sin(x), its negative, times the gradient; sin: cos(x), times the gradient; no sixth for the sum
     assert len(births) == 5
 
@@ -310,7 +310,7 @@ def test_the_engine_sums_gradients_in_place_and_the_log_knows():
 def test_dropout_keeps_a_mask_of_one_byte():
     settings = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "lora_dropout": 0.5}, checkpointing=False)
     log = StorageLog()
-    with patches.installed(replacements.Situation(settings, log)), FakeTensorMode(), log:
+    with patches.install_patches(replacements.TraceState(settings, log)), FakeTensorMode(), log:
         x = torch.zeros(1000, requires_grad=True)
         before = log.current
         out = F.dropout(x, 0.5)
@@ -324,7 +324,7 @@ def test_dropout_keeps_a_mask_of_one_byte():
 def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
     half, norm = torch.randn(4, 8, dtype=dtype), torch.nn.LayerNorm(8).to(dtype)
     expected = torch.nn.functional.layer_norm(half.float(), (8,), norm.weight.float(), norm.bias.float())
-    with patches.installed(replacements.Situation(SMALL, StorageLog())):
+    with patches.install_patches(replacements.TraceState(SMALL, StorageLog())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = norm(half), torch.pow(half, 3.0)
         outside = norm(half), torch.pow(half, 3.0)
@@ -336,7 +336,7 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 
 def test_fp16_softmax_in_fp32_keeps_its_result_alone():
     log = StorageLog()
-    with patches.installed(replacements.Situation(SMALL, log)), FakeTensorMode(), log:
+    with patches.install_patches(replacements.TraceState(SMALL, log)), FakeTensorMode(), log:
         x = torch.zeros(10, 100, dtype=torch.float16, requires_grad=True)
         before, log.peak = log.current, log.current
         out = F.softmax(x, dim=-1, dtype=torch.float32)
@@ -385,7 +385,7 @@ def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square)
     """Real values without any patch against patches without values: the mask's shape, or none."""
     from transformers import masking_utils
 
-    config = build.config_of(SMALL)
+    config = build.language_model_config(SMALL)
     config._attn_implementation = "sdpa"
     embeds = torch.zeros(2, 12, 64)
     real = {"ones": torch.ones(2, 12, dtype=torch.long), "padded": torch.ones(2, 12, dtype=torch.long)}
@@ -398,7 +398,7 @@ def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square)
         return None if found is None else (tuple(found.shape), found.dtype)
 
     expected = made()
-    with patches.installed(replacements.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
+    with patches.install_patches(replacements.TraceState(dataclasses.replace(SMALL, mask=mask), StorageLog())):
         assert made() == expected
     assert (expected is not None) == is_square
 
@@ -455,7 +455,7 @@ def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks
 
     The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
     """
-    fake = phase_peaks(step.record(changed({"world": 2, **SHARDED[name]})))
+    fake = phase_peaks(step.record_step(changed({"world": 2, **SHARDED[name]})))
     real = real_ranks[name]
     assert fake["build"] == real["build"]
     assert fake.keys() == real.keys()
@@ -469,21 +469,21 @@ def living(log: StorageLog, phase: str) -> dict[int, int]:
     """Live bytes of each stream when a phase first begins."""
     live: dict[object, tuple[int, int]] = {}
     for kind, key, number, stream in log.events:
-        if kind == BIRTH:
+        if kind == ALLOC:
             live[key] = (stream, number)
-        elif kind == DEATH:
+        elif kind == FREE:
             live.pop(key)
-        elif kind == MARK and key == phase:
+        elif kind == PHASE_START and key == phase:
             break
     return {stream: sum(size for one, size in live.values() if one == stream) for stream, _ in live.values()}
 
 
 def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
     """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
-    log = step.record(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
-    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == BIRTH})  # in the order that they are met
+    log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
+    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
     assert own == 0
-    assert sum(one[2] for one in log.events if one[0] == BIRTH and one[3] == gathered) > 0
+    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
     alive = living(log, "optimizer")
     assert alive.get(gathered, 0) == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
@@ -493,7 +493,7 @@ def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
 
 def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits():
     settings = as_script(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
-    log = step.record(settings)
+    log = step.record_step(settings)
     assert {one[3] for one in log.events if one[0] == USED} >= {0}
     gathers_ahead = [one[2] for one in log.events if one[0] == WAIT]
     assert gathers_ahead.count(-1) == settings.optimizer_steps  # a step's loss is read
@@ -505,8 +505,8 @@ def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits(
 
 
 def test_one_gpu_has_one_stream():
-    log = step.record(SMALL)
-    assert {one[3] for one in log.events if one[0] == BIRTH} == {0}
+    log = step.record_step(SMALL)
+    assert {one[3] for one in log.events if one[0] == ALLOC} == {0}
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])

@@ -23,8 +23,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.memory.tape import Ref, one_gradient
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import planned_shape
-from sft_play.trace.settings import BY_BOUNDARIES
+from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.settings import VARLEN_ATTENTIONS
 
 OPTIMIZERS = {
     "adamw_fused": "adamw_torch_fused",
@@ -58,7 +58,7 @@ def closed_form(settings: ScriptSettings) -> MemoryEstimate:
     """
     _require_known(settings)
     try:
-        shape = planned_shape(settings.model, name="published")
+        shape = load_planned_shape(settings.model, name="published")
     except ModelError as error:
         raise NoClosedForm(f"the model's shape is not read: {error}") from None
     is_mixed = settings.strategy == "fsdp2" or settings.strategy.startswith("zero")
@@ -123,7 +123,7 @@ def _step(settings: ScriptSettings) -> Step:
         checkpointed_layers=layers,
         loss="chunked" if settings.loss == "chunked" else "model",
         attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
-        varlen=own in BY_BOUNDARIES,
+        varlen=own in VARLEN_ATTENTIONS,
         one_by_one=own == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,

@@ -128,4 +128,4 @@ def _gated_mlp(self: Any, x: Any) -> Any:
     return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
 
 
-build.KERNELS["liger"] = replaced
+build.KERNEL_CONTEXTS["liger"] = replaced

@@ -22,10 +22,10 @@ from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, patches, ranks
 from sft_play.trace.patches import Patch
-from sft_play.trace.replacements import Situation, named
+from sft_play.trace.replacements import TraceState, log_stream
 from sft_play.trace.settings import StepSettings
-from sft_play.trace.step import LOOPS, Loop
-from sft_play.trace.storages import Peaks
+from sft_play.trace.step import LOOP_CLASSES, TracedLoop
+from sft_play.trace.storages import ReplayPeaks
 
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     from torch.distributed.distributed_c10d import _get_default_group
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
-    base = build.base_of(model)
+    base = build.base_model(model)
     layers = build.decoder_layers(base)
     if settings.checkpoints_wrappers:
         for layer in layers:
@@ -90,14 +90,14 @@ def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
     return run
 
 
-def logged_use(original: Any, situation: Situation) -> Any:
+def logged_use(original: Any, state: TraceState) -> Any:
     """`record_stream`: the log learns which stream still uses a block."""
-    log = situation.log
+    log = state.log
     assert isinstance(log, ScriptLog)
-    return lambda tensor, stream: log.used(tensor, named(stream))
+    return lambda tensor, stream: log.used(tensor, log_stream(stream))
 
 
-def logged_event(original: Any, situation: Situation) -> Any:
+def logged_event(original: Any, state: TraceState) -> Any:
     """Events that know their position in the log: the host can wait for one."""
 
     class Event(original):
@@ -106,16 +106,16 @@ def logged_event(original: Any, situation: Situation) -> Any:
         _at: int | None = None
 
         def record(self, stream: Any = None) -> None:
-            self._at = len(situation.log.events)
+            self._at = len(state.log.events)
 
         def synchronize(self) -> None:
-            if self._at is not None and isinstance(situation.log, ScriptLog):
-                situation.log.wait(self._at)
+            if self._at is not None and isinstance(state.log, ScriptLog):
+                state.log.wait(self._at)
 
     return Event
 
 
-def storage_address(original: Any, _: Situation) -> Any:
+def storage_address(original: Any, _: TraceState) -> Any:
     """Addresses of meta storages that differ, and 0 for emptied ones, as FSDP1 expects."""
 
     def data_ptr(self: Any) -> int:
@@ -204,41 +204,41 @@ def _loss(base: Any, *, shifted: Any = None, floats: bool = False) -> None:
 
 
 # --- the loop of a script ---------------------------------------------------------------------------------------------
-class ScriptLoop(Loop):
+class ScriptLoop(TracedLoop):
     """The loop that `ScriptSettings` describe."""
 
-    log_of = ScriptLog
+    log_class = ScriptLog
     log: ScriptLog
     settings: ScriptSettings
 
-    def __init__(self, situation: Situation, mesh: Any) -> None:
-        super().__init__(situation, mesh)
+    def __init__(self, state: TraceState, mesh: Any) -> None:
+        super().__init__(state, mesh)
         self._held: Any = None
         self._passes = 0
 
-    def whole(self, skeleton: Any) -> None:
+    def run(self, skeleton: Any) -> None:
         """Run it with this model."""
         settings, log = self.settings, self.log
-        model = self.loaded(skeleton)
+        model = self.load_model(skeleton)
         if settings.empty_cache_after_load:
             log.empty_cache()
-        log.mark("prepare")
-        buckets = self.buckets(model)
+        log.start_phase("prepare")
+        buckets = self.make_bucket_hook(model)
         workspace = cublas_workspace(settings.capability)
-        log.born(workspace)  # the thread that runs forward
-        optimizer = self.optimizer(model)
+        log.record_alloc(workspace)  # the thread that runs forward
+        optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):
             if settings.zero_grad_late:
                 optimizer.zero_grad(set_to_none=True)
             for micro in range(settings.grad_accum):
-                log.mark("forward", step)
-                with self.synchronised(model, micro == settings.grad_accum - 1):
-                    self.passes(model, step, settings.seq_len)
+                log.start_phase("forward", step)
+                with self.gradient_sync(model, micro == settings.grad_accum - 1):
+                    self.run_micro_step(model, step, settings.seq_len)
                 if step == micro == 0:
-                    log.born(workspace)  # autograd's own thread
+                    log.record_alloc(workspace)  # autograd's own thread
                 buckets()
-            log.mark("optimizer", step)
-            self.update(model, optimizer)
+            log.start_phase("optimizer", step)
+            self.optimizer_step(model, optimizer)
             log.wait()  # a script reads the loss or the norm of a step
             if not settings.holds_until_next:
                 self._held = None
@@ -246,11 +246,11 @@ class ScriptLoop(Loop):
                 log.empty_cache()
         if settings.eval_batch:
             log.empty_cache()
-            log.mark("evaluation", settings.optimizer_steps - 1)
-            self.evaluates(model, settings.eval_batch, settings.seq_len)
-        log.mark("end", settings.optimizer_steps - 1)
+            log.start_phase("evaluation", settings.optimizer_steps - 1)
+            self.evaluate_batch(model, settings.eval_batch, settings.seq_len)
+        log.start_phase("end", settings.optimizer_steps - 1)
 
-    def optimizer(self, model: Any) -> Any:
+    def create_optimizer(self, model: Any) -> Any:
         """Three more than the toolkit's."""
         name = self.settings.optimizer
         if name == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
@@ -260,19 +260,19 @@ class ScriptLoop(Loop):
         if name == "sgd":
             return torch.optim.SGD(trained, lr=1e-3, foreach=True)
         if name == "adamw_32bit_bnb":
-            return fakes.StateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
-        return torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().optimizer(model)
+            return fakes.FakeStateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
+        return torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().create_optimizer(model)
 
-    def passes(self, model: Any, step: int, length: int) -> None:
+    def run_micro_step(self, model: Any, step: int, length: int) -> None:
         """A micro-batch, of this one's length."""
         lengths = self.settings.lengths or (length,)
-        super().passes(model, step, lengths[self._passes % len(lengths)])
+        super().run_micro_step(model, step, lengths[self._passes % len(lengths)])
         self._passes += 1
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    def compute_loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """The loss, and logits that the script keeps."""
         if self.settings.loss == "chunked" or not self.settings.holds_outputs:
-            return super().loss(model, batch)
+            return super().compute_loss(model, batch)
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
             out = model(**batch, use_cache=False)
@@ -281,13 +281,13 @@ class ScriptLoop(Loop):
         return loss
 
     @contextlib.contextmanager
-    def synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, model: Any, is_last: bool) -> Iterator[None]:
         """FSDP1 has a name of its own for it."""
         waits = not is_last and not self.settings.sync_each_batch and hasattr(model, "no_sync")
-        with model.no_sync() if waits else super().synchronised(model, is_last):
+        with model.no_sync() if waits else super().gradient_sync(model, is_last):
             yield
 
-    def update(self, model: Any, optimizer: Any) -> None:
+    def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """The end of a step: FSDP1 clips by itself, and gradients may stay."""
         if self.settings.clip and hasattr(model, "clip_grad_norm_"):
             model.clip_grad_norm_(1.0)
@@ -297,7 +297,7 @@ class ScriptLoop(Loop):
         if not self.settings.zero_grad_late:
             optimizer.zero_grad(set_to_none=True)
 
-    def replayed(self) -> tuple[Peaks, Peaks]:
+    def replay_peaks(self) -> tuple[ReplayPeaks, ReplayPeaks]:
         """In the script's own mode and on its card, and in the other mode."""
         events, settings, when = self.log.events, self.settings, self.settings.peak_from
         grows = settings.expandable_segments
@@ -342,7 +342,7 @@ def composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scal
         return (torch.softmax(weights, -1) @ value).to(kind)
 
 
-def by_math(original: Any, situation: Situation) -> Any:
+def by_math(original: Any, state: TraceState) -> Any:
     """Attention that takes the math kernel where CUDA would, as this toolkit's runs never do."""
 
     def attention(
@@ -359,7 +359,7 @@ def by_math(original: Any, situation: Situation) -> Any:
     return attention
 
 
-def expanding(original: Any, situation: Situation) -> Any:
+def expanding(original: Any, state: TraceState) -> Any:
     """Attention whose script repeats K and V to all heads."""
 
     def attention(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
@@ -418,7 +418,7 @@ class _HalfSoftmax(torch.autograd.Function):
         return grad
 
 
-def cuda_softmax(original: Any, _: Situation) -> Any:
+def cuda_softmax(original: Any, _: TraceState) -> Any:
     """CUDA's softmax: fp16 to fp32 is one kernel, without an fp32 copy of the input."""
 
     def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
@@ -429,12 +429,12 @@ def cuda_softmax(original: Any, _: Situation) -> Any:
     return softmax
 
 
-build.METHODS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
-build.LOADED.append(upcast)
-LOOPS[ScriptSettings] = ScriptLoop
-ranks.DIVIDED["fsdp1"] = flat_sharded
-build.OLDER.append(loop_over_experts)
-build.LOSSES |= {
+build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
+build.LOADED_MODEL_CHANGES.append(upcast)
+LOOP_CLASSES[ScriptSettings] = ScriptLoop
+ranks.SHARDING_FUNCTIONS["fsdp1"] = flat_sharded
+build.META_MODEL_CHANGES.append(loop_over_experts)
+build.LOSS_SETUPS |= {
     "logits_float": functools.partial(_loss, floats=True),
     "logits_shifted": functools.partial(_loss, shifted=shifted_loss),
     "logits_shifted_float": functools.partial(_loss, shifted=shifted_loss, floats=True),
@@ -444,27 +444,27 @@ patches.PATCHES += [
     Patch("softmax of fp16 in fp32", "torch.nn.functional:softmax", "input dim _stacklevel dtype",
           "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
           cuda_softmax),
-    *patches.where(
+    *patches.patches_for(
         lambda settings: isinstance(settings, ScriptSettings),
         Patch("attention by PyTorch's math kernel", "torch.nn.functional:scaled_dot_product_attention",
               "query key value attn_mask dropout_p is_causal scale enable_gqa",
               "scripts leave grouped keys to PyTorch, which has no other kernel for them before Ampere and in fp32",
               by_math),
     ),
-    *patches.where(
+    *patches.patches_for(
         lambda settings: getattr(settings, "expand_kv", False),
         Patch("repeated keys and values", "torch.nn.functional:scaled_dot_product_attention", "query key value",
               "the script repeats them to all heads before attention",
               expanding),
     ),
-    *patches.where(
+    *patches.patches_for(
         lambda settings: settings.strategy == "fsdp1",
         Patch("addresses of storages", "torch:UntypedStorage.data_ptr", "",
               "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",
               storage_address),
         Patch("addresses of tensors", "torch._subclasses.fake_tensor:FakeTensor.data_ptr", "",
               "FSDP1 asks the same of tensors, whose addresses are 0 too",
-              lambda original, situation: tensor_address),
+              lambda original, state: tensor_address),
         Patch("gathered parameters that another stream uses",
               "torch.distributed.fsdp._flat_param:_no_dispatch_record_stream", "tensor stream",
               "FSDP1 tells the allocator so, which then waits before it reuses the block; not for a CPU's tensors",

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from sft_play.trace.allocator import CachingAllocator, _Block, _Pool
-from sft_play.trace.storages import BIRTH, DEATH, EMPTY_CACHE, Event, Peaks, StorageLog, close
+from sft_play.trace.allocator import CachingAllocator, _Block, _BlockPool
+from sft_play.trace.storages import ALLOC, FREE, EMPTY_CACHE, Event, ReplayPeaks, StorageLog, record_phase_end
 
 USED, WAIT = 4, 5
 """Two more kinds of events: another stream uses a storage (key, stream), the host waits until the work submitted by
@@ -36,19 +36,19 @@ class ScriptAllocator(CachingAllocator):
 
     def free(self, key: object) -> None:
         """Return the block of `key`, if it has one, to the cache, at once or when other streams are done with it."""
-        block = self._used.pop(key, None)
+        block = self._active_blocks.pop(key, None)
         if block is None:
             return
-        self.allocated -= block.size
+        self.allocated_bytes -= block.size
         self._frees += 1
         if self._uses.pop(key, None):
             self._waiting.append((self._frees, block))
         else:
-            self._release(block)
+            self._free_block(block)
 
     def record_stream(self, key: object, stream: int) -> None:
         """`Tensor.record_stream`: once freed, the block of `key` also waits for this stream; its own needs no wait."""
-        block = self._used.get(key)
+        block = self._active_blocks.get(key)
         if block is not None and stream != block.pool.stream:
             self._uses.setdefault(key, set()).add(stream)
 
@@ -61,28 +61,28 @@ class ScriptAllocator(CachingAllocator):
         done = [block for when, block in self._waiting if until is None or when <= until]
         self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
         for block in done:
-            self._release(block)
+            self._free_block(block)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`: waits for all streams first."""
         self.synchronise()
         super().empty_cache()
 
-    def _new_block(self, pool: _Pool, size: int) -> _Block:
+    def _alloc_block(self, pool: _BlockPool, size: int) -> _Block:
         try:
-            return super()._new_block(pool, size)
+            return super()._alloc_block(pool, size)
         except SimulatedOutOfMemory:  # free the cache and try again, as malloc_retry does
             self.retries += 1
             self.empty_cache()
-            return super()._new_block(pool, size)
+            return super()._alloc_block(pool, size)
 
-    def _reserve(self, nbytes: int) -> None:
-        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+    def _reserve_bytes(self, nbytes: int) -> None:
+        if self.capacity is not None and self.reserved_bytes + nbytes > self.capacity:
             raise SimulatedOutOfMemory(
-                f"{self.reserved} bytes are reserved ({self.allocated} in use); {nbytes} more do not fit into "
+                f"{self.reserved_bytes} bytes are reserved ({self.allocated_bytes} in use); {nbytes} more do not fit into "
                 f"{self.capacity}"
             )
-        super()._reserve(nbytes)
+        super()._reserve_bytes(nbytes)
 
 
 class ScriptLog(StorageLog):
@@ -92,7 +92,7 @@ class ScriptLog(StorageLog):
         """`tensor.record_stream(stream)`."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is not None:
-            self.events.append((USED, entry[0], 0, self._number(stream)))
+            self.events.append((USED, entry[0], 0, self._stream_index(stream)))
 
     def wait(self, until: int = -1) -> None:
         """The host waits for the work submitted before the event of this index (-1: all of it)."""
@@ -105,10 +105,10 @@ def replay(
     expandable_segments: bool = False,
     capacity: int | None = None,
     count_from: Literal["loaded", "start", "second_step"] = "loaded",
-) -> Peaks:
+) -> ReplayPeaks:
     """Peaks of the events, counted from then on; raises SimulatedOutOfMemory where `capacity` is too little."""
     allocator = ScriptAllocator(expandable_segments=expandable_segments, capacity=capacity)
-    peaks, phase, counts = Peaks(), "build", count_from == "start"
+    peaks, phase, counts = ReplayPeaks(), "build", count_from == "start"
     events = list(events)
     # moments that a later WAIT refers to by the event's index
     awaited = {number for kind, _, number, _ in events if kind == WAIT}
@@ -116,9 +116,9 @@ def replay(
     for index, (kind, key, number, stream) in enumerate(events):
         if index in awaited:
             moments[index] = allocator.moment()
-        if kind == BIRTH:
+        if kind == ALLOC:
             allocator.malloc(key, number, stream)
-        elif kind == DEATH:
+        elif kind == FREE:
             allocator.free(key)
         elif kind == USED:
             allocator.record_stream(key, stream)
@@ -127,8 +127,8 @@ def replay(
         elif kind == EMPTY_CACHE:
             allocator.empty_cache()
         else:
-            close(peaks, phase, allocator, counts)
+            record_phase_end(peaks, phase, allocator, counts)
             phase = str(key)
             counts = counts or count_from == "loaded" or number >= 1
-    close(peaks, phase, allocator, counts)
+    record_phase_end(peaks, phase, allocator, counts)
     return peaks

@@ -23,7 +23,7 @@ from typing import Any
 from sft_play.config.adapter import WEIGHTS_FILE
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.files import content_digest_of
+from sft_play.data.sources.files import source_digest
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import find_model_folder
@@ -128,7 +128,7 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     adapter = recorded.get("adapter")
     if adapter:
         file = Path(str(loaded.config.model.adapter)) / WEIGHTS_FILE
-        if content_digest_of(file) != adapter.get("sha256"):
+        if source_digest(file) != adapter.get("sha256"):
             why = f"{file}, which it began from, has changed since"
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
 

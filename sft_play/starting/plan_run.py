@@ -45,7 +45,7 @@ from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import FREE_TO_CHANGE
 from sft_play.starting.row_survey import known_rows
-from sft_play.trace.block_meter import planned_shape
+from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.measure.recorded import recorded
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     fields = load_config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
-    shape = planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
     published = published_params_note(model.name, model.revision, shape.params)
     stored = quantised_storage_note(fields, config.tuning.mode)
     shape = asked_shape(config, shape)

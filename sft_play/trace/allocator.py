@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 
 # kMinBlockSize: every request is rounded up to a multiple of it.
-MIN_BLOCK = 512
+MIN_BLOCK_SIZE = 512
 # kSmallSize: the largest request of the small pool.
 SMALL_SIZE = 1 << 20
 # kSmallBuffer: a segment of the small pool, and its page in expandable segments.
@@ -23,12 +23,12 @@ ROUND_LARGE = 2 << 20
 _ADDRESS_SPACE = 1 << 48
 
 
-def rounded(nbytes: int) -> int:
+def round_size(nbytes: int) -> int:
     """The block size of a request: a multiple of 512, at least 512."""
-    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+    return max(MIN_BLOCK_SIZE, -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
 
 
-def segment_size(size: int) -> int:
+def allocation_size(size: int) -> int:
     """What cudaMalloc is asked for when no cached block fits a block of `size` bytes."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
@@ -40,228 +40,228 @@ def segment_size(size: int) -> int:
 class _Block:
     """A range of one segment: in use, free, or (expandable segments) address space without memory."""
 
-    __slots__ = ("address", "mapped", "next", "pool", "previous", "size", "used")
+    __slots__ = ("allocated", "mapped", "next", "pool", "prev", "ptr", "size")
 
-    def __init__(self, address: int, size: int, pool: _Pool, *, mapped: bool = True) -> None:
-        self.address, self.size, self.pool, self.mapped = address, size, pool, mapped
-        self.previous: _Block | None = None
+    def __init__(self, ptr: int, size: int, pool: _BlockPool, *, mapped: bool = True) -> None:
+        self.ptr, self.size, self.pool, self.mapped = ptr, size, pool, mapped
+        self.prev: _Block | None = None
         self.next: _Block | None = None
-        self.used = False
+        self.allocated = False
 
-    def link_after(self, other: _Block) -> None:
-        self.previous, self.next = other, other.next
-        if other.next is not None:
-            other.next.previous = self
-        other.next = self
-
-
-_Entry = tuple[int, int, _Block]
+    def splice_after(self, block: _Block) -> None:
+        self.prev, self.next = block, block.next
+        if block.next is not None:
+            block.next.prev = self
+        block.next = self
 
 
-class _Pool:
+_FreeBlock = tuple[int, int, _Block]
+
+
+class _BlockPool:
     """The free blocks of one size class and stream, ordered by size and then address."""
 
-    __slots__ = ("free", "is_small", "stream", "unmapped")
+    __slots__ = ("blocks", "is_small", "stream", "unmapped")
 
     def __init__(self, *, is_small: bool, stream: int) -> None:
         self.is_small, self.stream = is_small, stream
-        self.free: list[_Entry] = []
+        self.blocks: list[_FreeBlock] = []
         self.unmapped: list[tuple[int, _Block]] = []
 
     @property
-    def page(self) -> int:
+    def page_size(self) -> int:
         return SMALL_BUFFER if self.is_small else LARGE_BUFFER
 
     def insert(self, block: _Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, (block.size, block.address, block))
+            bisect.insort(self.blocks, (block.size, block.ptr, block))
         else:
-            bisect.insort(self.unmapped, (block.address, block))
+            bisect.insort(self.unmapped, (block.ptr, block))
 
     def remove(self, block: _Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+            del self.blocks[bisect.bisect_left(self.blocks, (block.size, block.ptr))]
         else:
-            del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.ptr,))]
 
 
 class CachingAllocator:
     """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
-        self.expandable = expandable_segments
-        self.allocated = self.reserved = 0
+        self.uses_expandable_segments = expandable_segments
+        self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated = self.peak_reserved = 0
-        self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._used: dict[object, _Block] = {}
-        self._next_address = _ADDRESS_SPACE
+        self._pools: dict[tuple[bool, int], _BlockPool] = {}
+        self._active_blocks: dict[object, _Block] = {}
+        self._next_ptr = _ADDRESS_SPACE
 
     # --- what a program sees ------------------------------------------------------------------------------------------
     def malloc(self, key: object, nbytes: int, stream: int = 0) -> None:
         """Give `key` a block for `nbytes` bytes; an empty tensor has none."""
         if nbytes == 0:
             return
-        size = rounded(nbytes)
-        pool = self._pool(size <= SMALL_SIZE, stream)
-        block = self._cached(pool, size) or self._new_block(pool, size)
-        self._split(block, size)
-        block.used = True
-        self._used[key] = block
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        size = round_size(nbytes)
+        pool = self._get_pool(size <= SMALL_SIZE, stream)
+        block = self._get_free_block(pool, size) or self._alloc_block(pool, size)
+        self._split_block(block, size)
+        block.allocated = True
+        self._active_blocks[key] = block
+        self.allocated_bytes += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated_bytes)
 
     def free(self, key: object) -> None:
         """Return the block of `key`, if it has one, to the cache."""
-        block = self._used.pop(key, None)
+        block = self._active_blocks.pop(key, None)
         if block is not None:
-            self.allocated -= block.size
-            self._release(block)
+            self.allocated_bytes -= block.size
+            self._free_block(block)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`: whole free segments, or free pages, go back."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
-                if self.expandable:
-                    self._unmap(block)
-                elif block.previous is None and block.next is None:
+            for _, _, block in list(pool.blocks):
+                if self.uses_expandable_segments:
+                    self._unmap_block(block)
+                elif block.prev is None and block.next is None:
                     pool.remove(block)
-                    self.reserved -= block.size
+                    self.reserved_bytes -= block.size
 
-    def reset_peaks(self) -> None:
+    def reset_peak_stats(self) -> None:
         """`torch.cuda.reset_peak_memory_stats`."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_allocated, self.peak_reserved = self.allocated_bytes, self.reserved_bytes
 
     # --- inside -------------------------------------------------------------------------------------------------------
-    def _pool(self, is_small: bool, stream: int) -> _Pool:
+    def _get_pool(self, is_small: bool, stream: int) -> _BlockPool:
         pool = self._pools.get((is_small, stream))
         if pool is None:
-            pool = self._pools[is_small, stream] = _Pool(is_small=is_small, stream=stream)
+            pool = self._pools[is_small, stream] = _BlockPool(is_small=is_small, stream=stream)
         return pool
 
-    def _release(self, block: _Block) -> None:
-        block.used = False
-        block = self._merged(block)
+    def _free_block(self, block: _Block) -> None:
+        block.allocated = False
+        block = self._try_merge_blocks(block)
         block.pool.insert(block)
 
-    def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        at = bisect.bisect_left(pool.free, (size,))
-        if at == len(pool.free):
+    def _get_free_block(self, pool: _BlockPool, size: int) -> _Block | None:
+        index = bisect.bisect_left(pool.blocks, (size,))
+        if index == len(pool.blocks):
             return None
         # an expandable segment is chosen by the size that the free block could grow to, as upstream does
-        if self.expandable:
-            while at + 1 < len(pool.free) and _could_be(pool.free[at + 1][2]) < _could_be(pool.free[at][2]):
-                at += 1
-        return pool.free.pop(at)[2]
+        if self.uses_expandable_segments:
+            while index + 1 < len(pool.blocks) and _expandable_size(pool.blocks[index + 1][2]) < _expandable_size(pool.blocks[index][2]):
+                index += 1
+        return pool.blocks.pop(index)[2]
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split_block(self, block: _Block, size: int) -> None:
         """Split off the remainder where it is worth keeping: 512 bytes, in the large pool more than 1 MiB."""
-        rest = block.size - size
-        if rest < MIN_BLOCK or (rest <= SMALL_SIZE and not (block.pool.is_small or self.expandable)):
+        remaining_size = block.size - size
+        if remaining_size < MIN_BLOCK_SIZE or (remaining_size <= SMALL_SIZE and not (block.pool.is_small or self.uses_expandable_segments)):
             return
-        tail = _Block(block.address + size, rest, block.pool)
-        tail.link_after(block)
+        remaining = _Block(block.ptr + size, remaining_size, block.pool)
+        remaining.splice_after(block)
         block.size = size
-        block.pool.insert(tail)
+        block.pool.insert(remaining)
 
-    def _merged(self, block: _Block) -> _Block:
-        before, after = block.previous, block.next
-        if before is not None and not before.used and before.mapped == block.mapped:
-            block.pool.remove(before)
-            block.address, block.size, block.previous = before.address, block.size + before.size, before.previous
-            if block.previous is not None:
-                block.previous.next = block
-        if after is not None and not after.used and after.mapped == block.mapped:
-            block.pool.remove(after)
-            block.size, block.next = block.size + after.size, after.next
+    def _try_merge_blocks(self, block: _Block) -> _Block:
+        prev_block, next_block = block.prev, block.next
+        if prev_block is not None and not prev_block.allocated and prev_block.mapped == block.mapped:
+            block.pool.remove(prev_block)
+            block.ptr, block.size, block.prev = prev_block.ptr, block.size + prev_block.size, prev_block.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if next_block is not None and not next_block.allocated and next_block.mapped == block.mapped:
+            block.pool.remove(next_block)
+            block.size, block.next = block.size + next_block.size, next_block.next
             if block.next is not None:
-                block.next.previous = block
+                block.next.prev = block
         return block
 
-    def _new_block(self, pool: _Pool, size: int) -> _Block:
-        if self.expandable:
-            return self._expanded(pool, size)
-        segment = segment_size(size)
-        self._reserve(segment)
-        block = _Block(self._next_address, segment, pool)
-        self._next_address += segment + ROUND_LARGE
+    def _alloc_block(self, pool: _BlockPool, size: int) -> _Block:
+        if self.uses_expandable_segments:
+            return self._try_allocate_expandable_block(pool, size)
+        segment = allocation_size(size)
+        self._reserve_bytes(segment)
+        block = _Block(self._next_ptr, segment, pool)
+        self._next_ptr += segment + ROUND_LARGE
         return block
 
-    def _reserve(self, nbytes: int) -> None:
-        self.reserved += nbytes
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+    def _reserve_bytes(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved_bytes)
 
     # --- expandable segments ------------------------------------------------------------------------------------------
-    def _expanded(self, pool: _Pool, size: int) -> _Block:
+    def _try_allocate_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
         """A free block of at least `size`, grown into unmapped address space."""
-        block = self._growable(pool, size)
+        block = self._find_expandable_block(pool, size)
         if not block.mapped:
-            block = self._map(block, min(block.size, size))
+            block = self._map_block(block, min(block.size, size))
         while block.size < size:
             assert block.next is not None
-            block = self._map(block.next, min(size - block.size, block.next.size))
+            block = self._map_block(block.next, min(size - block.size, block.next.size))
         pool.remove(block)
         return block
 
-    def _growable(self, pool: _Pool, size: int) -> _Block:
+    def _find_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
         """The lowest run of unmapped and free blocks with room for `size`, or a new segment's."""
         for _, block in pool.unmapped:
             start = block
-            if block.previous is not None and not block.previous.used:
-                start = block.previous
-            room = 0
-            at: _Block | None = start
-            while at is not None and not at.used and room < size:
-                room, at = room + at.size, at.next
-            if room >= size:
+            if block.prev is not None and not block.prev.allocated:
+                start = block.prev
+            available = 0
+            candidate: _Block | None = start
+            while candidate is not None and not candidate.allocated and available < size:
+                available, candidate = available + candidate.size, candidate.next
+            if available >= size:
                 return start
-        space = _Block(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
-        self._next_address += 2 * _ADDRESS_SPACE
-        pool.insert(space)
-        return space
+        segment = _Block(self._next_ptr, _ADDRESS_SPACE, pool, mapped=False)
+        self._next_ptr += 2 * _ADDRESS_SPACE
+        pool.insert(segment)
+        return segment
 
-    def _map(self, block: _Block, size: int) -> _Block:
+    def _map_block(self, block: _Block, size: int) -> _Block:
         """Memory for the first `size` bytes of an unmapped block, in whole pages; returns the free block there."""
         pool = block.pool
-        size = min(block.size, -(-size // pool.page) * pool.page)
-        self._reserve(size)
+        size = min(block.size, -(-size // pool.page_size) * pool.page_size)
+        self._reserve_bytes(size)
         pool.remove(block)
         if size < block.size:
-            rest = _Block(block.address + size, block.size - size, pool, mapped=False)
-            rest.link_after(block)
+            remaining = _Block(block.ptr + size, block.size - size, pool, mapped=False)
+            remaining.splice_after(block)
             block.size = size
-            pool.insert(rest)
+            pool.insert(remaining)
         block.mapped = True
-        block = self._merged(block)
+        block = self._try_merge_blocks(block)
         pool.insert(block)
         return block
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap_block(self, block: _Block) -> None:
         """Return the whole pages inside a free block; the ends that share a page stay."""
         pool = block.pool
-        origin = block.address // _ADDRESS_SPACE * _ADDRESS_SPACE  # the segment's start
-        start = origin + -(-(block.address - origin) // pool.page) * pool.page
-        stop = origin + (block.address + block.size - origin) // pool.page * pool.page
+        segment_start = block.ptr // _ADDRESS_SPACE * _ADDRESS_SPACE  # the segment's start
+        start = segment_start + -(-(block.ptr - segment_start) // pool.page_size) * pool.page_size
+        stop = segment_start + (block.ptr + block.size - segment_start) // pool.page_size * pool.page_size
         if stop <= start:
             return
         pool.remove(block)
-        if start > block.address:
-            head = _Block(block.address, start - block.address, pool)
-            head.previous, head.next = block.previous, block
-            if block.previous is not None:
-                block.previous.next = head
-            block.previous = head
-            pool.insert(head)
-        end = block.address + block.size
-        block.address, block.size = start, stop - start
+        if start > block.ptr:
+            leading = _Block(block.ptr, start - block.ptr, pool)
+            leading.prev, leading.next = block.prev, block
+            if block.prev is not None:
+                block.prev.next = leading
+            block.prev = leading
+            pool.insert(leading)
+        end = block.ptr + block.size
+        block.ptr, block.size = start, stop - start
         if end > stop:
-            tail = _Block(stop, end - stop, pool)
-            tail.link_after(block)
-            pool.insert(tail)
-        self.reserved -= block.size
+            trailing = _Block(stop, end - stop, pool)
+            trailing.splice_after(block)
+            pool.insert(trailing)
+        self.reserved_bytes -= block.size
         block.mapped = False
-        pool.insert(self._merged(block))
+        pool.insert(self._try_merge_blocks(block))
 
 
-def _could_be(block: _Block) -> int:
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)
+def _expandable_size(block: _Block) -> int:
+    next_block = block.next
+    return block.size + (next_block.size if next_block is not None and not next_block.mapped else 0)

@@ -22,7 +22,7 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.trace import fakes, kernels
 from sft_play.trace.delta_rule import chunk_gated_delta_rule
-from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
+from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config, without_kernels
 from sft_play.training.prepare import experts
@@ -32,22 +32,22 @@ from sft_play.training.prepare.lora_config import trained_rows
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 
 
-def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
+def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its first `depth`
     blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries know no such class; ModelError: PEFT
     refuses the adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.integrations.flash_attention import flash_attention_forward
 
-    config, attention = config_of(settings), str(settings.attention)
+    config, attention = language_model_config(settings), str(settings.attention)
     model_class = _model_class(config, settings)
     _require_attention(model_class, attention)
-    if attention in BY_BOUNDARIES:
+    if attention in VARLEN_ATTENTIONS:
         from sft_play.training.model import varlen
 
         attention = varlen.ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
-        attention = kernels.FLASH
+        attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
     if (implementation := _experts_implementation(settings, model_class)) is not None:
@@ -58,85 +58,85 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
             trust_remote_code=settings.code is not None,
         )  # fmt: skip
     if depth is not None:
-        del block_list(model)[1][depth:]
-    for change in OLDER:
+        del find_block_list(model)[1][depth:]
+    for change in META_MODEL_CHANGES:
         change(model, settings)
     if settings.mode == "qlora":
         _quantise(model, settings)
-    if _is_lora(settings):
+    if _uses_lora(settings):
         with torch.device("meta"):
-            model = _with_adapters(model, settings)
+            model = _add_adapters(model, settings)
     return model
 
 
-def furnish(model: Any, settings: StepSettings) -> Any:
+def load_skeleton(model: Any, settings: StepSettings) -> Any:
     """The skeleton as the trainer would step it: loaded in module order, ties kept, in training mode."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
-    for change in LOADED:
+    for change in LOADED_MODEL_CHANGES:
         change(model, settings)
-    if _is_lora(settings):
+    if _uses_lora(settings):
         _materialise(model, replaced, adapters=True)
     elif settings.peft is not None:
-        model = _with_adapters(model, settings)
+        model = _add_adapters(model, settings)
     _prepare_step(model, settings)
     return model.train()
 
 
 def fill_buffers(model: Any) -> None:
     """What a class computes its buffers to be, where tensors are real: some look up rows of tables by them."""
-    base = base_of(model)
+    base = base_model(model)
     for module in base.modules():
         is_real = any(one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values())
         if is_real and all(one.is_floating_point() for one in module.parameters(recurse=False)):  # none in 4 bits
             base._init_weights(module)
 
 
-def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
     the one with the most parameters; empty where there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
         path: module
         for path, module in lists.items()
-        if count(module) and not any(path.startswith(f"{other}.") for other in lists)
+        if count_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
     }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    beside = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
-    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == beside, count(outermost[path])), default="")
+    embedding_parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
+    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == embedding_parent, count_parameters(outermost[path])), default="")
     return path, outermost.get(path, nn.ModuleList())
 
 
-def count(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     """Its parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 # How a modeling file of transformers names the package whose function replaces its own, and its own
 # (integrations/hub_kernels.py).
-_REPLACEABLE = re.compile(
+_REPLACEABLE_FUNCTION = re.compile(
     r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["'][^)]*\)\s*def (\w+)""", re.MULTILINE
 )
 
 
-def replaceable(model: nn.Module) -> list[tuple[str, str]]:
+def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
     """Packages, and the functions of the class's own file that theirs replace where they are installed."""
     file = sys.modules.get(type(model).__module__)
     try:
         text = inspect.getsource(file) if file is not None else ""
     except (OSError, TypeError):  # a class from a notebook, or without its file
         text = ""
-    return _REPLACEABLE.findall(text)
+    return _REPLACEABLE_FUNCTION.findall(text)
 
 
 @contextlib.contextmanager
-def without_packages(model: nn.Module, settings: StepSettings) -> Iterator[None]:
+def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[None]:
     """The class's own functions in place of packages', or what allocates as flash-linear-attention does."""
     file = sys.modules[type(model).__module__]
-    replaced = {name: getattr(file, name) for _, name in replaceable(model)}
+    replaced = {name: getattr(file, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
-        is_traced = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
-        setattr(file, name, chunk_gated_delta_rule if is_traced else inspect.unwrap(function))
+        uses_traced_rule = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
+        setattr(file, name, chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
     try:
         yield
     finally:
@@ -144,17 +144,17 @@ def without_packages(model: nn.Module, settings: StepSettings) -> Iterator[None]
             setattr(file, name, function)
 
 
-def _is_lora(settings: StepSettings) -> bool:
+def _uses_lora(settings: StepSettings) -> bool:
     return settings.peft is not None and str(settings.peft.get("peft_type", "LORA")).upper() in ("LORA", "DORA")
 
 
-def base_of(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # --- the bare model ---------------------------------------------------------------------------------------------------
-def config_of(settings: StepSettings) -> Any:
+def language_model_config(settings: StepSettings) -> Any:
     """The language model's config of transformers. Raises TraceUnavailable: it does not know the model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
@@ -162,12 +162,12 @@ def config_of(settings: StepSettings) -> Any:
         config = without_kernels(AutoConfig.from_pretrained(settings.code, trust_remote_code=True)).get_text_config()
         config.update({"use_cache": False, "output_router_logits": False})
         return config
-    plain = json.loads(json.dumps(dict(settings.model)))
-    kind = plain.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise TraceUnavailable(f"this version of transformers does not know model type {kind!r}")
-    plain.pop("quantization_config", None)
-    config = language_config(CONFIG_MAPPING[kind].from_dict(plain), plain)
+    fields = json.loads(json.dumps(dict(settings.model)))
+    model_type = fields.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise TraceUnavailable(f"this version of transformers does not know model type {model_type!r}")
+    fields.pop("quantization_config", None)
+    config = language_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
     # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
     config.update({"use_cache": False, "output_router_logits": False})
     config.vocab_size += settings.new_tokens
@@ -188,20 +188,20 @@ def _model_class(config: Any, settings: StepSettings) -> Any:
 
 def _require_attention(model_class: Any, attention: str) -> None:
     """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
-    instead = "take eager or auto, as a run must"
-    if attention in ("sdpa", *BY_BOUNDARIES) and not getattr(model_class, "_supports_sdpa", False):
-        raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {instead}")
+    remedy = "take eager or auto, as a run must"
+    if attention in ("sdpa", *VARLEN_ATTENTIONS) and not getattr(model_class, "_supports_sdpa", False):
+        raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {remedy}")
     if attention == "flash_attention_2":
         compatible = getattr(model_class, "_compatible_flash_implementations", None)
         if not getattr(model_class, "_supports_flash_attn", False) or (compatible and attention not in compatible):
-            raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {instead}")
+            raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {remedy}")
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-    wanted = BitsAndBytesConfig(
+    quantization_config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=settings.double_quant,
@@ -209,7 +209,7 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
     )
     left_out = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
-    replace_with_bnb_linear(model, left_out, quantization_config=wanted)
+    replace_with_bnb_linear(model, left_out, quantization_config=quantization_config)
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):
@@ -223,13 +223,13 @@ def _quantise(model: Any, settings: StepSettings) -> None:
 
 
 # How the parts of a path begin that PEFT adds.
-_ADDED = ("lora_", "modules_to_save", "trainable_tokens_")
+_PEFT_PREFIXES = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
     """Storages for what is on the meta device, in module order, ties kept: the base's, or those that PEFT added."""
     for path, module in model.named_modules():
-        is_adapter = any(part.startswith(_ADDED) for part in path.split("."))
+        is_adapter = any(part.startswith(_PEFT_PREFIXES) for part in path.split("."))
         if is_adapter != adapters:
             continue
         for name, old in list(module._parameters.items()):
@@ -246,23 +246,23 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
-def peft_config_of(plain: Mapping[str, Any]) -> Any:
+def parse_peft_config(fields: Mapping[str, Any]) -> Any:
     """PEFT's config of plain data. Raises TraceUnavailable: no such method."""
-    kind = str(plain.get("peft_type", "LORA")).upper()
-    if kind not in METHODS:
-        raise TraceUnavailable(f"adapters of {kind} are not traced")
-    return METHODS[kind](json.loads(json.dumps({key: value for key, value in plain.items() if key != "peft_type"})))
+    method = str(fields.get("peft_type", "LORA")).upper()
+    if method not in PEFT_CONFIGS:
+        raise TraceUnavailable(f"adapters of {method} are not traced")
+    return PEFT_CONFIGS[method](json.loads(json.dumps({key: value for key, value in fields.items() if key != "peft_type"})))
 
 
 # PEFT's configs by method; benchmarks add those of other scripts.
-METHODS: dict[str, Callable[[dict[str, Any]], Any]] = {
+PEFT_CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "LORA": lambda given: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **given})
 }
 
 
-def _with_adapters(model: Any, settings: StepSettings) -> Any:
+def _add_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
-    config = peft_config_of(settings.peft)
+    config = parse_peft_config(settings.peft)
     if getattr(config, "target_parameters", None):
         config.target_parameters = experts.meant_experts(model, config.target_parameters)
     size = model.config.vocab_size
@@ -274,7 +274,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
         importlib.import_module("sft_play.training.model.adapter_inputs").cast_outside_autocast(model)
-    dtype = adapter_dtype(settings)
+    dtype = trained_tensor_dtype(settings)
     if dtype is not None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
@@ -282,7 +282,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
     return model
 
 
-def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
+def trained_tensor_dtype(settings: StepSettings) -> torch.dtype | None:
     """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL casts those of a
     quantised model to bf16, DoRA's magnitudes aside; this toolkit to fp32 where the run computes in another type."""
     if settings.adapters is not None:
@@ -293,8 +293,8 @@ def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
-# The name under which `loop` is registered in transformers.
-LOOP = "sft_play_traced_loop"
+# The name under which `_run_expert_loop` is registered in transformers.
+EXPERT_LOOP = "sft_play_traced_loop"
 
 
 def _experts_implementation(settings: StepSettings, model_class: Any) -> str | None:
@@ -305,30 +305,30 @@ def _experts_implementation(settings: StepSettings, model_class: Any) -> str | N
         experts.register()
         return experts.CASTING
     if settings.experts == "eager":
-        ALL_EXPERTS_FUNCTIONS.register(LOOP, _loop)
-        return LOOP
+        ALL_EXPERTS_FUNCTIONS.register(EXPERT_LOOP, _run_expert_loop)
+        return EXPERT_LOOP
     return "grouped_mm"
 
 
-def _loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+def _run_expert_loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x experts per token. The
     classes' own loops find each expert's tokens by value, which fake tensors do not have."""
-    mixed = torch.zeros_like(hidden_states)
+    output = torch.zeros_like(hidden_states)
     with torch.no_grad():
-        chosen = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        one_hot = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
     share = math.ceil(top_k_index.numel() / self.num_experts)
     for expert in range(self.num_experts):
-        place, token = (torch.zeros(share, dtype=torch.int64) for _ in range(2))
-        both = _product(self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
-        inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)
-        out = _product(self, inner, "down_proj", expert)
-        out = out * top_k_weights[token, place, None]
-        mixed.index_add_(0, token, out.to(mixed.dtype))
-    del chosen
-    return mixed
+        slot, token = (torch.zeros(share, dtype=torch.int64) for _ in range(2))
+        projected = _expert_product(self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
+        inner = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
+        out = _expert_product(self, inner, "down_proj", expert)
+        out = out * top_k_weights[token, slot, None]
+        output.index_add_(0, token, out.to(output.dtype))
+    del one_hot
+    return output
 
 
-def _product(module: Any, rows: Any, name: str, expert: int) -> Any:
+def _expert_product(module: Any, rows: Any, name: str, expert: int) -> Any:
     weight = getattr(module, name)[expert]
     if not module.is_transposed:
         return nn.functional.linear(rows, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
@@ -338,37 +338,37 @@ def _product(module: Any, rows: Any, name: str, expert: int) -> Any:
 
 # --- what the trainer sets --------------------------------------------------------------------------------------------
 def _prepare_step(model: Any, settings: StepSettings) -> None:
-    base = base_of(model)
+    base = base_model(model)
     if settings.checkpointing:
-        _checkpoint(base, settings)
+        _enable_checkpointing(base, settings)
         if settings.peft is not None:
             base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
-    LOSSES[settings.loss](base)
+    LOSS_SETUPS[settings.loss](base)
 
 
-def _fused_head(base: Any) -> None:
+def _fuse_head(base: Any) -> None:
     importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 
 # What gives a model the loss of this name; benchmarks add those of older versions of transformers.
-LOSSES: dict[str, Callable[[Any], object]] = {
-    "chunked": _fused_head,
+LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
+    "chunked": _fuse_head,
     "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").whole_head(base),
     "model": lambda base: None,
 }
 # What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
-KERNELS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
+KERNEL_CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
 # What changes a model on the meta device into that of an older version of transformers; benchmarks fill it.
-OLDER: list[Callable[[Any, StepSettings], None]] = []
+META_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
 # What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it.
-LOADED: list[Callable[[Any, StepSettings], None]] = []
+LOADED_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
 
 
-def _checkpoint(base: Any, settings: StepSettings) -> None:
-    word = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
-    options = {f"{word}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
-    getattr(base, f"{word}_checkpointing_enable")(**options)
+def _enable_checkpointing(base: Any, settings: StepSettings) -> None:
+    prefix = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
+    options = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
+    getattr(base, f"{prefix}_checkpointing_enable")(**options)
     if settings.checkpointed_layers is not None:
         layers = decoder_layers(base)
         if not hasattr(layers[0], "gradient_checkpointing"):
@@ -379,7 +379,7 @@ def _checkpoint(base: Any, settings: StepSettings) -> None:
 
 def decoder_layers(base: Any) -> list[Any]:
     """The blocks of a transformers model; TraceUnavailable where there are none."""
-    blocks = list(block_list(base)[1])
+    blocks = list(find_block_list(base)[1])
     if not blocks:
         raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
     return blocks

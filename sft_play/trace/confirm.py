@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 TRACE_VERSION = 20
 # The same for shapes.
 SHAPE_VERSION = 17
-_PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
+_PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 # The layouts that a trace can run, by their names there.
-STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
-OPTIMIZERS = {
+TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
+TRACED_OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_torch": "adamw_foreach",
     "paged_adamw_8bit": "paged_adamw_8bit_wide_embeddings",
@@ -55,54 +55,54 @@ def trace_candidate(
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:
         return Traced(unavailable="a trace simulates a GPU, and this run is on the CPU")
-    if candidate.layout.name not in STRATEGIES:
+    if candidate.layout.name not in TRACED_STRATEGIES:
         return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
     if candidate.step.offloads:
         return Traced(unavailable="the trace keeps what is recomputed on the GPU, and it is offloaded here")
     if precision.updates == "stochastic":
         return Traced(unavailable="the trace does not step by stochastic rounding")
     try:
-        peak = cached_trace(settings_of(config, model, shape, precision, candidate.step))
+        peak = cached_trace(step_settings(config, model, shape, precision, candidate.step))
     except TraceUnavailable as error:
         return Traced(unavailable=str(error))
     logger.debug("traced in %.1f s", peak.seconds)
     return Traced(peak.allocated, peak.reserved_either)
 
 
-def settings_of(
+def step_settings(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
-    mode, layout, recomputed = config.tuning.mode, step.layout, step.recomputed(shape.num_layers)
-    half = precision.compute != "float32"
+    mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed(shape.num_layers)
+    is_half = precision.compute != "float32"
     adapters = None if mode == "full" else adapter_dtype(config, precision)
-    chosen, is_fsdp = gradients_of(config, precision, layout.name), layout.name == "fsdp"
+    gradient_plan, is_fsdp = gradients_of(config, precision, layout.name), layout.name == "fsdp"
     return StepSettings(
         model=model,
         mode=mode,
-        peft=None if mode == "full" else _adapter(config, shape),
+        peft=None if mode == "full" else _peft_config(config, shape),
         new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third pass meets the same as the second
         weights=precision.load,
-        autocast=precision.compute if half else None,
+        autocast=precision.compute if is_half else None,
         adapters=adapters,
         quant_compute=precision.compute,
         quant_experts=config.tuning.packs_experts,
         quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
-        checkpointing=recomputed > 0,
-        checkpointed_layers=recomputed if 0 < recomputed < shape.num_layers else None,
+        checkpointing=recomputed_layers > 0,
+        checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
-        repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
+        repeats_kv=repeats_kv(shape, attention=step.attention, half=is_half, capability=step.capability),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
         # text in full blocks is never packed
         mask="packed"
         if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
         else row_mask(padded=step.padded, masks=step.masks),
-        optimizer=OPTIMIZERS[config.train.optim],
-        experts=_experts(config, shape, precision),
+        optimizer=TRACED_OPTIMIZERS[config.train.optim],
+        experts=_expert_implementation(config, shape, precision),
         kernels=planned_kernels(config, shape, layout, on_gpu=step.on_gpu).counted.memory,
         delta_rule="fla" if step.fla else "plain",
         clip=config.train.max_grad_norm > 0,
@@ -110,24 +110,24 @@ def settings_of(
         eval_mask=row_mask(
             padded=is_padded(config, step.layout, rows=step.eval_batch, masks=step.masks), masks=step.masks
         ),
-        strategy=STRATEGIES[layout.name],
+        strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
-        sync_each_batch=is_fsdp and chosen.every == "micro_batch",
-        mixed_precision=precision.compute if half else None,
-        gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
-        reduces_in=chosen.reduced if is_fsdp and chosen.compressed else None,
+        sync_each_batch=is_fsdp and gradient_plan.every == "micro_batch",
+        mixed_precision=precision.compute if is_half else None,
+        gathers_in=gradient_plan.gathered if is_fsdp and gradient_plan.gathered != precision.compute else None,
+        reduces_in=gradient_plan.reduced if is_fsdp and gradient_plan.compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
 
 
-def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
-    chosen = planned_experts(config, shape, precision)
-    if chosen is None or shape.uses_custom_experts:
+def _expert_implementation(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
+    expert_plan = planned_experts(config, shape, precision)
+    if expert_plan is None or shape.uses_custom_experts:
         return "stacked"
-    if chosen.casts:
+    if expert_plan.casts:
         return "cast"
-    return "eager" if chosen.name == "eager" else "stacked"
+    return "eager" if expert_plan.name == "eager" else "stacked"
 
 
 RowMask = Literal["ones", "padded", "positions"]
@@ -140,14 +140,14 @@ def row_mask(*, padded: bool, masks: bool) -> RowMask:
     return "padded" if padded else "ones"
 
 
-def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
+def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     lora = config.tuning.lora
     if shape.adapter_placement is not None:
         targets = shape.adapter_placement.resolve_targets(lora.target_modules)
     else:
-        every = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
+        all_names = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
         # "all-linear" would name fused experts too
-        targets = every if lora.target_modules == "auto" else list(lora.target_modules)
+        targets = all_names if lora.target_modules == "auto" else list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -169,22 +169,22 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, remembered; raises as that does."""
 
-    def measured() -> TracedPeak:
+    def measure() -> TracedPeak:
         with importing():
             from sft_play.trace import step
         return step.trace_step(settings)
 
-    return load_or_measure("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK, measured)
+    return load_or_measure("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK_ADAPTER, measure)
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered, but not with remote code; raises as that does."""
+    """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that does."""
 
-    def measured() -> ModelShape:
+    def measure() -> ModelShape:
         with importing():
             from sft_play.trace import meta_shape
-        return meta_shape.shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
+        return meta_shape.measure_shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
 
-    decides = {"config": config, "shape": SHAPE_VERSION}
-    shape = load_or_measure("shapes", decides, _SHAPE, measured, cacheable=not trust_remote_code)
+    key_fields = {"config": config, "shape": SHAPE_VERSION}
+    shape = load_or_measure("shapes", key_fields, _SHAPE_ADAPTER, measure, cacheable=not trust_remote_code)
     return dataclasses.replace(shape, name=name)

@@ -21,19 +21,19 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, normalised: bool, rows: int
+        ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, is_normalised: bool, rows: int
     ) -> Any:
         """The output, B x T x V x D; `rows`: sequences in a row of the batch."""
-        given = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]  # they live until the end
-        q, k, v, beta = given
+        inputs = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]  # they live until the end
+        q, k, v, beta = inputs
         norms = (None, None)
-        if normalised:
-            (q, k), norms = (torch.empty_like(q), torch.empty_like(k)), (_statistics(q), _statistics(k))
+        if is_normalised:
+            (q, k), norms = (torch.empty_like(q), torch.empty_like(k)), (_norm_statistics(q), _norm_statistics(k))
         decay = torch.empty_like(g_BTV, dtype=torch.float32)
         inverse = k.new_zeros(*beta.shape, CHUNK)
-        held = _states(k, v, rows)
+        states = _forward_states(k, v, rows)
         out = torch.empty_like(v)
-        del held
+        del states
         ctx.save_for_backward(q, norms[0], k, norms[1], v, decay, beta, inverse)
         ctx.rows = rows
         return out
@@ -42,7 +42,7 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, q_norm, k, _, v, decay, beta, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dq, dk, dv, dg, db = _gradients(q, k, v, decay, beta, grad, ctx.rows)
+        dq, dk, dv, dg, db = _backward_gradients(q, k, v, decay, beta, grad, ctx.rows)
         if q_norm is not None:
             dq, dk = torch.empty_like(dq), torch.empty_like(dk)
         return dq, dk, dv, dg, db, None, None
@@ -61,50 +61,50 @@ def chunk_gated_delta_rule(
     return out, value.new_zeros(shape, dtype=torch.float32)
 
 
-def _statistics(x: Any) -> Any:
+def _norm_statistics(x: Any) -> Any:
     return torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-def _by_value_head(k: Any, v: Any) -> Any:
+def _empty_by_value_head(k: Any, v: Any) -> Any:
     return k.new_empty(*v.shape[:3], k.shape[3])
 
 
-def _chunk_states(k: Any, v: Any, rows: int) -> Any:
+def _empty_chunk_states(k: Any, v: Any, rows: int) -> Any:
     """B x N x V x K x D; each of a row's sequences has its own last chunk."""
     chunks = -(-v.shape[1] // CHUNK) + rows - 1
     return k.new_empty(v.shape[0], chunks, v.shape[2], k.shape[3], v.shape[3])
 
 
-def _states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
+def _forward_states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     """w and u of the WY representation, the state before each chunk, and the values that are written to it."""
-    return _by_value_head(k, v), torch.empty_like(v), _chunk_states(k, v, rows), torch.empty_like(v)
+    return _empty_by_value_head(k, v), torch.empty_like(v), _empty_chunk_states(k, v, rows), torch.empty_like(v)
 
 
-def _gradients(q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int) -> tuple[Any, Any, Any, Any, Any]:
+def _backward_gradients(q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int) -> tuple[Any, Any, Any, Any, Any]:
     """`chunk_gated_delta_rule_bwd`: the states are computed again; all of it lives until its end."""
-    held = _states(k, v, rows)
+    states = _forward_states(k, v, rows)
     dv = torch.empty_like(grad)
-    of_states = _chunk_states(q, v, rows)
+    state_gradients = _empty_chunk_states(q, v, rows)
     dv = torch.empty_like(dv)
-    dq, dk = _by_value_head(q, v), _by_value_head(k, v)
+    dq, dk = _empty_by_value_head(q, v), _empty_by_value_head(k, v)
     tiles = -(-k.shape[3] // _TILE)
     dg = decay.new_empty(tiles, *decay.shape)
-    dw = torch.empty_like(held[0])
-    dq = _summed(dq, q)
-    dk = _summed(dk, k)
+    dw = torch.empty_like(states[0])
+    dq = _sum_over_groups(dq, q)
+    dk = _sum_over_groups(dk, k)
     dg = dg.sum(0)
-    other, of_values = _by_value_head(k, v), torch.empty_like(v)
-    other_decay, db = torch.empty_like(decay), torch.empty_like(beta)
-    other = _summed(other, k)
-    dv = of_values
-    dk.add_(other)
-    dg.add_(other_decay)
+    second_dk, value_gradients = _empty_by_value_head(k, v), torch.empty_like(v)
+    second_dg, db = torch.empty_like(decay), torch.empty_like(beta)
+    second_dk = _sum_over_groups(second_dk, k)
+    dv = value_gradients
+    dk.add_(second_dk)
+    dg.add_(second_dg)
     dg = torch.empty_like(dg)
-    del held, of_states, dw
+    del states, state_gradients, dw
     return dq, dk, dv, dg, db
 
 
-def _summed(gradient: Any, key: Any) -> Any:
+def _sum_over_groups(gradient: Any, key: Any) -> Any:
     heads = key.shape[2]
     if gradient.shape[2] == heads:
         return gradient

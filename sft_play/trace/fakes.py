@@ -19,7 +19,7 @@ from sft_play.training.model import nf4_experts
 
 
 # --- NF4 --------------------------------------------------------------------------------------------------------------
-class _NF4Product(torch.autograd.Function):
+class _FakeNF4Product(torch.autograd.Function):
     """`MatMul4Bit` of bitsandbytes 0.50 beyond its fused kernel's range (1536 rows): dequantise, multiply, free."""
 
     @staticmethod
@@ -34,7 +34,7 @@ class _NF4Product(torch.autograd.Function):
 
 
 @functools.cache
-def nf4_class() -> type:
+def fake_nf4_class() -> type:
     """The fake's class, a subclass of bitsandbytes' Linear4bit so that PEFT sees one."""
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
 
@@ -46,10 +46,10 @@ def nf4_class() -> type:
             nn.Module.__init__(self)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            given = x.dtype
+            input_dtype = x.dtype
             x = x.to(self.compute_dtype)
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            return _NF4Product.apply(x, self, bias).to(given)
+            return _FakeNF4Product.apply(x, self, bias).to(input_dtype)
 
         def dequantised(self, dtype: torch.dtype, *, is_backward: bool = False) -> torch.Tensor:
             """The full weight; double quantisation rebuilds its scales in fp32 first."""
@@ -64,7 +64,7 @@ def nf4_class() -> type:
 
 def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     """The fake of a Linear4bit on the meta device, on the meta device too."""
-    fake = nf4_class()()
+    fake = fake_nf4_class()()
     fake.in_features, fake.out_features = layer.in_features, layer.out_features
     fake.compute_dtype = getattr(torch, settings.quant_compute)
     fake.quantised_from = getattr(torch, settings.weights)
@@ -79,20 +79,20 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
-    for name, (shape, dtype) in _constants(weights, double_quant=settings.double_quant).items():
+    for name, (shape, dtype) in _quantisation_buffers(weights, double_quant=settings.double_quant).items():
         fake.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
     return fake
 
 
-class _NF4Experts(nf4_experts.PackedWeight):
+class _FakeNF4Experts(nf4_experts.PackedWeight):
     """Reads a stacked weight of experts dequantised; its scales are buffers of the module."""
 
     def __init__(self, module: Any, name: str, settings: StepSettings) -> None:
         super().__init__()
         self.shape, self.dtype = getattr(module, name).shape, getattr(torch, settings.weights)
         self._scales = (module, f"{name}_absmax", f"{name}_offset")
-        for one, (sizes, dtype) in _constants(self.shape.numel(), double_quant=settings.double_quant).items():
-            module.register_buffer(f"{name}_{one}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
+        for buffer_name, (sizes, dtype) in _quantisation_buffers(self.shape.numel(), double_quant=settings.double_quant).items():
+            module.register_buffer(f"{name}_{buffer_name}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
@@ -109,64 +109,64 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
     weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
     rows = math.ceil(weight.numel() / 2) // storage.itemsize
-    packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _NF4Experts(module, name, settings)
+    packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
     setattr(module, name, nn.Parameter(packed, requires_grad=False))
     nf4_experts.put_packed(module, name, reads)
 
 
-def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _quantisation_buffers(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     blocks = math.ceil(weights / NF4_BLOCK)
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
         "code": ((16,), torch.float32),
     }
     if double_quant:
-        found |= {
+        buffers |= {
             "absmax_of_absmax": ((math.ceil(blocks / ABSMAX_BLOCK),), torch.float32),
             "code_of_absmax": ((256,), torch.float32),
             "offset": ((), torch.float32),
         }
-    return found
+    return buffers
 
 
 # What PEFT and bitsandbytes read off a Params4bit.
 PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
 
 
-def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """PEFT's `dequantize_module_weight` (DoRA needs a layer's norm), which also knows the fake."""
 
-    def of(module: Any) -> Any:
-        is_fake = isinstance(module, nf4_class())
+    def dequantize(module: Any) -> Any:
+        is_fake = isinstance(module, fake_nf4_class())
         return module.dequantised(module.quantised_from) if is_fake else original(module)
 
-    return of
+    return dequantize
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
-class StateOptimizer:
+class FakeStateOptimizer:
     """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no values."""
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        states: Callable[[int], tuple[int, ...]],
+        state_sizes: Callable[[int], tuple[int, ...]],
         log: StorageLog,
-        wide: Mapping[int, int] | None = None,
+        fp32_state_counts: Mapping[int, int] | None = None,
     ) -> None:
-        """`wide`: how many fp32 states a parameter has instead, by its `id`."""
-        self._wide = wide or {}
+        """`fp32_state_counts`: how many fp32 states a parameter has instead, by its `id`."""
+        self._fp32_state_counts = fp32_state_counts or {}
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._states, self._log, self._has_states = states, log, False
+        self._state_sizes, self._log, self._has_states = state_sizes, log, False
 
     def step(self) -> None:
         """The update happens in place; the first one creates the states."""
         if not self._has_states:
             for parameter in self._parameters:
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                elements, count = int(local.numel()), self._wide.get(id(parameter))
-                for nbytes in self._states(elements) if count is None else (4 * elements,) * count:
-                    self._log.born(nbytes)
+                elements, count = int(local.numel()), self._fp32_state_counts.get(id(parameter))
+                for nbytes in self._state_sizes(elements) if count is None else (4 * elements,) * count:
+                    self._log.record_alloc(nbytes)
             self._has_states = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
-def workspace(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
+def workspace_sizes(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
     """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns; a
     CPU's, of the one that is known."""
-    return _WORKSPACES[func](args) if func in _WORKSPACES and (on_gpu or func is aten._log_softmax.default) else ()
+    return _WORKSPACE_SIZES[func](args) if func in _WORKSPACE_SIZES and (on_gpu or func is aten._log_softmax.default) else ()
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
@@ -40,8 +40,8 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
     """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows' borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
-    places = tokens + 128 * (args[6].shape[0] - 1)
-    sizes = [4 * heads * places, 4 * heads * places * round_up(size, 32)]
+    padded_tokens = tokens + 128 * (args[6].shape[0] - 1)
+    sizes = [4 * heads * padded_tokens, 4 * heads * padded_tokens * round_up(size, 32)]
     if key.shape[1] != heads:
         sizes += [key.shape[0] * heads * round_up(size, 8) * key.element_size()] * 2
     return tuple(sizes)
@@ -67,7 +67,7 @@ def _efficient_backward(args: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-_WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
+_WORKSPACE_SIZES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
     # `grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)
     aten._softmax_backward_data.default: lambda args: (args[0].nbytes,),
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -89,9 +89,9 @@ _WORKSPACES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
 class CudaAttention:
     """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`): [batch, heads, tokens, size]."""
 
-    def __init__(self, capability: tuple[int, int], cudnn: Callable[[], bool]) -> None:
-        """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
-        self._capability, self._cudnn = capability, cudnn
+    def __init__(self, capability: tuple[int, int], is_cudnn_enabled: Callable[[], bool]) -> None:
+        """`is_cudnn_enabled`: whether cuDNN's kernel is switched on at the moment."""
+        self._capability, self._is_cudnn_enabled = capability, is_cudnn_enabled
 
     def __call__(
         self,
@@ -106,40 +106,40 @@ class CudaAttention:
     ) -> torch.Tensor:
         """Attention's output, of the query's shape with the value's head size."""
         if torch.is_autocast_enabled("cpu"):
-            low = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(low), key.to(low), value.to(low)
-        kernel = self.kernel(query, key, value, attn_mask, enable_gqa)
+            autocast_dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
+        kernel = self.choose_kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
-            return flash(query, key, value, dropout_p, is_causal, scale)
+            return flash_attention(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
             raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
-        return _masked(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _masked_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
-    def kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+    def choose_kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
         """CUDA's choice for these tensors."""
         call = SdpaCall(
-            query.shape[-1], value.shape[-1], masked=mask is not None, trains=_learns(query, key, value),
+            query.shape[-1], value.shape[-1], masked=mask is not None, trains=_needs_gradient(query, key, value),
             grouped=enable_gqa and key.shape[1] != query.shape[1], half=query.dtype in (torch.float16, torch.bfloat16),
         )  # fmt: skip
-        return sdpa_kernel(call, self._capability, cudnn=self._cudnn())
+        return sdpa_kernel(call, self._capability, cudnn=self._is_cudnn_enabled())
 
 
-def _learns(*tensors: torch.Tensor) -> bool:
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _padded(*tensors: Any) -> Any:
-    rest = -tensors[0].shape[-1] % 8
-    return [F.pad(tensor, (0, rest)) for tensor in tensors] if rest else tensors
+def _pad_head_size(*tensors: Any) -> Any:
+    padding = -tensors[0].shape[-1] % 8
+    return [F.pad(tensor, (0, padding)) for tensor in tensors] if padding else tensors
 
 
-def flash(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
+def flash_attention(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
-    size, (query, key, value) = query.shape[-1], _padded(query, key, value)
+    size, (query, key, value) = query.shape[-1], _pad_head_size(query, key, value)
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
 
 
-def _masked(
+def _masked_attention(
     kernel: SdpaKernel,
     query: Any,
     key: Any,
@@ -150,11 +150,11 @@ def _masked(
     scale: float | None,
 ) -> Any:
     """The memory-efficient kernel, whose mask is additive with rows of a multiple of 8; or cuDNN's, as it is."""
-    mask = None if mask is None else _as_bias(mask, query.dtype)
-    learns = _learns(query, key, value)
+    mask = None if mask is None else _mask_to_bias(mask, query.dtype)
+    needs_gradient = _needs_gradient(query, key, value)
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, learns, dropout, is_causal, False, scale=scale
+            query, key, value, mask, needs_gradient, dropout, is_causal, False, scale=scale
         )[0]
     if mask is not None:
         columns = mask.shape[-1]
@@ -162,11 +162,11 @@ def _masked(
             mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, learns, dropout, is_causal, scale=scale
+        query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
     )[0]
 
 
-def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores (attention.cpp, `convert_boolean_attn_mask`)."""
     if mask.dtype != torch.bool:
         return mask
@@ -176,7 +176,7 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------
 # The name under which transformers' own flash attention is registered, with the functions below as its package, which
 # `flash_attention_2` requires; model classes check for "flash".
-FLASH = "sft_play_flash_attention_2"
+FLASH_NAME = "sft_play_flash_attention_2"
 
 
 def flash_attn_func(
@@ -184,7 +184,7 @@ def flash_attn_func(
 ) -> Any:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return flash(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
+    return flash_attention(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -193,13 +193,13 @@ def flash_attn_varlen_func(
 ) -> Any:  # fmt: skip
     """The same for rows of many lengths, one after the other: [all tokens, heads, head size]. PyTorch's operator is
     built from the same kernel, and holds what flash-attn holds."""
-    size, (q, k, v) = q.shape[-1], _padded(q, k, v)
+    size, (q, k, v) = q.shape[-1], _pad_head_size(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
     )[0][..., :size]
 
 
-def between_boundaries(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
+def varlen_attention(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
     """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

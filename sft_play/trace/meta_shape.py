@@ -26,7 +26,7 @@ from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_siz
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.trace.build import block_list, count, replaceable
+from sft_play.trace.build import find_block_list, count_parameters, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
     adapter_places,
     any_number,
@@ -39,11 +39,11 @@ from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import is_routed
 
 # The dtype of weights in a model that is measured.
-_FOLLOWS = torch.bfloat16
+_WEIGHT_DTYPE = torch.bfloat16
 
 # transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
 # attention.
-_KINDS: dict[str, AttentionKind] = {
+_ATTENTION_KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "attention": "full",
     "global": "full",
@@ -56,19 +56,19 @@ _KINDS: dict[str, AttentionKind] = {
 _DISTRIBUTIONS = {"fla": LINEAR_ATTENTION_PACKAGE}
 
 # Names of the number of experts that a token passes.
-_PER_TOKEN = ("num_experts_per_tok", *FIELD_ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
+_EXPERTS_PER_TOKEN_FIELDS = ("num_experts_per_tok", *FIELD_ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
 
 # Names of attributes that differ from block to block without making them different.
-_PLACES = re.compile(r"idx|index|layer_(id|number|num)|training")
+_POSITION_ATTRIBUTES = re.compile(r"idx|index|layer_(id|number|num)|training")
 
 # Names of dropout of attention probabilities in configs.
-_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 # Names of the MLP's last linear layer.
-_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
+_DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 
 
-def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
+def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
     """The shapes of the language model that a config.json describes, measured on its class without weights, in seconds.
     Raises ModelError: transformers has no causal language model of this type, or its class refuses the config."""
     refuse_other_models(config, name=name)
@@ -83,7 +83,7 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
             )
         with torch.device("meta"):
             # not fp32, so that buffers which stay in fp32 are told from those that follow the weights
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=_FOLLOWS, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=_WEIGHT_DTYPE, trust_remote_code=trust_remote_code)
     except ModelError:
         raise
     except Exception as error:  # each model class checks its config in its own way
@@ -91,15 +91,15 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
             f"{one_line(str(config.get('model_type')))}): {type(error).__name__}: {one_line(str(error))}"
         ) from None
-    places, lost = adapter_places(model, trust_remote_code=trust_remote_code)
-    shape = measure(model, hf_config, name=name, without_adapter=lost)
+    placement, without_adapter = adapter_places(model, trust_remote_code=trust_remote_code)
+    shape = measure_shape(model, hf_config, name=name, without_adapter=without_adapter)
     if shape.model_type in MODEL_FAMILIES:
         return shape
-    names = without_gradient(model, trust_remote_code=trust_remote_code)
-    untrained = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in names)
-    whole = own_logits(hf_config, trust_remote_code=trust_remote_code)
+    untrained_names = without_gradient(model, trust_remote_code=trust_remote_code)
+    untrained_params = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in untrained_names)
+    has_custom_logits = own_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
-        shape, adapter_placement=places, untrained_params=untrained, has_custom_logits=whole,
+        shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=has_custom_logits,
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )  # fmt: skip
 
@@ -111,92 +111,92 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
     return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
-def measure(
+def measure_shape(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
     """The shapes of a model, by its modules; raises ModelError without a token embedding or repeated blocks."""
-    embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
-    path, blocks = block_list(model)
+    embedding, head = _call_getter(model, "get_input_embeddings"), _call_getter(model, "get_output_embeddings")
+    path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
-    types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
-    measured = _measure_blocks(model, hf_config, types, packages, without_adapter)
+    attention_kinds, packages = _layer_attention_kinds(hf_config, len(blocks)), _replacing_packages(model)
+    measured = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
     kinds = list(dict.fromkeys(measured))
-    common = max(kinds, key=measured.count)
-    heads = _number(hf_config, "num_attention_heads") or 1
+    commonest = max(kinds, key=measured.count)
+    heads = _config_number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
-    hidden = _number(hf_config, "hidden_size") or width
+    hidden = _config_number(hf_config, "hidden_size") or width
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
         hidden_size=hidden,
-        intermediate_size=common.expert_width or common.mlp_width or _number(hf_config, "intermediate_size") or hidden,
+        intermediate_size=commonest.expert_width or commonest.mlp_width or _config_number(hf_config, "intermediate_size") or hidden,
         num_layers=len(blocks),
         num_heads=heads,
-        num_kv_heads=_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_number(hf_config, "qk_head_dim") or _number(hf_config, "head_dim") or max(1, hidden // heads),
+        num_kv_heads=_config_number(hf_config, "num_key_value_heads") or heads,
+        head_dim=_config_number(hf_config, "qk_head_dim") or _config_number(hf_config, "head_dim") or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
-        max_positions=_number(hf_config, "max_position_embeddings"),
+        max_positions=_config_number(hf_config, "max_position_embeddings"),
         layers=tuple(replace(kind, count=measured.count(kind)) for kind in kinds),
         layer_order=tuple(kinds.index(block) for block in measured),
-        window=_window(hf_config, types),
+        window=_window(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
-        experts_per_token=next((number for name in _PER_TOKEN if (number := _number(hf_config, name))), 0),
+        experts_per_token=next((value for name in _EXPERTS_PER_TOKEN_FIELDS if (value := _config_number(hf_config, name))), 0),
         # `experts_implementation` reaches experts of transformers' own kind alone
         uses_custom_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
         has_head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=_norms(blocks[measured.index(common)], hidden),
+        norms_per_layer=_count_norms(blocks[measured.index(commonest)], hidden),
         embedding_width=0 if width == hidden else width,
-        uses_alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
-        caps_logits=_field(hf_config, "final_logit_softcapping") is not None,
-        attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
+        uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
+        caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
+        attention_dropout=next((float(rate) for name in _DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         source_note=f"that of {type(model).__name__}, measured on its class",
     )
-    following = [one for one in model.buffers() if one.dtype == _FOLLOWS]
+    weight_dtype_buffers = [one for one in model.buffers() if one.dtype == _WEIGHT_DTYPE]
     return replace(
         shape,
-        outer_params=count(model) - shape.params,
-        buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _FOLLOWS),
-        buffer_elements=sum(one.numel() for one in following),
+        outer_params=count_parameters(model) - shape.params,
+        buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _WEIGHT_DTYPE),
+        buffer_elements=sum(one.numel() for one in weight_dtype_buffers),
     )
 
 
 def _measure_blocks(
     model: nn.Module,
     hf_config: Any,
-    types: Sequence[AttentionKind],
+    attention_kinds: Sequence[AttentionKind],
     packages: Container[str],
     without_adapter: Container[str],
 ) -> list[LayerKind]:
-    path, blocks = block_list(model)
+    path, blocks = find_block_list(model)
     unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
-    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
+    layer_types = _per_layer_field(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
     measured, boundaries = [], 0
-    for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
+    for index, (block, attention, layer) in enumerate(zip(blocks, attention_kinds, layer_types or attention_kinds, strict=True)):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
         # Inkling 2's blocks read the states at all boundaries before them
         boundaries += getattr(block, "is_block_boundary", False) is True
         kind = replace(kind, settings=f"{kind.settings}, {boundaries}") if boundaries else kind
-        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter, unpacked))
+        measured.append(_mark_linears(kind, f"{path}.{index}.", without_adapter, unpacked))
     return measured
 
 
-def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
+def _mark_linears(kind: LayerKind, prefix: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
     linears = (
         replace(
             one,
-            adaptable=at + one.path not in without_adapter,
-            is_packable=one.is_packable and at + one.path not in unpacked and any_number(at + one.path) not in unpacked,
+            adaptable=prefix + one.path not in without_adapter,
+            is_packable=one.is_packable and prefix + one.path not in unpacked and any_number(prefix + one.path) not in unpacked,
         )
         for one in kind.linears
     )
@@ -205,13 +205,13 @@ def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked
 
 def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[LinearShape, ...]:
     return tuple(
-        replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
-        for place, module in model.named_modules()
-        if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
+        replace(_linear_shape(module_path.rpartition(".")[2], module), adaptable=module_path not in without_adapter)
+        for module_path, module in model.named_modules()
+        if _is_linear(module) and module is not head and not module_path.startswith(f"{path}.")
     )
 
 
-def _norms(block: nn.Module, hidden: int) -> int:
+def _count_norms(block: nn.Module, hidden: int) -> int:
     return sum(
         any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
         for part in block.children()
@@ -228,52 +228,52 @@ def _learned_positions(model: nn.Module, hidden: int) -> int:
     )  # fmt: skip
 
 
-def _answer(model: nn.Module, getter: str) -> Any:
+def _call_getter(model: nn.Module, getter: str) -> Any:
     return getattr(model, getter)() if hasattr(model, getter) else None
 
 
-def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
-    named = _named_layers(hf_config, "layer_types", count) or _named_layers(hf_config, "attention_layers", count)
+def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
+    layer_types = _per_layer_field(hf_config, "layer_types", count) or _per_layer_field(hf_config, "attention_layers", count)
     window = _window(hf_config, ["sliding"])
-    if named is None:
-        return ["sliding" if _number(hf_config, "sliding_window") else "full"] * count
-    kinds = [_kind(str(kind)) for kind in named]
+    if layer_types is None:
+        return ["sliding" if _config_number(hf_config, "sliding_window") else "full"] * count
+    kinds = [_to_attention_kind(str(kind)) for kind in layer_types]
     return [kind if window or kind == "none" else "full" for kind in kinds]
 
 
-def _named_layers(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
-    named = _field(hf_config, name)
-    return named if isinstance(named, list | tuple) and len(named) == count else None
+def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
+    values = _config_field(hf_config, name)
+    return values if isinstance(values, list | tuple) and len(values) == count else None
 
 
-def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
-    names = (package for package, _ in replaceable(model))
+def _replacing_packages(model: nn.Module) -> tuple[str, ...]:
+    names = (package for package, _ in replaceable_functions(model))
     return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
 
-def _kind(name: str) -> AttentionKind:
+def _to_attention_kind(name: str) -> AttentionKind:
     """What a type of block sees; a sparse attention counts as a full one, which needs no less."""
-    if name in _KINDS:
-        return _KINDS[name]
+    if name in _ATTENTION_KINDS:
+        return _ATTENTION_KINDS[name]
     return "full" if "attention" in name and "linear" not in name else "none"
 
 
-def _window(hf_config: Any, types: list[AttentionKind]) -> int | None:
-    if not {"sliding", "chunked"} & set(types):
+def _window(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
+    if not {"sliding", "chunked"} & set(attention_kinds):
         return None
     names = ("sliding_window", "attention_chunk_size", "window_size")
-    return next((value for value in (_number(hf_config, name) for name in names) if value), None)
+    return next((value for value in (_config_number(hf_config, name) for name in names) if value), None)
 
 
-def _field(hf_config: Any, name: str) -> Any:
+def _config_field(hf_config: Any, name: str) -> Any:
     try:
         return getattr(hf_config, name, None)
     except Exception:  # a field that differs by layer cannot be read as one: take what the file says
         return hf_config.to_dict().get(name)
 
 
-def _number(hf_config: Any, name: str) -> int | None:
-    value = _field(hf_config, name)
+def _config_number(hf_config: Any, name: str) -> int | None:
+    value = _config_field(hf_config, name)
     value = value[0] if isinstance(value, list | tuple) and value else value
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -282,7 +282,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def _linear(path: str, module: nn.Module) -> LinearShape:
+def _linear_shape(path: str, module: nn.Module) -> LinearShape:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
     # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as Falcon's
@@ -293,13 +293,13 @@ def _linear(path: str, module: nn.Module) -> LinearShape:
 def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
     """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
-    linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
+    linears = tuple(_linear_shape(path, module) for path, module in modules.items() if _is_linear(module))
     experts = _expert_tensors(block)
     width = _expert_width([tensor for _, tensor in experts if tensor.dim() == 3])
-    mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
+    mlp = next((linear.inputs for linear in linears if linear.name in _DOWN_PROJECTIONS and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
-        settings=_settings(block),
+        settings=_settings_digest(block),
         linears=linears,
         attention=attention,
         mlp_width=0 if experts else mlp,
@@ -309,26 +309,26 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
         router_params=sum(
-            count(module)
+            count_parameters(module)
             for path, module in modules.items()
             if path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
         ),
-        norm_params=sum(count(module) for module in modules.values() if _is_norm(module)),
+        norm_params=sum(count_parameters(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
         linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
     )
-    return replace(kind, other_params=count(block) - kind.params)
+    return replace(kind, other_params=count_parameters(block) - kind.params)
 
 
-def _settings(block: nn.Module) -> str:
+def _settings_digest(block: nn.Module) -> str:
     """A short text of what its modules are set to (`is_kv_shared_layer`), but for their place among the blocks."""
-    found = [
+    values = [
         (path, name, value)
         for path, module in block.named_modules()
         for name, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | str) and not name.startswith("_") and not _PLACES.search(name)
+        if isinstance(value, bool | int | str) and not name.startswith("_") and not _POSITION_ATTRIBUTES.search(name)
     ]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
 
 
 def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:

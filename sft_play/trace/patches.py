@@ -15,40 +15,40 @@ import torch
 from sft_play.facts.installed import installed_version
 from sft_play.planner.kernels import GROUPED_SINCE
 from sft_play.trace import fakes, kernels, replacements
-from sft_play.trace.replacements import Situation
+from sft_play.trace.replacements import TraceState
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 
 @dataclass(frozen=True)
 class Patch:
     """One difference: `target` is `module:attribute`, `parameters` the names that it must have, if any; `make(original,
-    situation)` gives the replacement, None only guards the target."""
+    state)` gives the replacement, None only guards the target."""
 
     name: str
     target: str
     parameters: str
     reason: str
-    make: Callable[[Any, Situation], Any] | None = None
-    needed: Callable[[StepSettings], bool] = lambda settings: True
+    make: Callable[[Any, TraceState], Any] | None = None
+    is_needed: Callable[[StepSettings], bool] = lambda settings: True
 
-    def holder(self) -> tuple[Any, str, Any]:
+    def resolve_target(self) -> tuple[Any, str, Any]:
         """The object that holds the target, the attribute's name and its value. Raises TraceUnavailable: the library
         has no such attribute, or with other parameters than the patch expects."""
         module, _, path = self.target.partition(":")
         try:
             holder: Any = importlib.import_module(module)
-            *way, last = path.split(".")
-            for name in way:
+            *parents, last = path.split(".")
+            for name in parents:
                 holder = getattr(holder, name)
             value = getattr(holder, last)
         except (ImportError, AttributeError) as error:
-            raise self._outdated(f"{self.target} does not exist ({error})") from error
+            raise self._outdated_error(f"{self.target} does not exist ({error})") from error
         missing = set(self.parameters.split()) - _parameters(value) if self.parameters else set()
         if missing:
-            raise self._outdated(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
+            raise self._outdated_error(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
         return holder, last, value
 
-    def _outdated(self, problem: str) -> TraceUnavailable:
+    def _outdated_error(self, problem: str) -> TraceUnavailable:
         library = self.target.partition(".")[0].partition(":")[0]
         return TraceUnavailable(f"patch '{self.name}' does not know {library} {installed_version(library)}: {problem}")
 
@@ -62,133 +62,133 @@ def _parameters(value: Any) -> set[str]:
         return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
-def where(needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
+def patches_for(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
     """The patches, for settings that need them alone."""
-    return tuple(replace(patch, needed=needed) for patch in patches)
+    return tuple(replace(patch, is_needed=is_needed) for patch in patches)
 
 
-def _powers(original: Any, situation: Situation) -> Any:
+def _make_pow(original: Any, state: TraceState) -> Any:
     return lambda input, exponent, **options: original(
         input.float() if replacements.is_half_under_autocast(input) else input, exponent, **options
     )
 
 
-def _grouped_products(original: Any, situation: Situation) -> Any:
-    is_new = situation.settings.capability >= GROUPED_SINCE
-    own = original if is_new else torch.ops.transformers.grouped_mm_fallback
+def _make_grouped_mm(original: Any, state: TraceState) -> Any:
+    is_new = state.settings.capability >= GROUPED_SINCE
+    grouped_mm = original if is_new else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
         if is_new and weight.dtype != torch.bfloat16:
             return replacements.GroupedProduct.apply(input.to(weight.dtype), weight)
-        return own(input.to(weight.dtype), weight, offs)
+        return grouped_mm(input.to(weight.dtype), weight, offs)
 
     return product
 
 
-def _packed_indices(original: Any, situation: Situation) -> Any:
-    return lambda position_ids: torch.cumsum(torch.ones_like(position_ids), -1) if situation.mask == "packed" else None
+def _make_packed_indices(original: Any, state: TraceState) -> Any:
+    return lambda position_ids: torch.cumsum(torch.ones_like(position_ids), -1) if state.active_mask == "packed" else None
 
 
-def _is_pack(original: Any, situation: Situation) -> Any:
-    return lambda position_ids, batch_size: position_ids is not None and batch_size == 1 and situation.mask == "packed"
+def _make_is_packed(original: Any, state: TraceState) -> Any:
+    return lambda position_ids, batch_size: position_ids is not None and batch_size == 1 and state.active_mask == "packed"
 
 
-_FLASH = "transformers.modeling_flash_attention_utils"
+_FLASH_UTILS = "transformers.modeling_flash_attention_utils"
 PATCHES: list[Patch] = [
     Patch("layer norm in fp32 under autocast", "torch.nn.functional:layer_norm",
           "input normalized_shape weight bias eps",
           "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
-          replacements.wide_layer_norm),
+          replacements.make_fp32_layer_norm),
     Patch("powers in fp32 under autocast", "torch:pow", "",
           "CUDA's autocast takes pow in fp32 (the same list), which the stepwise GELU of GPT-2 calls; a CPU's does not",
-          _powers),
+          _make_pow),
     Patch("attention by CUDA's choice", "torch.nn.functional:scaled_dot_product_attention",
           "query key value attn_mask dropout_p is_causal scale enable_gqa",
           "the CPU kernel saves other tensors; CUDA's operators have fake kernels",
-          lambda original, situation: kernels.CudaAttention(
-              situation.settings.capability, lambda: situation.cudnn
+          lambda original, state: kernels.CudaAttention(
+              state.settings.capability, lambda: state.uses_cudnn
           )),
     Patch("dropout", "torch.nn.functional:dropout", "input p training inplace",
           "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
-          lambda original, situation: replacements.cuda_dropout),
+          lambda original, state: replacements.cuda_dropout),
     Patch("fake tensors count as real ones for masks", "transformers.masking_utils:is_tracing", "tensor",
           "transformers builds every S x S mask when it believes it is traced",
-          lambda original, situation: lambda tensor=None: False),
+          lambda original, state: lambda tensor=None: False),
     Patch("the mask's content", "transformers.masking_utils:fast_all", "tensor",
           "transformers reads whether a mask is all ones; fake tensors have no values",
-          lambda original, situation: lambda tensor: situation.mask != "padded"),
-    *where(
+          lambda original, state: lambda tensor: state.active_mask != "padded"),
+    *patches_for(
         lambda settings: settings.experts in ("stacked", "cast"),
         Patch("grouped products", "transformers.integrations.moe:_grouped_mm", "input weight offs",
               "PyTorch's fake knows the kernel of bf16 only; in other dtypes it multiplies one expert after another "
               "inside one operator. GPUs before Ampere run transformers' own loop, whose backward pass makes the "
               "gradient of frozen weights too",
-              _grouped_products),
+              _make_grouped_mm),
     ),
     Patch("packing", "transformers.masking_utils:find_packed_sequence_indices", "position_ids",
           "transformers reads position ids for sequence borders; fake tensors have no values",
-          _packed_indices),
-    *where(
+          _make_packed_indices),
+    *patches_for(
         lambda settings: settings.attention == "flash_attention_2",
         Patch("the mask's content for flash attention", "transformers.masking_utils:flash_attention_mask",
               "attention_mask kv_length",
               "transformers asks `attention_mask.all()` to leave out a mask without padding, and fake tensors have no "
               "values",
-              replacements.flash_mask),
-        Patch("the package flash-attn", f"{_FLASH}:_lazy_imports", "implementation",
+              replacements.make_flash_mask),
+        Patch("the package flash-attn", f"{_FLASH_UTILS}:_lazy_imports", "implementation",
               "it runs only on CUDA; PyTorch's operators of the same kernels have fake implementations",
-              replacements.flash_package),
-        Patch("the loaded flash attention", f"{_FLASH}:_loaded_implementation", "",
+              replacements.make_flash_imports),
+        Patch("the loaded flash attention", f"{_FLASH_UTILS}:_loaded_implementation", "",
               "transformers remembers which one it loaded; it forgets this one when the trace ends",
-              lambda original, situation: None),
-        Patch("where rows end", f"{_FLASH}:_get_unpad_data", "attention_mask",
+              lambda original, state: None),
+        Patch("where rows end", f"{_FLASH_UTILS}:_get_unpad_data", "attention_mask",
               "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
-              lambda original, situation: replacements.full_rows),
-        Patch("whether a row is a pack", f"{_FLASH}:_is_packed_sequence", "position_ids batch_size",
+              lambda original, state: replacements.full_row_data),
+        Patch("whether a row is a pack", f"{_FLASH_UTILS}:_is_packed_sequence", "position_ids batch_size",
               "transformers reads position ids for it, in each layer; fake tensors have no values",
-              _is_pack),
-        Patch("where the chats of a pack end", f"{_FLASH}:prepare_fa_kwargs_from_position_ids", "position_ids",
+              _make_is_packed),
+        Patch("where the chats of a pack end", f"{_FLASH_UTILS}:prepare_fa_kwargs_from_position_ids", "position_ids",
               "a class that does not pass the given boundaries down reads them from position ids",
-              replacements.borders_of_packs),
+              replacements.make_pack_boundaries),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.attention == "varlen",
         Patch("attention between boundaries", "sft_play.training.model.varlen:kernel",
               "query key value ends longest lengths scale window",
               "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
-              lambda original, situation: kernels.between_boundaries),
+              lambda original, state: kernels.varlen_attention),
     ),
     Patch("autocast's device", "torch:is_autocast_enabled", "",
           "PEFT asks for autocast without a device, meaning CUDA; the trace runs under the CPU's",
-          lambda original, situation: lambda device_type="cpu": original("cpu")),
+          lambda original, state: lambda device_type="cpu": original("cpu")),
     Patch("storages that are resized", "torch:UntypedStorage.resize_", "",
           "FSDP empties and refills gathered parameters without an operator",
-          replacements.logged_resize),
+          replacements.make_logged_resize),
     Patch("swapped tensors", "torch.utils:swap_tensors", "t1 t2",
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
-          lambda original, situation: replacements.swap_by_data),
-    *where(
+          lambda original, state: replacements.swap_by_data),
+    *patches_for(
         lambda settings: settings.loss == "chunked" and settings.on_gpu,
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
               "only CUDA and XPU devices score just the labelled tokens",
-              lambda original, situation: lambda device: True),
+              lambda original, state: lambda device: True),
         Patch("forward tiles of TRL's head", "trl.kernels.chunked_logprob:_forward_tile", "tile n_cols",
               "Triton's kernel reads a tile where it lies; torch's operators in its place make fp32 copies of it",
-              lambda original, situation: lambda *args, **options: None),
+              lambda original, state: lambda *args, **options: None),
         Patch("backward tiles of TRL's head", "trl.kernels.chunked_logprob:_backward_tile", "tile n_cols",
               "Triton's kernel writes the gradient over a tile's logits; torch's operators copy them",
-              lambda original, situation: lambda *args, **options: None),
+              lambda original, state: lambda *args, **options: None),
         Patch("products in fp32 of TRL's head", "trl.kernels.chunked_logprob:_addmm_fp32", "acc a b",
               "CUDA adds products of half inputs to an fp32 sum; a CPU makes fp32 copies of them first",
-              lambda original, situation: lambda *args, **options: None),
+              lambda original, state: lambda *args, **options: None),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.mode == "qlora" and settings.peft is not None,
         Patch("weights of NF4 fakes", "peft.tuners.lora.dora:dequantize_module_weight", "module",
               "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
-              lambda original, situation: fakes.dequantised_weight(original)),
+              lambda original, state: fakes.wrap_dequantize(original)),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.mode == "qlora",
         Patch("NF4 layers", "bitsandbytes.nn:Linear4bit", "x",
               "Params4bit cannot wrap a fake tensor; a fake makes the same buffers, always by dequantising"),
@@ -198,30 +198,30 @@ PATCHES: list[Patch] = [
               "model modules_to_not_convert quantization_config",
               "transformers' own function swaps them, and the fakes take their places"),
     ),
-    *where(
+    *patches_for(
         lambda settings: "8bit" in settings.optimizer or "bnb" in settings.optimizer,
         Patch("8-bit and paged states", "bitsandbytes.optim.optimizer:Optimizer2State.init_state",
               "group p gindex pindex",
               "bitsandbytes' optimizers update in C++; their states are created by formula"),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.strategy == "fsdp2",
         Patch("tensors of global size",
               "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
               "op_schema",
               "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
-              replacements.hiding),
+              replacements.make_hidden),
         Patch("units of a sharded model", "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "accelerator model",
               "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator"),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.strategy.startswith("fsdp"),
         Patch("streams", "torch.cpu:stream", "stream",
               "FSDP gathers and reduces on streams of its own, whose blocks the allocator keeps apart; a CPU has "
               "none",
-              replacements.logged_stream),
+              replacements.make_logged_stream),
     ),
-    *where(
+    *patches_for(
         lambda settings: settings.strategy == "ddp",
         Patch("gradient buckets", "torch.distributed:_compute_bucket_assignment_by_size", "",
               "DistributedDataParallel's C++ reducer reads tensors' data; its own function cuts the buckets"),
@@ -234,14 +234,14 @@ PATCHES: list[Patch] = [
 
 
 @contextlib.contextmanager
-def installed(situation: Situation) -> Iterator[None]:
-    """The patches that these settings need, until the end of the block; raises TraceUnavailable as `holder`."""
+def install_patches(state: TraceState) -> Iterator[None]:
+    """The patches that these settings need, until the end of the block; raises TraceUnavailable as `resolve_target`."""
     with contextlib.ExitStack() as undo:
         for patch in PATCHES:
-            if not patch.needed(situation.settings):
+            if not patch.is_needed(state.settings):
                 continue
-            holder, name, value = patch.holder()
+            holder, name, value = patch.resolve_target()
             if patch.make is not None:
-                setattr(holder, name, patch.make(value, situation))
+                setattr(holder, name, patch.make(value, state))
                 undo.callback(setattr, holder, name, value)
         yield

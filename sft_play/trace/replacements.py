@@ -1,6 +1,6 @@
 """What runs in a library's place while a step is traced; `patches` says where each goes, and why.
 
-A function here takes the original and the situation and gives the replacement, or is the replacement itself.
+A function here takes the original and the state and gives the replacement, or is the replacement itself.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sft_play.trace.storages import StorageLog
 
 
 @dataclass
-class Situation:
+class TraceState:
     """What a patch may depend on."""
 
     settings: StepSettings
     log: StorageLog
-    evaluating: bool = False
+    is_evaluating: bool = False
 
     @property
-    def mask(self) -> str:
+    def active_mask(self) -> str:
         """How rows are separated now (`StepSettings.mask`)."""
-        return (self.evaluating and self.settings.eval_mask) or self.settings.mask
+        return (self.is_evaluating and self.settings.eval_mask) or self.settings.mask
 
     @property
-    def cudnn(self) -> bool:
+    def uses_cudnn(self) -> bool:
         """Whether cuDNN's attention is switched on now."""
-        return self.settings.cudnn == "always" or (self.settings.cudnn == "training" and not self.evaluating)
+        return self.settings.cudnn == "always" or (self.settings.cudnn == "training" and not self.is_evaluating)
 
 
 def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -48,8 +48,8 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Any, weight: Any) -> Any:
         """Each is held for the other's gradient, as by the derivative of `_grouped_mm`."""
-        of_rows, of_weight = ctx.needs_input_grad
-        ctx.save_for_backward(rows if of_weight else None, weight if of_rows else None)
+        needs_row_gradient, needs_weight_gradient = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight_gradient else None, weight if needs_row_gradient else None)
         ctx.like = (rows.shape, weight.shape, rows.dtype)
         return rows.new_empty(rows.shape[0], weight.shape[2])
 
@@ -58,32 +58,32 @@ class GroupedProduct(torch.autograd.Function):
         """The gradients that are asked for."""
         *shapes, dtype = ctx.like
         pairs = zip(shapes, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty(shape, dtype=dtype) if asked else None for shape, asked in pairs)
+        return tuple(torch.empty(shape, dtype=dtype) if is_needed else None for shape, is_needed in pairs)
 
 
-def flash_mask(original: Any, situation: Situation) -> Any:
+def make_flash_mask(original: Any, state: TraceState) -> Any:
     """The mask that flash attention gets: None unless rows are padded."""
 
     def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
-        is_read = attention_mask is not None and situation.mask == "padded"
+        is_read = attention_mask is not None and state.active_mask == "padded"
         return attention_mask[:, -kv_length:] if is_read else None
 
     return mask
 
 
-def flash_package(original: Any, _: Situation) -> Any:
+def make_flash_imports(original: Any, _: TraceState) -> Any:
     """The functions of the package flash-attn, by PyTorch's operators of the same kernels."""
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
 
     def imports(implementation: Any, *more: Any, **options: Any) -> Any:
-        if implementation != kernels.FLASH:
+        if implementation != kernels.FLASH_NAME:
             return original(implementation, *more, **options)
         return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
 
     return imports
 
 
-def full_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+def full_row_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
     lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
     indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
@@ -91,40 +91,40 @@ def full_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
     return indices, ends, int(attention_mask.shape[-1])
 
 
-def borders_of_packs(original: Any, situation: Situation) -> Any:
+def make_pack_boundaries(original: Any, state: TraceState) -> Any:
     """Boundaries and longest lengths of packs, of the right shapes without reading position ids."""
 
     def borders(position_ids: torch.Tensor) -> Any:
-        rows, longest = situation.settings.micro_batch, situation.settings.seq_len
+        rows, longest = state.settings.micro_batch, state.settings.seq_len
         ends = torch.zeros(rows + 1, dtype=torch.int32)
         return (ends, ends), (longest, longest)
 
     return borders
 
 
-def logged_resize(original: Any, situation: Situation) -> Any:
+def make_logged_resize(original: Any, state: TraceState) -> Any:
     """Resizing a storage, which the log sees."""
 
     def resize_(self: Any, size: int) -> Any:
         out = original(self, size)
-        situation.log.resized(self)
+        state.log.record_resize(self)
         return out
 
     return resize_
 
 
-def logged_stream(original: Any, situation: Situation) -> Any:
+def make_logged_stream(original: Any, state: TraceState) -> Any:
     """Entering a stream: what is allocated inside belongs to it."""
 
     @contextlib.contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        with original(stream), situation.log.on(named(stream)):
+    def enter_stream(stream: Any) -> Iterator[None]:
+        with original(stream), state.log.use_stream(log_stream(stream)):
             yield
 
-    return on
+    return enter_stream
 
 
-def named(stream: Any) -> Any:
+def log_stream(stream: Any) -> Any:
     """A stream as the log takes it: None is the model's own stream."""
     return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
 
@@ -135,11 +135,11 @@ def swap_by_data(t1: Any, t2: Any) -> None:
         t1.data = t2.data
 
 
-def hiding(original: Any, situation: Situation) -> Any:
+def make_hidden(original: Any, state: TraceState) -> Any:
     """A method whose allocations the log does not count."""
 
     def propagate(self: Any, *args: Any, **options: Any) -> Any:
-        with situation.log.hidden():
+        with state.log.hide_allocations():
             return original(self, *args, **options)
 
     return propagate
@@ -154,7 +154,7 @@ def is_half_under_autocast(value: Any) -> bool:
     )
 
 
-def wide_layer_norm(original: Any, _: Situation) -> Any:
+def make_fp32_layer_norm(original: Any, _: TraceState) -> Any:
     """Layer norm in fp32 under autocast, as CUDA's list has it."""
 
     def layer_norm(
@@ -162,8 +162,8 @@ def wide_layer_norm(original: Any, _: Situation) -> Any:
     ) -> torch.Tensor:
         if not is_half_under_autocast(input):
             return original(input, normalized_shape, weight, bias, eps)
-        wide = [None if one is None else one.float() for one in (weight, bias)]
+        parameters = [None if one is None else one.float() for one in (weight, bias)]
         with torch.autocast("cpu", enabled=False):
-            return original(input.float(), normalized_shape, *wide, eps)
+            return original(input.float(), normalized_shape, *parameters, eps)
 
     return layer_norm

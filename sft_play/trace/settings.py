@@ -18,7 +18,7 @@ class TraceUnavailable(Exception):
 
 
 # The two ways of this toolkit's own attention.
-BY_BOUNDARIES = ("varlen", "one_by_one")
+VARLEN_ATTENTIONS = ("varlen", "one_by_one")
 
 
 @dataclass(frozen=True)

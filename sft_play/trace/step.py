@@ -19,155 +19,155 @@ from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, patches, replacements
-from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
-from sft_play.trace.storages import Peaks, StorageLog, replay
+from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
     cannot run it on fake tensors."""
     start = time.perf_counter()
-    with situated(settings) as (run, skeleton):
-        run.whole(skeleton)
-    peaks, other = run.replayed()
+    with trace_context(settings) as (loop, skeleton):
+        loop.run(skeleton)
+    peaks, other_peaks = loop.replay_peaks()
     return TracedPeak(
         allocated=peaks.allocated,
         reserved=peaks.reserved,
-        reserved_either=max(peaks.reserved, other.reserved),
+        reserved_either=max(peaks.reserved, other_peaks.reserved),
         phases=peaks.phases,
-        resident=peaks.after["build"],
+        resident=peaks.allocated_after["build"],
         seconds=round(time.perf_counter() - start, 3),
     )
 
 
-def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> StorageLog:
+def record_step(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> StorageLog:
     """The events of the step. For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real
     group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
-    with situated(settings, real=real, mesh=mesh) as (run, skeleton):
-        run.whole(skeleton)
-    return run.log
+    with trace_context(settings, real=real, mesh=mesh) as (loop, skeleton):
+        loop.run(skeleton)
+    return loop.log
 
 
 @contextlib.contextmanager
-def situated(
+def trace_context(
     settings: StepSettings, *, real: bool = False, mesh: Any = None, depth: int | None = None
-) -> Iterator[tuple[Loop, Any]]:
+) -> Iterator[tuple[TracedLoop, Any]]:
     """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
     the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
-    if settings.kernels not in build.KERNELS:
+    if settings.kernels not in build.KERNEL_CONTEXTS:
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
     from sft_play.training.model import sdpa
 
-    loop = LOOPS[type(settings)]
-    log = loop.log_of(workspace=functools.partial(kernels.workspace, on_gpu=settings.on_gpu))
+    loop_class = LOOP_CLASSES[type(settings)]
+    log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
-        stack.enter_context(_collected())
-        stack.enter_context(_library_faults())
-        situation = replacements.Situation(settings, log)
-        log.is_padded = lambda: situation.mask == "padded"
-        stack.enter_context(patches.installed(situation))
+        stack.enter_context(_silence_libraries())
+        stack.enter_context(_pause_garbage_collection())
+        stack.enter_context(_convert_library_errors())
+        state = replacements.TraceState(settings, log)
+        log.is_padded = lambda: state.active_mask == "padded"
+        stack.enter_context(patches.install_patches(state))
         stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
-        model = build.skeleton(settings, depth=depth)
-        stack.enter_context(build.without_packages(build.base_of(model), settings))
-        stack.enter_context(build.KERNELS[settings.kernels](model))
+        model = build.build_skeleton(settings, depth=depth)
+        stack.enter_context(build.use_class_functions(build.base_model(model), settings))
+        stack.enter_context(build.KERNEL_CONTEXTS[settings.kernels](model))
         if _is_sharded(settings) and mesh is None:
             from sft_play.trace import ranks
 
-            mesh = stack.enter_context(ranks.fake_group(settings.world))
+            mesh = stack.enter_context(ranks.fake_device_mesh(settings.world))
         # the log is entered last: it must see operators before the fake mode does
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        yield loop(situation, mesh), model
+        yield loop_class(state, mesh), model
 
 
-class Loop:
+class TracedLoop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
-    log_of = StorageLog
+    log_class = StorageLog
 
-    def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
-        self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
+    def __init__(self, state: replacements.TraceState, mesh: Any) -> None:
+        self.settings, self.log, self.state, self.mesh = state.settings, state.log, state, mesh
 
-    def whole(self, skeleton: Any) -> None:
+    def run(self, skeleton: Any) -> None:
         """Run it with this model."""
         settings, log = self.settings, self.log
-        model = self.loaded(skeleton)
+        model = self.load_model(skeleton)
         log.empty_cache()
-        log.mark("prepare")
-        buckets = self.buckets(model)
+        log.start_phase("prepare")
+        buckets = self.make_bucket_hook(model)
         workspace = cublas_workspace(settings.capability) if settings.on_gpu else 0
-        log.born(workspace)  # the thread that runs forward
-        optimizer = self.optimizer(model)
+        log.record_alloc(workspace)  # the thread that runs forward
+        optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):
             for micro in range(settings.grad_accum):
-                log.mark("forward", step)
-                with self.synchronised(model, micro == settings.grad_accum - 1):
-                    self.passes(model, step, settings.seq_len)
+                log.start_phase("forward", step)
+                with self.gradient_sync(model, micro == settings.grad_accum - 1):
+                    self.run_micro_step(model, step, settings.seq_len)
                 if step == micro == 0:
-                    log.born(workspace)  # autograd's own thread
+                    log.record_alloc(workspace)  # autograd's own thread
                 buckets()
-            log.mark("optimizer", step)
-            self.update(model, optimizer)
+            log.start_phase("optimizer", step)
+            self.optimizer_step(model, optimizer)
         if settings.eval_batch:
             log.empty_cache()  # as the trainer does between the moments of a run
-            log.mark("evaluation", settings.optimizer_steps - 1)
-            self.evaluates(model, settings.eval_batch, settings.seq_len)
-        log.mark("end", settings.optimizer_steps - 1)
+            log.start_phase("evaluation", settings.optimizer_steps - 1)
+            self.evaluate_batch(model, settings.eval_batch, settings.seq_len)
+        log.start_phase("end", settings.optimizer_steps - 1)
 
-    def loaded(self, skeleton: Any) -> Any:
+    def load_model(self, skeleton: Any) -> Any:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
-            model = build.furnish(skeleton, self.settings)
-            with self.log.hidden():
+            model = build.load_skeleton(skeleton, self.settings)
+            with self.log.hide_allocations():
                 build.fill_buffers(model)
             return model
         from sft_play.trace import ranks
 
-        with self.log.hidden():
-            model = build.furnish(skeleton, self.settings)
-            largest = ranks.largest_unit(model, self.settings)
-            model = ranks.DIVIDED[self.settings.strategy](model, self.settings, self.mesh)
-        self.log.passing((largest,))
-        for tensor in ranks.shards(model):
-            self.log.see(tensor)
+        with self.log.hide_allocations():
+            model = build.load_skeleton(skeleton, self.settings)
+            largest = ranks.largest_unit_bytes(model, self.settings)
+            model = ranks.SHARDING_FUNCTIONS[self.settings.strategy](model, self.settings, self.mesh)
+        self.log.record_temporary((largest,))
+        for tensor in ranks.local_tensors(model):
+            self.log.record_tensor(tensor)
         return model
 
-    def buckets(self, model: Any) -> Callable[[], None]:
+    def make_bucket_hook(self, model: Any) -> Callable[[], None]:
         """What DDP does after a backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
         from sft_play.trace import ranks
 
-        return ranks.Buckets(model, self.log).after_backward
+        return ranks.GradientBuckets(model, self.log).after_backward
 
-    def optimizer(self, model: Any) -> Any:
+    def create_optimizer(self, model: Any) -> Any:
         """The optimizer of the run."""
         return make_optimizer(self.settings, model, self.log)
 
-    def batch(self, rows: int, length: int) -> dict[str, Any]:
+    def make_batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
-        is_packed = self.situation.mask == "packed"
-        is_flat = is_packed and self.settings.attention in ("flash_attention_2", *BY_BOUNDARIES)
+        is_packed = self.state.active_mask == "packed"
+        is_flat = is_packed and self.settings.attention in ("flash_attention_2", *VARLEN_ATTENTIONS)
         shape = (1, rows * length) if is_flat else (rows, length)
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
         if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
-        elif self.situation.mask == "positions":
+        elif self.state.active_mask == "positions":
             batch["position_ids"] = torch.zeros((1, length), dtype=torch.long)
-        elif self.situation.mask != "none":
+        elif self.state.active_mask != "none":
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if is_flat:
             ends = torch.zeros(rows + 1, dtype=torch.int32)
             batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
-            if self.settings.attention in BY_BOUNDARIES:
+            if self.settings.attention in VARLEN_ATTENTIONS:
                 batch["chat_lengths"] = (length,) * rows
         return batch
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    def compute_loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """The loss of a batch."""
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
@@ -177,7 +177,7 @@ class Loop:
             return model(**batch, use_cache=False).loss
 
     @contextlib.contextmanager
-    def synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+    def gradient_sync(self, model: Any, is_last: bool) -> Iterator[None]:
         """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
         if is_last or self.settings.sync_each_batch or not _is_sharded(self.settings):
             yield
@@ -186,15 +186,15 @@ class Loop:
             yield
             model.set_requires_gradient_sync(True)
 
-    def passes(self, model: Any, step: int, length: int) -> None:
+    def run_micro_step(self, model: Any, step: int, length: int) -> None:
         """A micro-batch of rows of this length, forwards and backwards."""
-        loss = self.loss(model, self.batch(self.settings.micro_batch, length))
+        loss = self.compute_loss(model, self.make_batch(self.settings.micro_batch, length))
         if self.settings.grad_accum > 1:
             loss = loss / self.settings.grad_accum
-        self.log.mark("backward", step)
+        self.log.start_phase("backward", step)
         loss.backward()
 
-    def update(self, model: Any, optimizer: Any) -> None:
+    def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """The end of a step."""
         if self.settings.clip:
             trained = [one for one in model.parameters() if one.requires_grad]
@@ -202,22 +202,22 @@ class Loop:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def evaluates(self, model: Any, rows: int, length: int) -> None:
+    def evaluate_batch(self, model: Any, rows: int, length: int) -> None:
         """A pass of an evaluation."""
         model.eval()
-        self.situation.evaluating = True
+        self.state.is_evaluating = True
         with torch.no_grad():
-            self.loss(model, self.batch(rows, length))
-        self.situation.evaluating = False
+            self.compute_loss(model, self.make_batch(rows, length))
+        self.state.is_evaluating = False
         model.train()
 
-    def replayed(self) -> tuple[Peaks, Peaks]:
+    def replay_peaks(self) -> tuple[ReplayPeaks, ReplayPeaks]:
         """Peaks in the allocator's two modes, fixed-size segments and expandable ones."""
         return replay(self.log.events), replay(self.log.events, expandable_segments=True)
 
 
 # The loop of each kind of settings; benchmarks add that of other scripts.
-LOOPS: dict[type[StepSettings], type[Loop]] = {StepSettings: Loop}
+LOOP_CLASSES: dict[type[StepSettings], type[TracedLoop]] = {StepSettings: TracedLoop}
 
 
 def _is_sharded(settings: StepSettings) -> bool:
@@ -225,25 +225,25 @@ def _is_sharded(settings: StepSettings) -> bool:
 
 
 # In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32.
-_WIDE = "_wide_embeddings"
+_WIDE_EMBEDDINGS_SUFFIX = "_wide_embeddings"
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    states: dict[str, Callable[[int], tuple[int, ...]]] = {
+    state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
         "adamw_8bit": fakes.adam_8bit_states,
         "paged_adamw_8bit": fakes.paged_adam_8bit_states,
         "lion_32bit_bnb": lambda elements: (4 * elements,),
         "none": lambda elements: (),
     }
-    name, wide = settings.optimizer.removesuffix(_WIDE), list[Any]()
-    states["lion_8bit"] = lambda elements: fakes.adam_8bit_states(elements)[::2]
+    name, fp32_weights = settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
+    state_sizes["lion_8bit"] = lambda elements: fakes.adam_8bit_states(elements)[::2]
     if name != settings.optimizer:
-        wide = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-    if name in states:
+        fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    if name in state_sizes:
         count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
-        return fakes.StateOptimizer(trained, states[name], log, wide={id(one): count for one in wide})
+        return fakes.FakeStateOptimizer(trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights})
     if name == "muon":
         from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of
 
@@ -261,7 +261,7 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _library_faults() -> Iterator[None]:
+def _convert_library_errors() -> Iterator[None]:
     """Turn an exception from inside a library into TraceUnavailable; our own keep their traceback."""
     try:
         yield
@@ -280,7 +280,7 @@ def _library_faults() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """No garbage collection in between: its timing depends on what this process did before, and so would peaks."""
     gc.collect()
     was_enabled = gc.isenabled()
@@ -293,12 +293,12 @@ def _collected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
+def _silence_libraries() -> Iterator[None]:
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)

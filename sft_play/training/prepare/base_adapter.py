@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, run_of
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.files import digest_of
+from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder, base_weights_identity
 from sft_play.log import one_line
@@ -50,7 +50,7 @@ def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
     _require_base(config, model_spec, folder, data.get("weights") or {})
     require_sealed(folder)
     tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
-    digest = digest_of(folder / WEIGHTS_FILE)
+    digest = file_digest(folder / WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
     return Origin(folder, digest, run[0].name if run else None, note)
 
