@@ -562,7 +562,7 @@ def test_a_swap_that_was_killed_is_ended_by_the_next_save(tmp_path):
     folder = save(tmp_path / "out", 0)
     folder.rename(tmp_path / ".out.before")
     (tmp_path / ".out.building").mkdir()
-    atomic.bring_back(folder)
+    atomic.restore_backup(folder)
     assert torch.equal(weights(folder), tiny(0).state_dict()["model.embed_tokens.weight"])
     save(folder, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

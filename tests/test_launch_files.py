@@ -19,7 +19,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.files import from_here
+from sft_play.files import relative_to_cwd
 from sft_play.launch.accelerate import (
     PROJECT_FILE,
     AccelerateConfig,
@@ -558,7 +558,7 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     code, printed = command(
         "plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(path), *words
     )
-    assert f"make train-deepspeed CONFIG={from_here(config)} DEEPSPEED_CONFIG={from_here(path)}" in printed
+    assert f"make train-deepspeed CONFIG={relative_to_cwd(config)} DEEPSPEED_CONFIG={relative_to_cwd(path)}" in printed
 
 
 def test_a_plan_refuses_a_wrong_deepspeed_file(command, tmp_path):

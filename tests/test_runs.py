@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
-from sft_play.files import from_here
+from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import lookup as creation
 from sft_play.runs.files import keep_metrics_until, write_json
@@ -509,11 +509,11 @@ def test_a_path_is_named_from_the_current_folder_on_by_whatever_links(tmp_path, 
         "not/there": [real / "not" / "there"],
     }
     for name, paths in inside.items():
-        assert {str(from_here(path)) for path in paths} == {name}
+        assert {str(relative_to_cwd(path)) for path in paths} == {name}
     for path in (Path("../my.yaml"), tmp_path / "my.yaml", tmp_path, Path("/"), Path("/not/here")):
-        assert from_here(path) == path
+        assert relative_to_cwd(path) == path
     (real / "outputs").rmdir()
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert from_here(real / "my.yaml") == real / "my.yaml"
+    assert relative_to_cwd(real / "my.yaml") == real / "my.yaml"

@@ -28,7 +28,7 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise_format, to_example
 from sft_play.data.sources.raw import RawRow
 from sft_play.errors import DataError
-from sft_play.files import locked
+from sft_play.files import hold_lock
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import ROOT, chat
 
@@ -283,7 +283,7 @@ class TestCache:
             flock(file, how)
 
         monkeypatch.setattr(fcntl, "flock", without)
-        with locked(tmp_path / "one.lock", waiting="waiting"):
+        with hold_lock(tmp_path / "one.lock", waiting="waiting"):
             assert "does not support locks (No locks available)" in caplog.text
             assert "SFT_PLAY_CACHE" in caplog.text
             with Path(taken[0]).open("a") as other, pytest.raises(BlockingIOError):

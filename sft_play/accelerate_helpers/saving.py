@@ -112,7 +112,7 @@ def _told_to_stop() -> Iterator[None]:
 
 # --- folders ----------------------------------------------------------------------------------------------------------
 def _begin(path: Path, aside: Path) -> None:
-    atomic.bring_back(path)
+    atomic.restore_backup(path)
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is not a folder")
     if path.is_dir() and any(path.iterdir()) and not any((path / mark).is_file() for mark in _MARKS):
@@ -133,7 +133,7 @@ def _swap(aside: Path, path: Path) -> None:
         left = own.union(_MARKS, (item.name for item in aside.iterdir()))
         shutil.copytree(path, aside, symlinks=True, ignore=lambda folder, _: left if folder == str(path) else (),
                         copy_function=_link, dirs_exist_ok=True)  # fmt: skip
-    atomic.put(aside, path)
+    atomic.move_into_place(aside, path)
 
 
 def _link(source: str, target: str) -> None:

@@ -20,7 +20,7 @@ from sft_play.facts.gpus.gpu_catalog import Price, load_prices, lowest_prices, f
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
-from sft_play.files import from_here
+from sft_play.files import relative_to_cwd
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import CPU_PARAMS, machine_for
@@ -209,7 +209,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None)
     verb = "train-deepspeed" if deepspeed else "train-distributed" if spreads else "train"
     words = ["make", verb, f"CONFIG={loaded.path}"]
     if deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={from_here(deepspeed)}")
+        words.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed)}")
     elif spreads:
         words.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:

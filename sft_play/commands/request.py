@@ -23,7 +23,7 @@ from sft_play.config.yaml_io import parse_value
 from sft_play.data.sources.files import list_parts, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
-from sft_play.files import from_here
+from sft_play.files import relative_to_cwd
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
@@ -179,7 +179,7 @@ _CONFIGS = Path("configs")
 
 def _config_path(text: str) -> Path:
     """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
-    path = from_here(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
+    path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path

@@ -85,7 +85,7 @@ class OutputFolder:
         outdated = [name for name in self._names if name not in self._open and record.pop(name, None) is not None]
         record |= {name: _digest(file.aside) for name, file in self._open.items()}
         # the record is written before anything is renamed, so that a full disk leaves all as it was; it is renamed last
-        with atomic.replacing(self.path / RECORD) as part:
+        with atomic.replace_path(self.path / RECORD) as part:
             part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             for name in outdated:
                 (self.path / name).unlink(missing_ok=True)

@@ -22,45 +22,45 @@ ROOT = Path(__file__).resolve().parents[2]
 def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     """`SFT_PLAY_CACHE`, or `~/.cache/sft-play`."""
     environment = os.environ if environment is None else environment
-    given = environment.get("SFT_PLAY_CACHE")
-    return Path(given).expanduser() if given else Path("~/.cache/sft-play").expanduser()
+    cache_setting = environment.get("SFT_PLAY_CACHE")
+    return Path(cache_setting).expanduser() if cache_setting else Path("~/.cache/sft-play").expanduser()
 
 
-def from_here(path: Path) -> Path:
+def relative_to_cwd(path: Path) -> Path:
     """A path as messages and commands show it: from the current folder on where it lies in it, by whatever links, else
     as it is."""
     with contextlib.suppress(OSError):  # the current folder is gone
-        here = Path.cwd()
+        current = Path.cwd()
         for parent in path.parents if path.is_absolute() else ():
-            if parent.exists() and parent.samefile(here):
+            if parent.exists() and parent.samefile(current):
                 return path.relative_to(parent)
     return path
 
 
 # Errors of a file system that has no locks, as network file systems may be mounted.
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, waiting: str) -> Iterator[None]:
+def hold_lock(path: Path, *, waiting: str) -> Iterator[None]:
     """Hold the lock on this file; logs `waiting` where another process holds it. Where the file system has no locks,
     only the processes of this machine wait for each other."""
     # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
-    with path.open("a") as file, contextlib.ExitStack() as held:
+    with path.open("a") as file, contextlib.ExitStack() as fallback:
         try:
-            _take(file, waiting)
+            _acquire_lock(file, waiting)
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in NO_LOCKS_ERRNOS:
                 raise
-            words = "two machines must not write there at the same time; SFT_PLAY_CACHE can name a local folder"
-            logger.warning("%s: the file system does not support locks (%s): %s", path.parent, error.strerror, words)
+            advice = "two machines must not write there at the same time; SFT_PLAY_CACHE can name a local folder"
+            logger.warning("%s: the file system does not support locks (%s): %s", path.parent, error.strerror, advice)
             name = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-            here = Path(tempfile.gettempdir()) / f"sft-play-{os.getuid()}-{name}.lock"
-            _take(held.enter_context(here.open("a")), waiting)
+            local_lock = Path(tempfile.gettempdir()) / f"sft-play-{os.getuid()}-{name}.lock"
+            _acquire_lock(fallback.enter_context(local_lock.open("a")), waiting)
         yield
 
 
-def _take(file: TextIO, waiting: str) -> None:
+def _acquire_lock(file: TextIO, waiting: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

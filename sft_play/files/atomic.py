@@ -10,48 +10,48 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
+def replace_path(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
     """The path to write a file or a folder to, which gets the name `path` at the end; removed where the block raises.
-    `aside`: that path (None: a new hidden one beside `path`); what a killed one left there is removed first."""
+    `temporary`: that path (None: a new hidden one beside `path`); what a killed one left there is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = aside or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    remove(aside)
+    temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    remove(temporary)
     try:
-        yield aside
-        put(aside, path)
+        yield temporary
+        move_into_place(temporary, path)
     except BaseException:
-        remove(aside)
+        remove(temporary)
         raise
 
 
 def write(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file in UTF-8; `errors`: as in `open`."""
-    with replacing(path) as aside:
-        aside.write_text(text, encoding="utf-8", errors=errors)
+    with replace_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors=errors)
 
 
-def put(written: Path, path: Path, *, before: Path | None = None) -> None:
-    """Rename a file or folder onto `path`. A folder that is there is renamed to `before` (None: .NAME.before beside it)
+def move_into_place(source: Path, path: Path, *, backup: Path | None = None) -> None:
+    """Rename a file or folder onto `path`. A folder that is there is renamed to `backup` (None: .NAME.before beside it)
     for that moment, brought back where the other rename fails, and removed where it does not."""
     if not path.is_dir():
-        written.rename(path)
+        source.rename(path)
         return
-    before = before or path.with_name(f".{path.name}.before")
-    remove(before)
-    path.rename(before)
+    backup = backup or path.with_name(f".{path.name}.before")
+    remove(backup)
+    path.rename(backup)
     try:
-        written.rename(path)
+        source.rename(path)
     except BaseException:
-        before.rename(path)
+        backup.rename(path)
         raise
-    remove(before)
+    remove(backup)
 
 
-def bring_back(path: Path) -> None:
-    """Give a folder its name back where `put` was killed between its two renames."""
-    before = path.with_name(f".{path.name}.before")
-    if before.is_dir() and not path.exists():
-        before.rename(path)
+def restore_backup(path: Path) -> None:
+    """Give a folder its name back where `move_into_place` was killed between its two renames."""
+    backup = path.with_name(f".{path.name}.before")
+    if backup.is_dir() and not path.exists():
+        backup.rename(path)
 
 
 def remove(path: Path) -> None:

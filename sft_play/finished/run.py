@@ -235,7 +235,7 @@ def _is_of(path: Path, named: str | bytes | None) -> bool:
 def built_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which takes its place once it is whole; else what was there stays. Raises
     ConfigError where the disk is full, or nothing can be written there."""
-    with writing(target), atomic.replacing(target) as building:
+    with writing(target), atomic.replace_path(target) as building:
         building.mkdir()
         yield building
 

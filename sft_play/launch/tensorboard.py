@@ -32,7 +32,7 @@ import psutil
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.network import is_local
-from sft_play.files import cache_dir, locked
+from sft_play.files import cache_dir, hold_lock
 from sft_play.log import one_line, redact
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
@@ -166,7 +166,7 @@ def start(
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         # Two that start at once would both find the same port free, and no TensorBoard over the folder.
-        with locked(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
+        with hold_lock(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
             present = next((one for one in running() if (one.logdir, one.host) == (place, host)), None)
             if present is not None and _answers(present.url, place):
                 ends = "; it ends with its run" * (present.is_of_run and not ends_with_me)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from sft_play.files import atomic, cache_dir, locked
+from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.units import GIB
 
@@ -164,7 +164,7 @@ def add(measured: Measured) -> None:
     path = record_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
+        with hold_lock(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
             lines = [json.dumps(asdict(run)) for run in [*load(), measured][-KEPT:]]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 

@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.config.load import config_from_text, resolved
 from sft_play.config.schema import HUB_KERNEL, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.files import from_here
+from sft_play.files import relative_to_cwd
 from sft_play.log import one_line
 from sft_play.runs.files import metric_lines, read_json, write_json
 
@@ -71,7 +71,7 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         """Name the folder in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path."""
-        object.__setattr__(self, "path", from_here(self.path))
+        object.__setattr__(self, "path", relative_to_cwd(self.path))
 
     def of_stage(self, name: str, *, is_last: bool = False) -> RunFolder:
         """The folder of a stage."""

@@ -33,7 +33,7 @@ from sft_play.data.sources.files import AnySource, FilePart, source_digest, list
 from sft_play.data.sources.formats import Example, RowFormat, content_digest, digest_share, detect_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
-from sft_play.files import atomic, cache_dir, locked
+from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.process.waiting import Waiting, waiting
 
 # The rows of a source, and those of it that are split off for validation.
@@ -90,7 +90,7 @@ def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str =
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_name(f"{folder.name}.lock"), waiting=_WAITING):
+        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting=_WAITING):
             return _load(folder) or _make(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
@@ -173,7 +173,7 @@ def _load(folder: Path) -> Built | None:
 
 def _make(folder: Path, parts: Sequence[FilePart], recipe: Recipe, split: str, workers: int | str) -> Built:
     # always the same place: nobody else writes there, since the caller holds the lock
-    with atomic.replacing(folder, aside=folder.with_name(f"{folder.name}.part")) as aside:
+    with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as aside:
         aside.mkdir()
         files, stats = _rows_of(aside, parts, recipe, split, workers)
         if recipe.documents:

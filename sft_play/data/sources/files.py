@@ -92,7 +92,7 @@ class DataPaths:
 @dataclass(frozen=True)
 class FilePart:
     """A file, or a piece of one, that one process can read: picklable. `kind` is "auto" until the file was looked at.
-    [start, end) are bytes of lines or row groups of Parquet; `first` is the number of the first line or row. `split`
+    [start, end) are bytes of lines or row groups of Parquet; `first_number` is that of the first line or row. `split`
     picks one of a data set that has several."""
 
     name: str

@@ -194,7 +194,7 @@ class JsonWindow:
         self._line, self._column, self._scanned = 1, 1, 0
 
     def read_more(self, min_chars: int = 1) -> bool:
-        """Drop what the position has passed and read `wanted` characters or more; False at the end of the file."""
+        """Drop what the position has passed and read `min_chars` characters or more; False at the end of the file."""
         self.line_and_column()  # counts the line ends that are dropped
         self.text, self.position, self._scanned = self.text[self.position :], 0, 0
         pieces, count = [self.text], 0

@@ -77,7 +77,7 @@ def unpack_json(value: Any, opening: str) -> Any:
 
 
 def map_texts(value: Any, change: Callable[[str], str], *, skipped_keys: Collection[str] = ()) -> Any:
-    """A copy of a value of JSON with every text changed, those below the keys `but` left as they are."""
+    """A copy of a value of JSON with every text changed, those below `skipped_keys` left as they are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -273,8 +273,8 @@ _WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
 def find_piece_end(text: str, limit: int) -> int:
-    """Where a text of more than `most` characters is best cut: after a paragraph, a line or a word of the second half
-    of them, the last such place; at `most` where there is none."""
+    """Where a text of more than `limit` characters is best cut: after a paragraph, a line or a word of the second half
+    of them, the last such place; at `limit` where there is none."""
     for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
         end = 0
         for match in pattern.finditer(text, limit // 2, limit + 1):  # + 1 for what a lookahead has to see

@@ -133,7 +133,7 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
     queries = {"name": "nvmlDeviceGetName", "UUID": "nvmlDeviceGetUUID", "memory": "nvmlDeviceGetMemoryInfo",
              "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
     answers = {fact: _try_query(nvml, name, handle) for fact, name in queries.items()}
-    errors = {what: error for what, (answer, error) in answers.items() if answer is None}
+    errors = {fact: error for fact, (answer, error) in answers.items() if answer is None}
     name, uuid = answers["name"][0], answers["UUID"][0]
     memory = _read_memory(nvml, handle)
     is_memory_unsupported = _is_error_kind(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(queries)
@@ -162,7 +162,7 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
         mig_enabled=bool(mig_mode[0]) if mig_mode else True if instances else None,
         instances=instances,
         trouble=_error_text(fatal_errors[0]) if fatal_errors else None,
-        withheld={what: _error_text(error) for what, error in errors.items()},
+        withheld={fact: _error_text(error) for fact, error in errors.items()},
         **memory,
         compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
         bf16=capability >= BF16_CAPABILITY if capability else None,

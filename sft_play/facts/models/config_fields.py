@@ -167,7 +167,7 @@ class ConfigFields:
             rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.model_type)})"
             raise self._field_error(key, value, rule)
         # a limit is listed under one of a field's names
-        field_name = next((field_name for field_name, others in FIELD_ALIASES.items() if key in others), key)
+        field_name = next((field_name for field_name, aliases in FIELD_ALIASES.items() if key in aliases), key)
         maximum = MAX_SIZES.get(field_name, _MAX_OTHER_SIZE)
         if value > maximum:
             raise self._field_error(key, value, f"no model is that large (the limit is {maximum:,})")

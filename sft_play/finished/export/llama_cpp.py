@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.files import ROOT, atomic, cache_dir, locked
+from sft_play.files import ROOT, atomic, cache_dir, hold_lock
 from sft_play.log import one_line
 from sft_play.process import signals
 
@@ -87,12 +87,12 @@ def _cached() -> Converter:
     except OSError as error:
         why = f"({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
         raise ConfigError(f"the cache {folder} cannot be created {why}") from None
-    with locked(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
+    with hold_lock(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
         # looked for again: another process may have unpacked it while this one waited for the lock
         if (final / CONVERTER).is_file():
             return converter
         # always the same name, since this process holds the lock: what a killed one left is removed
-        with atomic.replacing(final, aside=folder / ".building") as building:
+        with atomic.replace_path(final, temporary=folder / ".building") as building:
             fetched = building / "fetched"
             unpack(_download(fetched), building)
             shutil.rmtree(fetched, ignore_errors=True)

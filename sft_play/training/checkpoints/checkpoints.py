@@ -72,7 +72,7 @@ def commit(
     seal(written, moved=moved)
     flush(written)  # a rename can outlive a power cut that what it names does not
     final = folder / written.name
-    atomic.put(written, final, before=folder / f"{STAGING}-old")
+    atomic.move_into_place(written, final, backup=folder / f"{STAGING}-old")
     with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
         flush(folder, below=False)
     with contextlib.suppress(OSError):

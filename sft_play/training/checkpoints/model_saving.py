@@ -47,7 +47,7 @@ def save_model(
     steps taken, after more than one of which a lora_B is not zero; `moved` is called with the bytes that are read back;
     `weights`: options of `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the
     model holds."""
-    with atomic.replacing(path, aside=path.with_name(f".{path.name}.building")) as building:
+    with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as building:
         write_weights(model, building, **weights)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(building)
