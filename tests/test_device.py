@@ -68,14 +68,17 @@ CASES: dict[str, tuple[dict[str, str], NvmlStatus, dict[str, str], tuple[str, ..
     "no driver": (pci("0000:41:00.0", "0x10de", "0x030200"), NO, {}, ("1 NVIDIA GPU on the PCI", "or update")),
     "WSL": ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, NO, {}, ("WSL's /dev/dxg", "below WSL that of")),
     "hidden by a number that names none": (
-        NVIDIA_S, NvmlStatus(2), {"CUDA_VISIBLE_DEVICES": "7"}, ("2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7", "unset it")),
-    "split without an instance": (NVIDIA_S, NvmlStatus(1), {}, ("an NVIDIA GPU, and none that can be used", "mig -cgi")),
+        NVIDIA_S, NvmlStatus(2), {"CUDA_VISIBLE_DEVICES": "7"},
+        ("2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7", "unset it")),
+    "split without an instance": (
+        NVIDIA_S, NvmlStatus(1), {}, ("an NVIDIA GPU, and none that can be used", "mig -cgi")),
     "AMD and Intel": (
         {**pci("0000:03:00.0", "0x1002", "0x030000", MIN_VRAM), **pci("0000:04:00.0", "0x1002", "0x120000"),
          **pci("0000:05:00.0", "0x8086", "0x030000")}, NvmlStatus(), {},
         ("2 AMD GPUs on the PCI bus (0000:03:00.0) and 1 Intel GPU on the PCI bus (0000:05:00.0)",
          "runs are planned for NVIDIA's GPUs and for CPUs")),
-    "AMD without its driver": (pci("0000:03:00.0", "0x1002", "0x038000"), NvmlStatus(), {}, ("1 AMD", "nothing is known")),
+    "AMD without its driver": (
+        pci("0000:03:00.0", "0x1002", "0x038000"), NvmlStatus(), {}, ("1 AMD", "nothing is known")),
     "AMD's variable hides nothing of NVIDIA's": (NVIDIA_S, NO, {"HIP_VISIBLE_DEVICES": ""}, ("NVML says no",)),
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ class PublishedRun:
 def read_runs(path: Path, *, config_of: ConfigOf | None = None) -> list[PublishedRun]:
     """The rows of a CSV file as runs, in its order; whole adapter configs are taken from a JSONL beside it.
 
-    `language_model_config` answers a model's config.json by its name, or raises ModelError. Raises ConfigError where the file
+    `config_of` answers a model's config.json by its name, or raises ModelError. Raises ConfigError where the file
     cannot be read, is no CSV, or lacks one of COLUMNS.
     """
     rows = read_rows(path)

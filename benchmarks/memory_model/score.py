@@ -345,7 +345,7 @@ def score(
 ) -> ScoreReport:
     """Trace the rows of a CSV file of measured peaks and compare; the JSON goes to `out` where one is given.
 
-    `progress` hears a line for each new trace. `trace` and `language_model_config` are the tracer and the finder of configs, unless
+    `progress` hears a line for each new trace. `trace` and `config_of` are the tracer and the finder of configs, unless
     given. Raises ConfigError where the file cannot be read as a table of peaks or `out` cannot be written.
     """
     started = time.monotonic()

@@ -79,8 +79,8 @@ class ScriptAllocator(CachingAllocator):
     def _reserve_bytes(self, nbytes: int) -> None:
         if self.capacity is not None and self.reserved_bytes + nbytes > self.capacity:
             raise SimulatedOutOfMemory(
-                f"{self.reserved_bytes} bytes are reserved ({self.allocated_bytes} in use); {nbytes} more do not fit into "
-                f"{self.capacity}"
+                f"{self.reserved_bytes} bytes are reserved ({self.allocated_bytes} in use); {nbytes} more do not "
+                f"fit into {self.capacity}"
             )
         super()._reserve_bytes(nbytes)
 

@@ -71,7 +71,8 @@ def _make_reader(
 
 _read_memory = _make_reader(
     rf"(?i){_NUMBER}\s*([KMGT]?)(i?b|i)",
-    lambda match: (_BINARY_UNITS[match[2].upper() + "i"] if "i" in match[3].lower() else _DECIMAL_UNITS[match[2].upper()]),
+    lambda match: (_BINARY_UNITS[match[2].upper() + "i"] if "i" in match[3].lower()
+                   else _DECIMAL_UNITS[match[2].upper()]),
     2**20, 2**50, "a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB",
 )  # fmt: skip
 _read_speed = _make_reader(
@@ -213,6 +214,7 @@ def _apply_count(spec: MachineSpec, key: str, field_name: str, text: str, prefix
     total = count * (spec.nodes if field_name == "per_node" else spec.per_node)
     if spec.gpu is None or getattr(spec, field_name) != 1 or not 1 <= total <= MAX_GPUS:
         raise HardwareError(
-            f"{prefix}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does not have"
+            f"{prefix}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does "
+            "not have"
         )
     return replace(spec, per_node=count) if field_name == "per_node" else replace(spec, nodes=count)

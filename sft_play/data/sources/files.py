@@ -148,8 +148,8 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     if missing_defaults:
         target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(TEXT_TRAIN) else "process"
         missing.append(
-            f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first, or set data.train_path to "
-            "your own file, for which val_path and test_path have no defaults"
+            f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first, or set "
+            "data.train_path to your own file, for which val_path and test_path have no defaults"
         )
     train = sources[0].train if sources else train
     if missing or train is None:

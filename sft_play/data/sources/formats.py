@@ -545,10 +545,14 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
     names -= _expected_columns(row_format).union(row_format.optional_columns, data.columns.values()) if row_format is not None else set()
     if first_row is not None and pending_columns and (names or not pending_columns <= optional_columns):
         missing_column = next(name for name in data.columns.values() if name in pending_columns)
-        raise DataError(f"{first_row.location}: data.columns names {one_line(missing_column)}; the columns are: {_format_columns(first_row)}")
+        raise DataError(
+            f"{first_row.location}: data.columns names {one_line(missing_column)}; the columns are: "
+            f"{_format_columns(first_row)}"
+        )
     if first_row is not None and row_format is None:
         raise DataError(
-            f"{first_row.location}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} (docs/data.md has the "
-            f"others, and what is no supervised example). {unknown_format_hint(rename_columns(first_row, data.columns).data)}"
+            f"{first_row.location}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} "
+            "(docs/data.md has the others, and what is no supervised example). "
+            f"{unknown_format_hint(rename_columns(first_row, data.columns).data)}"
         )
     return rows_read, row_format

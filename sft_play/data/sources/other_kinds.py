@@ -43,7 +43,8 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
     if tag is not None and not is_text:
         raise UnusableRow(
             f"{tag} is {str(data[tag]).strip().lower()}: {UNWANTED_REASON}",
-            f"data.on_bad_row=skip leaves such rows out and trains the wanted ones; {_train_anyway_hint(required_columns)}",
+            "data.on_bad_row=skip leaves such rows out and trains the wanted ones; "
+            f"{_train_anyway_hint(required_columns)}",
         )
     rejected = next((key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None)
     if rejected is not None:

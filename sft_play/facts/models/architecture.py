@@ -86,8 +86,8 @@ def text_only_note(config: Mapping[str, Any]) -> str:
         return ""
     model_type = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {model_type} is trained; its other parts are not loaded, and stay in merged and "
-        "fully trained models as they are published"
+        f"only the language model of this {model_type} is trained; its other parts are not loaded, and stay in merged "
+        "and fully trained models as they are published"
     )
 
 
@@ -123,7 +123,10 @@ def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
     if method is None:
         return ""
     treatment = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
-    return f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and {treatment}"
+    return (
+        f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and "
+        f"{treatment}"
+    )
 
 
 def _is_native(model_type: str) -> bool:

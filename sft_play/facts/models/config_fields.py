@@ -150,8 +150,8 @@ class ConfigFields:
         model_type = WRAPPED_TYPES.get(outer_type, outer_type) if model_type == outer_type or not isinstance(model_type, str) else model_type
         if model_type not in MODEL_FAMILIES:
             raise UnknownArchitecture(
-                f"model {one_line(name)}: model_type {one_line(model_type)} is not among the {len(MODEL_FAMILIES)} whose blocks "
-                "the plan knows without transformers"
+                f"model {one_line(name)}: model_type {one_line(model_type)} is not among the {len(MODEL_FAMILIES)} "
+                "whose blocks the plan knows without transformers"
             )
         values = normalize_field_names(CLASS_DEFAULTS[model_type]) | normalize_field_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it

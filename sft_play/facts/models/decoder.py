@@ -38,8 +38,8 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     unsupported_field = unsupported_field or next((key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None)
     if unsupported_field is not None:
         raise UnknownArchitecture(
-            f"model {one_line(name)}: config.json has {unsupported_field}: {one_line(str(fields.values[unsupported_field]))}, which the "
-            "plan does not know without transformers"
+            f"model {one_line(name)}: config.json has {unsupported_field}: "
+            f"{one_line(str(fields.values[unsupported_field]))}, which the plan does not know without transformers"
         )
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, Mapping) else {})
@@ -102,8 +102,8 @@ class _ShapeBuilder:
     def _require_multiple(self, name: str, value: int, divisor_name: str, divisor: int) -> None:
         if value % divisor:
             raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has {name}: {value} and {divisor_name}: {divisor}; the first "
-                "must be a multiple of the second"
+                f"model {one_line(self.fields.name)}: config.json has {name}: {value} and {divisor_name}: {divisor}; "
+                "the first must be a multiple of the second"
             )
 
     def _read_head_dim(self) -> int:
@@ -227,7 +227,7 @@ class _ShapeBuilder:
         kind = _ATTENTION_KINDS.get(str(layer_types[index]))
         if kind is None:
             raise UnknownArchitecture(
-                f"model {one_line(self.fields.name)}: config.json has a block of type {one_line(str(layer_types[index]))}, "
-                "which the plan does not know without transformers"
+                f"model {one_line(self.fields.name)}: config.json has a block of type "
+                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
             )
         return kind if kind == "full" or self.fields.optional_count("sliding_window") else "full"

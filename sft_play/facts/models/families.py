@@ -137,12 +137,16 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "glm": _GLM,
     "glm4": replace(_GLM, norms_per_block=4),
     "exaone4": ModelFamily(qk_norm=True, window_rule="pattern"),
-    "mixtral": ModelFamily(window_rule="all", experts=ExpertFields(width_field="intermediate_size", routes_in_fp32=True)),
+    "mixtral": ModelFamily(
+        window_rule="all", experts=ExpertFields(width_field="intermediate_size", routes_in_fp32=True)
+    ),
     "qwen3_moe": replace(_BIASED, qk_norm=True, window_rule="all", experts=ExpertFields(block_rule="sparse_step")),
     "olmoe": replace(_WIDE_NORMS, experts=ExpertFields("num_experts", "intermediate_size")),
     "gpt_oss": replace(
         _BIASED, norm="gemma", window_rule="every_2", has_sinks=True,
-        experts=ExpertFields(width_field="intermediate_size", has_router_bias=True, has_expert_bias=True, has_clamped_gate=True),
+        experts=ExpertFields(
+            width_field="intermediate_size", has_router_bias=True, has_expert_bias=True, has_clamped_gate=True
+        ),
     ),
     "glm4_moe": ModelFamily(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
 }  # fmt: skip
