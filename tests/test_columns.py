@@ -39,7 +39,7 @@ def kinds(row: dict[str, Any], **options: Any) -> dict[str, str]:
     """By each column that is not read, the kind by which it would be missed."""
     found = read(row, **options)
     assert isinstance(found, (Chat, Text)), found
-    return {name: kind for name, kind, _ in found.unused_columns}
+    return {name: kind for name, kind, _ in found.unused}
 
 
 def finding(*rows: dict[str, Any], **options: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
         assert found.verdict == "WARN"
         trained = proposed(found.found, row)
         assert [message["content"] for message in trained.messages] == ["I liked the lamp.", "positive"]
-        assert trained.unused_columns == ()
+        assert trained.unused == ()
     assert kinds({"text": "I liked the lamp.", "label": 1}) == {"label": "label"}
     assert "data.columns" not in finding({"text": "I liked the lamp.", "label": 1}).found  # a number is no answer
     assert kinds({"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}) == {
@@ -205,7 +205,7 @@ def test_the_setting_that_a_message_proposes_reads_the_column(row, more, expecte
     said = [(message["role"], message["content"]) for message in trained.messages]
     assert said[: len(expected)] == expected
     assert said[-1] == ("assistant", "The one in the hall.")
-    assert trained.unused_columns == ()
+    assert trained.unused == ()
 
 
 @pytest.mark.parametrize("row", [QA, TURNS], ids=["pair", "turns"])
@@ -217,7 +217,7 @@ def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_ma
     trained = proposed(found.found, row)
     assert trained.messages[-1]["reasoning_content"] == "The first was lit."
     assert trained.tools == tuple(TOOLS)
-    assert trained.unused_columns == ()
+    assert trained.unused == ()
 
 
 def test_think_text_of_a_column_does_not_replace_that_of_an_answer():
@@ -305,7 +305,7 @@ def test_every_source_is_looked_at_and_the_setting_that_is_proposed_reads_all(tm
 def test_an_instruction_has_its_input_and_context_without_a_mapping():
     row = {"instruction": "Sum up.", "input": "[1, 2]", "context": "a\nb", "output": "ab"}
     assert read(row).messages[0]["content"] == "Sum up.\n[1, 2]\na\nb"
-    assert read(row).unused_columns == ()
+    assert read(row).unused == ()
 
 
 def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():

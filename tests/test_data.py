@@ -43,7 +43,7 @@ def test_json_lines_and_arrays_are_read_by_content(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "c.json", "e.jsonl.gz"):
         found = rows(tmp_path / name)
         assert [row.data for row in found] == [ROW, ROW], name
-    assert [row.location for row in rows(tmp_path / "a.jsonl")] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
+    assert [row.where for row in rows(tmp_path / "a.jsonl")] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
 
 
 def test_a_folder_saved_by_datasets_is_read_split_by_split(tmp_path):
@@ -112,7 +112,7 @@ def test_a_bad_line_is_a_bad_row_with_its_place(tmp_path, line, reason):
     assert isinstance(good, RawRow)
     assert isinstance(bad, BadRow)
     assert reason in bad.reason
-    assert bad.location.endswith("x.jsonl:2")
+    assert bad.where.endswith("x.jsonl:2")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
 def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
     counts = RowStats()
     for number in range(asked):
-        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_requested=True))
+        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
     rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
     for row in rows:
         counts.count_bad(row)
@@ -101,7 +101,7 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
         stats = RowStats("f", "messages", rows=len(part))
         for number, row in enumerate(part, start=first):
             if isinstance(row, str):
-                stats.count_bad(BadRow(f"f:{number}", row, is_requested=row == "asked"))
+                stats.count_bad(BadRow(f"f:{number}", row, is_asked=row == "asked"))
                 continue
             labels = [7 if trained else IGNORED for trained in [*row[:-1], True]]
             whole = TokenRow(f"f:{number}", [7] * len(row), labels, method="prefix", notes=("odd",) * (number % 2))

@@ -79,7 +79,7 @@ class TestKinds:
         assert data_of(path) == [ROW]
         path.write_text("\n".join(json.dumps(ROW, indent=2) for _ in range(3)))
         assert data_of(path) == [ROW] * 3
-        assert [row.location.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
+        assert [row.where.rpartition(":")[2] for row in rows(path)] == ["1", "13", "25"]
         path.write_text(json.dumps(ROW, indent=2)[:-2])
         with pytest.raises(DataError, match="not valid JSON"):
             rows(path)
@@ -93,7 +93,7 @@ class TestKinds:
         for whole in ({**about, key: [item, ROW]}, {key: [item, ROW], **about}):
             path.write_text(json.dumps(whole, indent=indent))
             assert data_of(path) == [item, ROW]
-            assert [row.location for row in rows(path)] == [f"{path}:1 {key}[0]", f"{path}:1 {key}[1]"]
+            assert [row.where for row in rows(path)] == [f"{path}:1 {key}[0]", f"{path}:1 {key}[1]"]
         with gzip.open(tmp_path / "b.json.gz", "wt") as file:
             file.write(json.dumps({**about, key: [ROW]}, indent=indent))
         assert data_of(tmp_path / "b.json.gz") == [ROW]
@@ -179,14 +179,14 @@ class TestJson:
         found = rows(path)
         assert [row.data for row in found] == items
         text = path.read_text().split("\n")
-        assert all(text[int(row.location.rpartition(":")[2]) - 1].strip() == "{" for row in found)
+        assert all(text[int(row.where.rpartition(":")[2]) - 1].strip() == "{" for row in found)
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
 
     def test_rows_that_share_a_line_have_their_columns(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}]')
-        assert [row.location.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
+        assert [row.where.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
             "a.json:1",
             "a.json:1:12",
             "a.json:2",
@@ -227,7 +227,7 @@ class TestJson:
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
         first, bad, last = rows(tmp_path / "a.jsonl")
         assert message in str(bad)
-        assert bad.location.endswith("a.jsonl:2")
+        assert bad.where.endswith("a.jsonl:2")
         assert (first.data, last.data) == (ROW, ROW)
 
     def test_pairs_of_surrogates_and_marks_inside_files_are_no_faults(self, tmp_path):
@@ -301,7 +301,7 @@ class TestTables:
             {"question": 'a "b"\nc', "answer": "d"},
             {"question": "e", "answer": "f"},
         ]
-        assert [row.location.rpartition(":")[2] for row in found] == ["2", "5"]
+        assert [row.where.rpartition(":")[2] for row in found] == ["2", "5"]
         for name, mark in (("b.csv", ";"), ("c.tsv", "\t"), ("d.csv", "|")):
             (tmp_path / name).write_text(f"question{mark}answer\n1,5{mark}b\n")
             assert data_of(tmp_path / name) == [{"question": "1,5", "answer": "b"}]
@@ -315,7 +315,7 @@ class TestTables:
         path.write_text(f"{first.format(mark)}question{mark}answer\na, b; c{mark}d\ne\n".replace("a, b; c", "x"))
         found = rows(path)
         assert found[0].data == {"question": "x", "answer": "d"}
-        assert [row.location.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
+        assert [row.where.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
         assert "1 fields instead of 2" in str(found[1])
 
     def test_a_column_of_the_name_sep_is_a_header(self, tmp_path):
@@ -384,7 +384,7 @@ class TestTables:
                 writer.write_table(table, max_chunksize=900)
         found = rows(path)
         assert len(found) == 2_500
-        assert found[2_000].location == f"{path}:row 2001"
+        assert found[2_000].where == f"{path}:row 2001"
         assert found[2_000].data == {"messages": table["messages"][2_000].as_py(), "n": 2_000}  # the null is left out
         assert found[2_001].data["note"] == "x"
 
@@ -434,10 +434,10 @@ class TestParts:
     """Work that several processes share."""
 
     def same(self, source, **options):
-        whole = [(row.location, getattr(row, "data", None), str(row)) for row in rows(source)]
+        whole = [(row.where, getattr(row, "data", None), str(row)) for row in rows(source)]
         parts = parts_of(source, **options)
         parts = pickle.loads(pickle.dumps(parts))
-        pieces = [(row.location, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
+        pieces = [(row.where, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
         assert pieces == whole
         return parts
 
@@ -555,7 +555,7 @@ class TestSources:
         lines(tmp_path / "z.jsonl", {"text": "line"})
         assert [row["text"] for row in data_of(tmp_path)] == ["saved", "line"]
         found = rows(tmp_path / "set")
-        assert found[0].location == f"{tmp_path}/set:row 1"
+        assert found[0].where == f"{tmp_path}/set:row 1"
 
     def test_a_saved_data_set_with_json_columns_is_decoded(self, tmp_path):
         import datasets
@@ -611,7 +611,7 @@ class TestHub:
     def test_rows_are_streamed_and_named(self, hub):
         hub({"train": iter([{"text": "a"}, {"text": "b", "none": None}]), "test": iter([])})
         found = rows("hub:owner/name:part")
-        assert [(row.location, row.data) for row in found] == [
+        assert [(row.where, row.data) for row in found] == [
             ("hub:owner/name:part:train:row 1", {"text": "a"}),
             ("hub:owner/name:part:train:row 2", {"text": "b"}),
         ]

@@ -317,7 +317,7 @@ class TestRows:
         for column in (kwargs, json.dumps(kwargs)):
             for row in (chat("q", "a"), {"question": "q", "answer": "a"}):
                 found = example({**row, "chat_template_kwargs": column})
-                assert (found.template_kwargs, found.unused_columns) == (kwargs, ())
+                assert (found.template_kwargs, found.unused) == (kwargs, ())
         for nothing in (None, "", {}, "{}"):
             assert example({**chat("q", "a"), "chat_template_kwargs": nothing}).template_kwargs == {}
         bad = example({**chat("q", "a"), "chat_template_kwargs": "no_think"})
@@ -339,7 +339,7 @@ class TestRows:
         assert read(row, ()).messages[-1]["content"] == word  # a row of JSON
         row = {"instruction": "q", "input": word, "output": "a", "score": word}
         found = read(row, ("input", "score"))
-        assert (found.messages[0]["content"], found.notes, found.unused_columns) == ("q", (formats.NOTE_NA,), ())
+        assert (found.messages[0]["content"], found.notes, found.unused) == ("q", (formats.NOTE_NA,), ())
         assert read(row, ("score",)).notes == ()
         assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
         assert read({"text": word}, ("text",)).reason == "text is missing"
@@ -361,10 +361,10 @@ class TestRows:
             assert example(row).notes == (formats.NOTE_EMPTY,)
             found = example(row, drop_empty=True)
             assert isinstance(found, BadRow)
-            assert (found.reason, found.is_requested) == ("the answer is empty", True)
+            assert (found.reason, found.is_asked) == ("the answer is empty", True)
         assert example(answer(content=empty, tool_calls=[CALL])).notes == ()
-        assert not example({"text": empty}).is_requested
-        assert example({"text": empty}, drop_empty=True).is_requested
+        assert not example({"text": empty}).is_asked
+        assert example({"text": empty}, drop_empty=True).is_asked
 
     def test_turns_of_the_same_role_are_noted_or_joined_where_asked(self):
         row = {"messages": [{"role": "user", "content": "a"}, *chat("b", "c")["messages"]]}

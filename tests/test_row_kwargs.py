@@ -91,7 +91,7 @@ def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
 def test_every_row_of_a_conversation_that_is_split_has_them(tokenizer):
     made = renderer(tokenizer, multi_turn="split")
     parts = made.expand(Chat("f:1", (*MESSAGES, *MESSAGES), template_kwargs={"tone": "loud"}))
-    assert [part.location for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
+    assert [part.where for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
     assert all("loud" in made.render(part).text for part in parts)
 
 

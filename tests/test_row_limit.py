@@ -77,7 +77,7 @@ def test_a_line_over_the_limit_is_a_bad_row_and_never_held(tmp_path, name):
     with traced(6 * MIB):
         rows = list(read_rows(path, split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert [row.location.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
+    assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
     assert rows[1].reason == LIMIT
     for said in (f"{9 * MIB:,} bytes", f"{MIB:,}", "rows on lines of their own", ".txt"):
         assert said in rows[1].detail
@@ -113,7 +113,7 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     path.write_text(f'[{{"text": "a"}},\n{big},\n{{"text": "b"}}]')
     rows = list(read_rows(path, split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert rows[1].location == f"{path}:2"
+    assert rows[1].where == f"{path}:2"
     assert rows[1].reason == LIMIT
     # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
@@ -142,7 +142,7 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     rows = list(read_rows(tmp_path / "a.parquet", split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert (rows[1].location, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
+    assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
 
 
 @pytest.mark.parametrize("rows_of_group", [80, 16])
@@ -203,7 +203,7 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("A line of words that goes on.\nAnd another one.\n\n" * 75_000)  # 3.6 MB
     with traced(12 * MIB):
-        rows = [(row.location, len(row.data["text"])) for row in read_rows(path, split="train", wants_text=True)]
+        rows = [(row.where, len(row.data["text"])) for row in read_rows(path, split="train", wants_text=True)]
     assert sum(size for _, size in rows) == path.stat().st_size
     assert max(size for _, size in rows) <= raw.TEXT_CHARS * 2
     assert rows[0][0] == f"{path}:1"
@@ -230,7 +230,7 @@ def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, 
     assert len(of_file) > 5
     assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
     assert [bool(row.notes) for row in rows] == [False, *(True for _ in of_file)]
-    assert [row.location.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
+    assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
     whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
     assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained
 

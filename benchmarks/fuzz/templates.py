@@ -163,7 +163,7 @@ def _masks(draw: random.Random, made: Any, source: str) -> None:
     from sft_play.data.sources.raw import BadRow
 
     made.chat_template = source
-    chat = Chat(messages=tuple(_messages(draw)), tools=(), location="row 1")
+    chat = Chat(messages=tuple(_messages(draw)), tools=(), where="row 1")
     try:
         row = Renderer(made, DataConfig(), max_seq_len=256)(chat)
     except TokenizerError:

@@ -172,6 +172,6 @@ def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, s
                         texts = list(filter(_is_long, iter_texts(row.data)))
                     else:
                         texts = [whole_text(example), *long_questions(example)]
-                    yield from ((text, row.location) for text in texts)
+                    yield from ((text, row.where) for text in texts)
     except DataError as error:
         raise DataError(f"data.process.compare_with: {error}") from None

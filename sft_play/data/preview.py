@@ -240,7 +240,7 @@ def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker
     text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
     as_read = text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
-        return [Shown(number, example.location, reason=_why(example), raw=as_read)]
+        return [Shown(number, example.where, reason=_why(example), raw=as_read)]
     outcomes = maker.outcomes([(number, example)])
     return [_shown_outcome(one, names, maker.max_seq_len, as_read) for one in outcomes if isinstance(one, RowOutcome)]
 
@@ -249,7 +249,7 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
     whole, row = outcome.whole, outcome.row
     if whole is None:
         assert isinstance(row, BadRow)
-        return Shown(outcome.number, row.location, reason=_why(row), raw=as_read)
+        return Shown(outcome.number, row.where, reason=_why(row), raw=as_read)
     ids, labels = tuple(whole.input_ids), tuple(whole.labels)
     if isinstance(row, BadRow):
         reason, cut, left = _why(row), max(0, len(ids) - limit), ids[:limit]

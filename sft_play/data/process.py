@@ -207,7 +207,7 @@ class _Process:
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)
                 if problem is not None:
-                    self._report.drop(problem.reason, problem.location)
+                    self._report.drop(problem.reason, problem.where)
                     stats.count_bad(problem)
         except CannotWrite:  # a full disk is no fault of the raw file
             raise
@@ -232,7 +232,7 @@ class _Process:
             example = read_example(raw, shape, data)
             if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
                 source = raw.data["source"]  # as it was processed before
-                example = dataclasses.replace(example, location=source) if isinstance(source, str) and source else example
+                example = dataclasses.replace(example, where=source) if isinstance(source, str) and source else example
             yield example
 
     def _take(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> BadRow | None:
@@ -242,13 +242,13 @@ class _Process:
         line = _LINE.encode(as_row(example, digest))
         # a character takes at most 4 bytes, so only long lines have to be encoded to know their size
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
-            return too_large_row(example.location, size)
+            return too_large_row(example.where, size)
         options = self._options
         place = split or split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
-            report.notes.setdefault(note, Places()).add(example.location)
+            report.notes.setdefault(note, Places()).add(example.where)
         is_new = not any(digest[:16] in seen for seen in self._seen.values())
-        if self._is_double(digest[:16], place, example.location) or self._is_similar(example, place, is_new=is_new):
+        if self._is_double(digest[:16], place, example.where) or self._is_similar(example, place, is_new=is_new):
             return None
         self._kinds.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
@@ -293,12 +293,12 @@ class _Process:
             return dropped
         found = self._near.nearest(sketch)
         if found is not None:
-            report.near.add(f"{example.location} (like {found[1]}, {found[0]:.2f})")
+            report.near.add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
             if self._options.near_duplicates == "drop":
-                report.drop("nearly an earlier row", example.location)
+                report.drop("nearly an earlier row", example.where)
                 return True
         elif not self._is_full:
-            self._near.add(sketch, example.location)
+            self._near.add(sketch, example.where)
         return False
 
     @property
@@ -311,9 +311,9 @@ class _Process:
         for name, other in self._others.items():
             found = max((one for sketch in sketches if (one := other.nearest(sketch))), default=None)
             if found is not None:
-                report.overlaps[name].add(f"{example.location} (like {found[1]}, {found[0]:.2f})")
+                report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
                 if self._options.drop_overlaps and not dropped:
-                    report.drop("nearly a row of a held-out file", example.location)
+                    report.drop("nearly a row of a held-out file", example.where)
                     dropped = True
         return dropped
 
@@ -377,7 +377,7 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
             content["tools"] = list(example.tools)
         if example.template_kwargs:
             content[TEMPLATE_KWARGS] = example.template_kwargs
-    return {**content, "source": example.location, "id": digest.hex()[:32]}
+    return {**content, "source": example.where, "id": digest.hex()[:32]}
 
 
 def read_processed(path: Path) -> Iterator[RawRow]:
@@ -388,5 +388,5 @@ def read_processed(path: Path) -> Iterator[RawRow]:
         if isinstance(row, BadRow):
             raise DataError(f"{row}; make process writes it again")
         if "messages" not in row.data and "text" not in row.data:
-            raise DataError(f"{row.location}: neither messages nor text; make process writes rows of that form")
+            raise DataError(f"{row.where}: neither messages nor text; make process writes rows of that form")
         yield row

@@ -97,7 +97,7 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
 def _styled(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
     """The row as it is to be, and what was done: one of `_DONE`."""
     shape = recognise_format(row.data)
-    example = to_example(row, shape) if shape is not None else BadRow(row.location, "no known format")
+    example = to_example(row, shape) if shape is not None else BadRow(row.where, "no known format")
     if isinstance(example, BadRow):
         raise DataError(f"{example}; make process writes it again")
     styled, done = set_system_prompt(example, options, prompt)

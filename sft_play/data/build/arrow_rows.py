@@ -62,7 +62,7 @@ class RowWriter:
         columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
             chats = (example if isinstance(example, Chat) else None for _, example in self._waiting)
-            texts = [one and _JSON.encode([one.location, one.messages, one.tools, one.template_kwargs]) for one in chats]
+            texts = [one and _JSON.encode([one.where, one.messages, one.tools, one.template_kwargs]) for one in chats]
             columns.append(pa.array(texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._waiting, self._tokens = [], 0

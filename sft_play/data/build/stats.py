@@ -206,8 +206,8 @@ class RowStats:
 
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
-        (self.left_out if row.is_requested else self.bad)[row.reason] += 1
-        if not row.is_requested and len(self.first_bad) < LISTED_BAD_ROWS:
+        (self.left_out if row.is_asked else self.bad)[row.reason] += 1
+        if not row.is_asked and len(self.first_bad) < LISTED_BAD_ROWS:
             self.first_bad.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
@@ -223,8 +223,8 @@ class RowStats:
             self.turns.update([message["role"] for message in example.messages])
         else:
             self.texts += 1
-        self._note(example.notes, example.location)
-        self.unused.update(example.unused_columns)
+        self._note(example.notes, example.where)
+        self.unused.update(example.unused)
 
     def _note(self, notes: Iterable[str], where: str) -> None:
         for note in notes:

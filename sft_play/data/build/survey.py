@@ -159,7 +159,7 @@ class RowMaker:
                     yield one
                 elif joined and isinstance(one, Chat):
                     why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                    yield RowOutcome(number, one, None, BadRow(one.location, why))
+                    yield RowOutcome(number, one, None, BadRow(one.where, why))
                 elif isinstance(row := next(rendered), BadRow):
                     yield RowOutcome(number, one, None, row)
                 else:

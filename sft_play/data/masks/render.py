@@ -178,7 +178,7 @@ class Renderer:
         except Inexact:
             messages = None
         if messages is not None:
-            return Chat(example.location, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused_columns=example.unused_columns)
+            return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = find_rendered_mark(example.text)
         note = NOTE_LOOKS_RENDERED.format(mark=mark)
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
@@ -205,7 +205,7 @@ class Renderer:
                    for message in example.messages]  # fmt: skip
         return [
             replace(
-                example, location=f"{example.location} turn {number}", messages=(*history[:index], example.messages[index])
+                example, where=f"{example.where} turn {number}", messages=(*history[:index], example.messages[index])
             )
             for number, index in enumerate(turns, start=1)
         ]
@@ -252,14 +252,14 @@ class Renderer:
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
-                example.location, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
+                example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
                 special_in_text=self.specials.count(text),
             )  # fmt: skip
         if example.template_kwargs:
             renderer = self._renderer_with(example.template_kwargs)
             if renderer is None:
                 many = f"the rows have more than {MOST_ROW_KWARGS} different chat_template_kwargs"
-                return BadRow(example.location, many, "the template is probed with each of them")
+                return BadRow(example.where, many, "the template is probed with each of them")
             return renderer._draft(replace(example, template_kwargs={}))
         messages: Sequence[Message] = example.messages
         try:
@@ -294,9 +294,9 @@ class Renderer:
                 details.append(self._ways_out(messages, example.tools, inexact=len(messages)))
             if error.reason == OTHER_PROMPT:
                 details.append(self._settings(self._turns_for(messages, example.tools)))
-            return BadRow(example.location, error.reason, "; ".join(filter(None, details)))
+            return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
-            example.location, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
+            example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
             special_in_text=special, text=text, spans=trained, notes=notes, added_end=located.added,
         )  # fmt: skip
 

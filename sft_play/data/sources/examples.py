@@ -73,7 +73,7 @@ def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataC
     if isinstance(row, BadRow):
         return row
     if row_format is None:
-        return BadRow(row.location, "no known format")
+        return BadRow(row.where, "no known format")
     return apply_style(to_example(rename_columns(row, data.columns), row_format, data), row, data.style)
 
 
@@ -83,7 +83,7 @@ def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> E
     has_style = was_processed and bool(row.data.get(STYLED_KEY))
     if isinstance(example, BadRow) or has_style or not (style.system or style.per_source):
         return example
-    source = str(row.data["source"]) if was_processed else row.location
+    source = str(row.data["source"]) if was_processed else row.where
     return set_system_prompt(example, style, find_system_prompt(source, style)[0])[0]
 
 

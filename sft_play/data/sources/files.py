@@ -319,7 +319,7 @@ def _split_long_text(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
         return
     for number, (_, piece) in enumerate(split_pieces([row.data[long_keys[0]]]), start=1):
         data = {**row.data, long_keys[0]: piece}
-        yield dataclasses.replace(row, location=f"{row.location} piece {number}", data=data, notes=(NOTE_PIECE,))
+        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, notes=(NOTE_PIECE,))
 
 
 def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
@@ -358,7 +358,7 @@ def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | 
     if isinstance(row, RawRow) and recognise_format(row.data) is None:
         keys = [key for key, value in row.data.items() if value_shape(value) == "rows"]
         if len(keys) == 1:
-            leading_rows = [RawRow(f"{row.location} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])]
+            leading_rows = [RawRow(f"{row.where} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])]
     return itertools.chain(leading_rows, rows)
 
 

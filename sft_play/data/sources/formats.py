@@ -65,24 +65,24 @@ _CONTROL_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 class Chat:
     """A conversation as a template takes it: messages with role, content and tool calls, the tools, and variables for
     the template, which go before data.chat_template_kwargs. A message has `train: False` where it must not be trained,
-    and no such key otherwise. `notes` are oddities; `unused_columns` are those of its row that are not in it."""
+    and no such key otherwise. `notes` are oddities; `unused` are columns of its row that are not in it."""
 
-    location: str
+    where: str
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    unused_columns: tuple[UnusedColumn, ...] = field(default=(), compare=False)
+    unused: tuple[UnusedColumn, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Text:
     """Plain text without turns."""
 
-    location: str
+    where: str
     text: str
     notes: tuple[str, ...] = field(default=(), compare=False)
-    unused_columns: tuple[UnusedColumn, ...] = field(default=(), compare=False)
+    unused: tuple[UnusedColumn, ...] = field(default=(), compare=False)
 
 
 Example = Chat | Text
@@ -130,7 +130,7 @@ class RowFormat:
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRow(EMPTY_TEXT)
-        return Text(row.location, text)
+        return Text(row.where, text)
 
 
 def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
@@ -158,7 +158,7 @@ _EXTRA_CHAT_COLUMNS = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, TEMPLATE_KWARGS, *_ME
 def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     if _EXTRA_CHAT_COLUMNS.isdisjoint(row.data):
         _require_trainable_turns(messages)
-        return Chat(row.location, tuple(messages))
+        return Chat(row.where, tuple(messages))
     for key in _MEDIA_KEYS:
         # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
@@ -170,7 +170,7 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     kwargs = unpack_json(row.data.get(TEMPLATE_KWARGS), "{") or {}
     if not isinstance(kwargs, dict):
         raise UnusableRow(f"{TEMPLATE_KWARGS} is not an object", quote_value(kwargs))
-    chat = Chat(row.location, tuple(messages), tools, template_kwargs=kwargs)
+    chat = Chat(row.where, tuple(messages), tools, template_kwargs=kwargs)
     # Hermes' rows have the tools in the prompt that the calls were generated after, and in a column
     prompt = str(messages[0]["content"]) if messages[0]["role"] == "system" else ""
     quoted_texts = ((json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)) for text in iter_texts(list(tools)))
@@ -402,7 +402,7 @@ def _format_columns(row: RawRow) -> str:
 
 def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = None) -> Example | BadRow:
     """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged and rows with
-    empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_requested`."""
+    empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
     data = data or DataConfig()
     na_columns = frozenset(row.missing if data.keep_default_na else ())
     row = replace(row, data={key: value for key, value in row.data.items() if key not in na_columns}) if na_columns else row
@@ -411,7 +411,7 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
     if missing:
         keys = one_line(", ".join(map(str, row.data)) or "none")
         detail = NOTE_NA if missing[0] in na_columns else f"format {row_format.name}; its keys: {keys}"
-        return BadRow(row.location, f"{missing[0]} is missing", detail)
+        return BadRow(row.where, f"{missing[0]} is missing", detail)
     is_text = row_format.kind == "text"
     try:
         # columns that the user mapped (data.columns) are meant, whatever stands beside them
@@ -426,15 +426,15 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
             _add_reasoning(example, row)
         unused = _unused_columns(row, row_format, example, data)
     except UnusableRow as error:
-        is_requested = error.reason == EMPTY_TEXT and data.drop_empty
-        return BadRow(row.location, error.reason, error.detail, is_requested=is_requested)
+        is_asked = error.reason == EMPTY_TEXT and data.drop_empty
+        return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
     except RecursionError:  # tables have no limit of depth as JSON lines do
-        return BadRow(row.location, "nested too deeply")
+        return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes, *([NOTE_NA] if not na_columns.isdisjoint(row_format.optional_columns) else [])]
     if isinstance(example, Text):
         notes += [NOTE_CONTROL] if _CONTROL_CHARACTER.search(example.text) else []
-        return replace(example, notes=tuple(notes), unused_columns=unused)
-    return _finish_chat(replace(example, unused_columns=unused) if unused else example, notes, data)
+        return replace(example, notes=tuple(notes), unused=unused)
+    return _finish_chat(replace(example, unused=unused) if unused else example, notes, data)
 
 
 @functools.lru_cache(maxsize=1_000)
@@ -503,7 +503,7 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
             notes.append(NOTE_USER_TRAINED)
     notes += [NOTE_UNREAD_KEY.format(key=one_line(key, limit=40)) for key in sorted(unread_keys)]
     if NOTE_EMPTY in notes and data.drop_empty:
-        return BadRow(chat.location, EMPTY_ANSWER, is_requested=True)
+        return BadRow(chat.where, EMPTY_ANSWER, is_asked=True)
     if first_speaker == "assistant":
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if previous == "tool":
@@ -546,12 +546,12 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
     if first_row is not None and pending_columns and (names or not pending_columns <= optional_columns):
         missing_column = next(name for name in data.columns.values() if name in pending_columns)
         raise DataError(
-            f"{first_row.location}: data.columns names {one_line(missing_column)}; the columns are: "
+            f"{first_row.where}: data.columns names {one_line(missing_column)}; the columns are: "
             f"{_format_columns(first_row)}"
         )
     if first_row is not None and row_format is None:
         raise DataError(
-            f"{first_row.location}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} "
+            f"{first_row.where}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} "
             "(docs/data.md has the others, and what is no supervised example). "
             f"{unknown_format_hint(rename_columns(first_row, data.columns).data)}"
         )

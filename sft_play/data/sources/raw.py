@@ -50,7 +50,7 @@ class RawRow:
     """One object of a data file with the place it came from; `notes`: what was done to read it; `missing`: columns
     whose cell in a CSV is a word for no value."""
 
-    location: str
+    where: str
     data: dict[str, Any]
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -58,16 +58,16 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_requested`: an option
+    """A row that is not used, where it stands, and why; `reason` is what rows are counted by. `is_asked`: an option
     asks for rows like it to be left out, so it is counted and never an error."""
 
-    location: str
+    where: str
     reason: str
     detail: str = ""
-    is_requested: bool = False
+    is_asked: bool = False
 
     def __str__(self) -> str:
-        return f"{self.location}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
 
 
 def too_large_row(location: str, size: int) -> BadRow:

@@ -87,7 +87,7 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
 
 
 def _from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt]:
-    read = [(raw.location, _prompt_of(raw, data)) for raw in rows]
+    read = [(raw.where, _prompt_of(raw, data)) for raw in rows]
     bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
     if bad:
         more = [f"and {len(bad) - _SHOWN_ROWS} more"] if len(bad) > _SHOWN_ROWS else []
@@ -99,7 +99,7 @@ def _from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt
 def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     """The prompt that a row holds, or why it holds none."""
     if isinstance(raw, BadRow):
-        return str(raw).removeprefix(f"{raw.location}: ")
+        return str(raw).removeprefix(f"{raw.where}: ")
     mapped = {known: theirs for known, theirs in data.columns.items() if theirs in raw.data}
     renamed = rename_columns(raw, mapped)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
@@ -125,9 +125,9 @@ def _prompt_of(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     else:
         is_open = row.get(answers[0]) is None
         used |= {answers[0]: "."} if is_open else {}
-    example = apply_style(to_example(RawRow(raw.location, used), shape, DataConfig()), raw, data.style)
+    example = apply_style(to_example(RawRow(raw.where, used), shape, DataConfig()), raw, data.style)
     if not isinstance(example, Chat):
-        return str(example).removeprefix(f"{raw.location}: ")
+        return str(example).removeprefix(f"{raw.where}: ")
     messages, reference = example.messages[: -1 if is_open else None], None
     if messages[-1:] and messages[-1]["role"] == "assistant":
         messages, reference = messages[:-1], str(messages[-1].get("content") or "")
