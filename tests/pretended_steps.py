@@ -96,8 +96,8 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     plan = dataclasses.replace(plan, micro_batches=cut, answer_tokens=64)
     tokenizer, has_masks = AutoTokenizer.from_pretrained(model), rows not in ("unmasked", "of sources")
     spec = build_model_spec(
-        config, plan.precision, tokenizer_size=len(tokenizer), masks=has_masks,
-        by_boundaries=rows in ("joined", "packed"),
+        config, plan.precision, tokenizer_size=len(tokenizer), uses_masks=has_masks,
+        uses_boundaries=rows in ("joined", "packed"),
     )  # fmt: skip
     torch.manual_seed(1)
     loaded = load_model(config, plan.precision, spec, device="cpu")

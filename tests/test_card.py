@@ -23,7 +23,7 @@ from sft_play.finished.load import load_as_trained, load_folder, renderer_of
 from sft_play.finished.run import find_finished
 from sft_play.training.checkpoints.card import HERE, Base, CardFacts, base_of, card_of, stops_of
 from sft_play.training.prepare.model_spec import build_model_spec
-from sft_play.training.prepare.tokenizer import added_rows, load_tokenizer
+from sft_play.training.prepare.tokenizer import added_token_rows, load_tokenizer
 from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import gemma3_with_images, llama, logits
@@ -44,7 +44,7 @@ SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
 def facts_of(run) -> CardFacts:
     """What the card of a fabricated run says."""
     tokenizer = load_tokenizer(run.config).tokenizer
-    size, new_rows = len(tokenizer), added_rows(tokenizer, run.config)
+    size, new_rows = len(tokenizer), added_token_rows(tokenizer, run.config)
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
     stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
     return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")

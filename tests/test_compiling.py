@@ -162,7 +162,7 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
 def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(tiny_llama, kind):
     """The plan counts the plain one's bytes: the partitioner, which inductor has too, keeps fewer."""
     model = model_of(tiny_llama, kind, checkpointing=False)
-    block = model_spec.blocks_of(model)[1]
+    block = model_spec.decoder_layers(model)[1]
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
     angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)

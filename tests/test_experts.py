@@ -23,7 +23,7 @@ from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model.model_loading import load_model
-from sft_play.training.prepare.experts import CASTING, choose_experts
+from sft_play.training.prepare.experts import CASTING_GROUPED_MM, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.test_every_class import some_bytes
 
@@ -155,7 +155,7 @@ def test_fp32_weights_are_multiplied_in_autocast_s_dtype_as_eager_ones_are(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "grouped_mm", watched)
         other, mine, model = step(folder, "auto", MASTERS)
-    assert implementation_of(model) == CASTING
+    assert implementation_of(model) == CASTING_GROUPED_MM
     assert seen
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
     assert {one.dtype for one in model.parameters()} == {torch.float32}

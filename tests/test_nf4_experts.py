@@ -30,7 +30,7 @@ from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _empty_model
 from sft_play.training.model.model_loading import load_model
-from sft_play.training.prepare.experts import PACKED, stacked_experts
+from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.conftest import chat
 from tests.models import make_tokenizer
@@ -94,7 +94,7 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
     plain.config._experts_implementation = model.config._experts_implementation
     found = 0
     for (path, module, name), (_, other, _) in zip(stacked_experts(model), stacked_experts(plain), strict=True):
-        packed, reads = module._parameters[name], vars(module)[PACKED][name]
+        packed, reads = module._parameters[name], vars(module)[PACKED_ATTRIBUTE][name]
         assert packed.dtype is torch.uint8, path
         rounded = reads.whole(packed)
         error = (rounded.float() - getattr(other, name).float()).norm() / getattr(other, name).float().norm()
@@ -335,7 +335,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
     assert difference == width * stacks - in_nf4
     sharded = _empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
-    assert not any(vars(module).get(PACKED) for module in sharded.modules())  # what FSDP2 fills unit by unit
+    assert not any(vars(module).get(PACKED_ATTRIBUTE) for module in sharded.modules())  # what FSDP2 fills unit by unit
 
 
 @pytest.mark.build

@@ -433,14 +433,14 @@ def origin(config: RunConfig) -> Facts:
     from peft import get_peft_model
 
     from sft_play.training.model.model_loading import read_model
-    from sft_play.training.prepare.base_adapter import origin_of
+    from sft_play.training.prepare.base_adapter import read_base_adapter
     from sft_play.training.prepare.model_spec import build_model_spec
 
     precision = Precision("float32", "float32", "")
     spec = build_model_spec(config, precision, tokenizer_size=100)
     if config.model.adapter is not None:
         get_peft_model(read_model(config, precision, spec), spec.peft_config).save_pretrained(config.model.adapter)
-    found = origin_of(config, spec)
+    found = read_base_adapter(config, spec)
     return {"folder": str(found.folder) if found else None}
 
 
@@ -459,7 +459,7 @@ def loading(config: RunConfig) -> Facts:
 
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
-        ("config", "sft_play.training.prepare.model_spec.AutoConfig", model_spec._whole_config),
+        ("config", "sft_play.training.prepare.model_spec.AutoConfig", model_spec._load_full_config),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{target}.from_pretrained", record(what))

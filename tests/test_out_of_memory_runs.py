@@ -303,7 +303,7 @@ def test_what_counts_as_a_lack_of_memory():
     ]  # fmt: skip
     others = [ValueError("out of memory"), RuntimeError("shape mismatch"), KeyboardInterrupt()]
     others.append(device_checks.OutOfMemory("CUDA out of memory"))  # it was said already
-    assert [device_checks.ran_out(one) for one in (*lacks, *others)] == [True] * 7 + [False] * 4
+    assert [device_checks.is_out_of_memory(one) for one in (*lacks, *others)] == [True] * 7 + [False] * 4
 
 
 # --- several ranks: they start again ----------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_a_model_in_memory_has_those_parameters(folder, mode, precision):
 
 def _in_memory(model: Any) -> dict[str, Any]:
     """The same counts of a model's tensors."""
-    from sft_play.training.prepare.experts import PACKED
+    from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
 
     found: dict[str, Any] = {"total": 0, "quantised": 0, "rest_dtype": set(), "adapters": 0, "adapter_dtype": set()}
     found |= {"trained": 0, "frozen": 0}
@@ -184,7 +184,7 @@ def _in_memory(model: Any) -> dict[str, Any]:
             if one is None or id(one) in seen:  # none, or tied
                 continue
             seen.add(id(one))
-            packs = vars(module).get(PACKED, {})
+            packs = vars(module).get(PACKED_ATTRIBUTE, {})
             state = packs[name].packing if name in packs else getattr(one, "quant_state", None)
             size = one.numel() if state is None else prod(state.shape)
             found["trained" if one.requires_grad else "frozen"] += size

@@ -330,7 +330,7 @@ def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched)
     from sft_play.training import run
 
     sdpa.switch(cudnn=True)
-    monkeypatch.setattr(run, "out_of_memory_explained", lambda _: 1 / 0)
+    monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train(SimpleNamespace(plan=None), None, None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()

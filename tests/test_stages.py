@@ -112,16 +112,16 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
 
 
 def test_patterns_mean_names_by_their_pieces():
-    from sft_play.training.prepare.lora_config import chosen
+    from sft_play.training.prepare.lora_config import select_names
 
     names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
     names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]
-    assert chosen(["layers.1"], names) == [names[0], names[1], names[8]]
-    assert chosen(["layers.0-3.mlp"], names) == [names[0], names[2]]
-    assert chosen(["norm"], names) == [names[1], names[3], names[5], names[6]]
-    assert chosen(["lora", "lm_head"], names) == names[7:]
-    assert chosen(["*_proj"], names) == [names[0], names[2], names[4], names[8]]
-    assert not chosen(["layer", "proj", "1.layers"], names)
+    assert select_names(["layers.1"], names) == [names[0], names[1], names[8]]
+    assert select_names(["layers.0-3.mlp"], names) == [names[0], names[2]]
+    assert select_names(["norm"], names) == [names[1], names[3], names[5], names[6]]
+    assert select_names(["lora", "lm_head"], names) == names[7:]
+    assert select_names(["*_proj"], names) == [names[0], names[2], names[4], names[8]]
+    assert not select_names(["layer", "proj", "1.layers"], names)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _with_template(folder, tmp_path, template):
 def test_the_training_variant_of_a_template_is_taken_from_trl(tiny_llama, tmp_path):
     own = template_of("trl/qwen3_5_think")
     loaded = load_tokenizer(_with_template(tiny_llama, tmp_path, own))
-    assert loaded.own_template == own
+    assert loaded.original_template == own
     assert "{% generation %}" in loaded.tokenizer.chat_template or "generation" in loaded.tokenizer.chat_template
     assert any("training variant" in note for note in loaded.notes)
 

@@ -37,7 +37,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import whole_shapes
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import backend
-from sft_play.training.prepare.model_spec import build_model_spec, empty_model
+from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from sft_play.training.unsloth import bridge, unsloth_environment, unsloth_worker
 from sft_play.training.unsloth.unsloth_environment import UnslothAnswer
 from tests import warm
@@ -193,19 +193,19 @@ def test_all_that_is_not_supported_is_named_at_once(standin):
 
 def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypatch):
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
-    monkeypatch.setattr(backend, "_changed", lambda _: dict.fromkeys(leaves(), "set"))
-    refused = {item.partition("=")[0] for item in backend.unsupported(config())}
+    monkeypatch.setattr(backend, "_changed_options", lambda _: dict.fromkeys(leaves(), "set"))
+    refused = {item.partition("=")[0] for item in backend.unsupported_options(config())}
     told = {path for path in leaves() if path not in refused}
-    owners = (*backend._MADE_HERE, *backend._RUN_THERE)
-    assert not {path for path in told - backend._SUPPORTED if not leaves()[path].owner.startswith(owners)}
+    owners = (*backend._PARENT_OWNERS, *backend._WORKER_OWNERS)
+    assert not {path for path in told - backend._SUPPORTED_OPTIONS if not leaves()[path].owner.startswith(owners)}
     assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
-    assert set(leaves()) >= backend._SUPPORTED
+    assert set(leaves()) >= backend._SUPPORTED_OPTIONS
 
 
 def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="training.model.new")
     monkeypatch.setattr(backend, "leaves", lambda: {**leaves(), "train.new": new})
-    assert any(item.startswith("train.new=") for item in backend.unsupported(config()))
+    assert any(item.startswith("train.new=") for item in backend.unsupported_options(config()))
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
 
 def test_models_that_it_cannot_train_as_the_run_says_are_named():
     def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
-        plain = {"tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        return backend.model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
+        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
+        return backend.unsloth_model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
 
     assert said() is None
-    assert "image-text" in str(said(tower=object()))
+    assert "image-text" in str(said(text_tower=object()))
     assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
     assert "embeddings" in str(said(resize_to=7))
     assert "loads float32 and computes in bfloat16" in str(said("float32"))
@@ -260,7 +260,7 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
 
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
     assert problem(config()) is None
-    python, answer = backend.require_unsloth(config(), layout="single", nodes=1, launched=False)
+    python, answer = backend.require_unsloth(config(), layout="single", nodes=1, is_rank=False)
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__
@@ -392,7 +392,7 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
-    shapes = whole_shapes(empty_model(drawn, trust_remote_code=False))
+    shapes = whole_shapes(build_meta_model(drawn, trust_remote_code=False))
     wanted = {name: list(shape) for name, shape in shapes.items()}
 
     def made(**changes: Any) -> Any:

@@ -281,17 +281,17 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
-        from sft_play.training.prepare.base_adapter import origin_of
+        from sft_play.training.prepare.base_adapter import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
-        from sft_play.training.prepare.tokenizer import added_rows
+        from sft_play.training.prepare.tokenizer import added_token_rows
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
-            size, new_rows = len(self._tokenizer), added_rows(self._tokenizer, self._config)
+            size, new_rows = len(self._tokenizer), added_token_rows(self._tokenizer, self._config)
             precision = self._planned.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
-            origin = origin_of(self._config, spec)
+            origin = read_base_adapter(self._config, spec)
         except SftPlayError as error:
             yield failed("model", str(error), "fix the option that is named")
             return

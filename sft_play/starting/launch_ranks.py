@@ -133,13 +133,13 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
-    from sft_play.training.prepare.base_adapter import origin_of
+    from sft_play.training.prepare.base_adapter import read_base_adapter
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     config, found = loaded.config, load_tokenizer(loaded.config)
     size = len(found.tokenizer)
-    origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
+    read_base_adapter(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
 
 
 def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:

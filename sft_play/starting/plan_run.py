@@ -164,14 +164,14 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: 
     from sft_play.training.prepare import backend as backends
 
     backend = backends.choose_backend(
-        config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ)), staged=staged
+        config, layout=layout, nodes=hardware.nodes, is_rank=bool(rank_variables(os.environ)), is_stage=staged
     )
     if backend.name != "unsloth":
         return backend
     from sft_play.training.prepare.model_spec import build_model_spec  # imports torch, which is not needed before
 
     precision = choose_precision(config, hardware, shape_for(config))
-    problem = backends.model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
+    problem = backends.unsloth_model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
     return backends.fall_back(config, problem) if problem else backend
 
 

@@ -26,7 +26,7 @@ from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavai
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config, without_kernels
 from sft_play.training.prepare import experts
-from sft_play.training.prepare.lora_config import trained_rows
+from sft_play.training.prepare.lora_config import trainable_rows
 
 # What TRL's SFTTrainer asks of the chunked head (its metrics).
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -264,10 +264,10 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
     config = parse_peft_config(settings.peft)
     if getattr(config, "target_parameters", None):
-        config.target_parameters = experts.meant_experts(model, config.target_parameters)
+        config.target_parameters = experts.select_stacked_experts(model, config.target_parameters)
     size = model.config.vocab_size
     new_rows = range(size - settings.new_tokens, size)
-    config.trainable_token_indices = trained_rows(model, new_rows, whole=config.modules_to_save or ())
+    config.trainable_token_indices = trainable_rows(model, new_rows, saved_modules=config.modules_to_save or ())
     try:
         model = importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as error:  # no run with these adapters starts
@@ -302,8 +302,8 @@ def _experts_implementation(settings: StepSettings, model_class: Any) -> str | N
     if not model_class._can_set_experts_implementation():
         return None
     if settings.experts == "cast":
-        experts.register()
-        return experts.CASTING
+        experts.register_grouped_mm()
+        return experts.CASTING_GROUPED_MM
     if settings.experts == "eager":
         ALL_EXPERTS_FUNCTIONS.register(EXPERT_LOOP, _run_expert_loop)
         return EXPERT_LOOP

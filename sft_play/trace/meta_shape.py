@@ -36,7 +36,7 @@ from sft_play.training.class_checks.adapter_trial import (
 )
 from sft_play.training.model.language_model import language_config, without_kernels
 from sft_play.training.model.nf4_experts import ExpertQuantizer
-from sft_play.training.prepare.experts import is_routed
+from sft_play.training.prepare.experts import holds_routed_experts
 
 # The dtype of weights in a model that is measured.
 _WEIGHT_DTYPE = torch.bfloat16
@@ -336,7 +336,7 @@ def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [
         (f"{path}.{name}", tensor)
         for path, module in block.named_modules()
-        if is_routed(path, module)
+        if holds_routed_experts(path, module)
         for name, tensor in module.named_parameters(recurse=False)
         if tensor.dim() == 3 or name.endswith("_bias")
     ]

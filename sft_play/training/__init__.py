@@ -5,8 +5,8 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
 - `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`,
   `experts`, `base_adapter`, `backend`, `device_checks`, `run_folder`, `quiet`.
 - `class_checks/`, measured in place of lists of names: `small_model` of a class, `masking` (do chats of a row stay
-  apart, by a mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter), `proof` (does
-  other code compute the same) with `kernels` (Liger's) and `compiling` (torch.compile).
+  apart, by a mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter), `proof`
+  (does other code compute the same) with `kernels` (Liger's) and `compiling` (torch.compile).
 - `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
   (FSDP2, unit by unit), `adapter_start` (PiSSA, LoftQ), `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`,
   `tensor_parallel`, `fused_head`.

@@ -29,10 +29,10 @@ from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Trained, finish, summary_of
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
-from sft_play.training.prepare.device_checks import check_device, check_gpu, out_of_memory_explained
-from sft_play.training.prepare.prepare import Prepared, data_facts, digests, prepare
+from sft_play.training.prepare.device_checks import check_device, check_gpu, explain_out_of_memory
+from sft_play.training.prepare.prepare import Prepared, data_facts, input_digests, prepare
 from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.training.prepare.run_folder import run_folder
+from sft_play.training.prepare.run_folder import open_run_folder
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.unsloth import bridge
@@ -52,7 +52,7 @@ def run(job: RunJob) -> dict[str, Any]:
     prepared = [prepare(part) for part in job.parts]  # tokenizer, the model on the meta device, rows
     facts = data_facts(job.parts, prepared)
     if prepared[0].backend.name == "unsloth":
-        with run_folder(job, prepared, facts):
+        with open_run_folder(job, prepared, facts):
             return bridge.train(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
     if prepared[0].backend.fallback_from:
         check_gpu(job.largest.plan, job.largest.loaded.config)
@@ -61,12 +61,12 @@ def run(job: RunJob) -> dict[str, Any]:
         Heartbeat(job.timeout_s) as beat,
         contextlib.closing(memory.peaks),
     ):
-        distributed.require_alike(digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
-        with run_folder(job, prepared, facts):
+        distributed.require_alike(input_digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
+        with open_run_folder(job, prepared, facts):
             watch = Watch(memory, beat, started)
             if job.stages:
                 return Stages(job, prepared, watch, train).train()
-            return train(job, prepared[0], watch, begins_from=prepared[0].begins_from)
+            return train(job, prepared[0], watch, begins_from=prepared[0].base_adapter_folder)
 
 
 def train(
@@ -83,7 +83,7 @@ def train(
     replaces `eval_set_of` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
     Interrupted: the user stopped the run, and its state was saved."""
     sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
-    with out_of_memory_explained(job.plan):
+    with explain_out_of_memory(job.plan):
         checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
         watch.memory.peaks.forget()  # those of the stage before
         is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)

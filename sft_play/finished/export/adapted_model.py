@@ -18,7 +18,7 @@ from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_
 from sft_play.training.model.model_loading import DTYPES, quantization
 from sft_play.training.model.nf4_experts import through_nf4
 from sft_play.training.prepare.model_spec import build_model_spec
-from sft_play.training.prepare.tokenizer import added_rows
+from sft_play.training.prepare.tokenizer import added_token_rows
 
 # Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
 Base = Literal["original", "dequantized"]
@@ -34,7 +34,7 @@ class AdaptedModel:
         self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts)
         self.model_spec = build_model_spec(
             run.config, self.precision, tokenizer_size=len(self.tokenizer),
-            new_rows=added_rows(self.tokenizer, run.config),
+            new_rows=added_token_rows(self.tokenizer, run.config),
         )  # fmt: skip
         self.plain = self._empty()
         self.names = frozenset(self.plain.state_dict())
@@ -64,7 +64,7 @@ class AdaptedModel:
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
-        model.sft_tower = self.model_spec.tower
+        model.sft_tower = self.model_spec.text_tower
         return model.eval()
 
     def _quantized_layers(self) -> frozenset[str]:
@@ -87,7 +87,7 @@ class AdaptedModel:
 
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
-        tower = self.model_spec.tower
+        tower = self.model_spec.text_tower
         in_file = str if tower is None else tower.in_whole
         saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_saved_twice(name)}
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))

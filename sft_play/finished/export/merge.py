@@ -49,8 +49,8 @@ from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
 from sft_play.training.checkpoints.checkpoints import seal
 from sft_play.training.checkpoints.model_saving import set_dtype
-from sft_play.training.prepare.experts import is_routed
-from sft_play.training.prepare.model_spec import ModelSpec, lost_in_peft
+from sft_play.training.prepare.experts import holds_routed_experts
+from sft_play.training.prepare.model_spec import ModelSpec, peft_loading_warning
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -121,9 +121,9 @@ def merge_run(
         made_of = {"base": adapted.base, "dtype": short, "adapter_sha256": adapter, "test": None}
         write_json(building / MERGE_FILE, made_of)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    lost = lost_in_peft(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
+    lost = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
     notes = [*text_only_of(run), *[f"Adapter: {lost}"] * bool(lost)]
-    if short != "fp32" and any(is_routed(*one) for one in adapted.plain.named_modules()):
+    if short != "fp32" and any(holds_routed_experts(*one) for one in adapted.plain.named_modules()):
         notes.append(f"Experts: rounded to {short}, a router may choose another of two that are nearly equal to it; "
                      "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip
     return Merged(

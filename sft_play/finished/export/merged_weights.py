@@ -152,7 +152,7 @@ class MergedWeights:
         yield from ((key, self._as_in_files(one, parts[key])) for key, one in stack.parted(joined))
 
     def _in_whole(self, name: str) -> str:
-        tower = self._adapted.model_spec.tower
+        tower = self._adapted.model_spec.text_tower
         return name if tower is None else tower.in_whole(name)
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class MergedWeights:
 
 
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
-    tower = adapted.model_spec.tower
+    tower = adapted.model_spec.text_tower
     return None if tower is None else tower.key_mapping
 
 

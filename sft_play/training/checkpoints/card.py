@@ -22,7 +22,7 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME
 from sft_play.training.measure.exact_match import stop_ids
-from sft_play.training.prepare.model_spec import ModelSpec, location
+from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]
     """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
-    where = location(config)
+    where = model_location(config)
     try:
         of_base = GenerationConfig.from_pretrained(where, revision=config.model.revision).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
@@ -159,7 +159,7 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:
     config = facts.config
-    is_tower = facts.model_spec.tower is not None
+    is_tower = facts.model_spec.text_tower is not None
     classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
     if facts.kind != "adapter":
         return classes, ['dtype="auto"', 'device_map="auto"', *trust]

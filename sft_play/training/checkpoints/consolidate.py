@@ -26,9 +26,9 @@ from sft_play.training.checkpoints.full_state_dict import adapter_names, read_we
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
 from sft_play.training.checkpoints.tensor_files import base_files
-from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown, location
+from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec, model_location, resized_spec
 from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.training.prepare.tokenizer import added_rows
+from sft_play.training.prepare.tokenizer import added_token_rows
 from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -65,16 +65,16 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     model_spec = build_model_spec(
         config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer),
-        new_rows=added_rows(tokenizer, config),
+        new_rows=added_token_rows(tokenizer, config),
     )  # fmt: skip
     is_adapter = model_spec.peft_config is not None
     if model_spec.peft_config is not None:
-        model_spec.peft_config.base_model_name_or_path = location(config)
-    model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
+        model_spec.peft_config.base_model_name_or_path = model_location(config)
+    model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     in_parts = sharded_checkpoints.is_sharded(source)
     logger.info("Checkpoint: %s", source)
     base = None
-    if model_spec.tower is not None and not is_adapter:
+    if model_spec.text_tower is not None and not is_adapter:
         base = base_files(config.model.name, revision=config.model.revision)
     weights = None if in_parts else _weights(source, model)  # not below: a fault of what is read is none of OUT
     try:

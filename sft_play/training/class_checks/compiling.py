@@ -20,7 +20,7 @@ from sft_play.planner.plan import Plan
 from sft_play.training.class_checks.proof import Proof, agreed, attention_of, compared, in_dtype, numbers
 from sft_play.training.class_checks.small_model import small_config, small_model
 from sft_play.training.model import varlen
-from sft_play.training.prepare.model_spec import blocks_of
+from sft_play.training.prepare.model_spec import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 
 def compile_in_place(model: torch.nn.Module) -> int:
     """Compile each block of a model at its next pass; returns how many there are."""
-    blocks = blocks_of(model)
+    blocks = decoder_layers(model)
     for block in blocks:
         block.compile(backend=BACKEND, dynamic=True)
     return len(blocks)

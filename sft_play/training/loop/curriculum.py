@@ -26,7 +26,7 @@ from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.peaks import Watch
 from sft_play.training.prepare.prepare import Prepared, log_rows
-from sft_play.training.prepare.run_folder import spread_facts
+from sft_play.training.prepare.run_folder import layout_facts
 from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ class Stages:
     def train(self) -> dict[str, Any]:
         """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
         node would not see the weights of the stage before; Interrupted: the user stopped the run."""
-        is_adapter, manifest = self._prepared[0].is_adapter, self._job.folder.manifest_path
+        is_adapter, manifest = self._prepared[0].trains_adapter, self._job.folder.manifest_path
         distributed.require_all(
             manifest.is_file(),
             f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
             "disk that all nodes share",
         )
-        begins_from = self._prepared[0].begins_from
+        begins_from = self._prepared[0].base_adapter_folder
         status = "finished"
         for number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
@@ -84,7 +84,7 @@ class Stages:
         last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
         before = checkpoints.step_of(last) if last is not None else 0
         if distributed.is_first():
-            stage.folder.begin_stage(spread_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
+            stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:
                 stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         distributed.barrier()

@@ -28,8 +28,8 @@ from sft_play.training.measure.peaks import Watch
 from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.model.fused_head import name_backbone
 from sft_play.training.model.model_loading import load_model, read_model
-from sft_play.training.prepare.lora_config import train_only
-from sft_play.training.prepare.model_spec import ModelSpec, grown
+from sft_play.training.prepare.lora_config import freeze_unmatched
+from sft_play.training.prepare.model_spec import ModelSpec, resized_spec
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed, engines
 
@@ -70,25 +70,25 @@ def load_trainer(
         stop_ids=stops, in_parts=in_parts,
     )  # fmt: skip
     trainer.kernels = taken
-    if begins_from is not None and prepared.is_adapter:
+    if begins_from is not None and prepared.trains_adapter:
         fill_adapter(trainer.model, begins_from)
-    elif prepared.is_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
+    elif prepared.trains_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
         read = partial(_base_weights, config, plan.precision, model_spec, source)
         adapter_start.begin(
             trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, weights=read
         )
-    train_only(trainer.model, config.tuning.trainable)
-    freeze(trainer.model, model_spec.untrained)
+    freeze_unmatched(trainer.model, config.tuning.trainable)
+    freeze(trainer.model, model_spec.untrained_parameters)
     trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     widens = plan.precision.compute != "float32"
-    if model_spec.tensor_plan:
+    if model_spec.tensor_parallel_plan:
         mesh = trainer.accelerator.torch_device_mesh["tp"]
-        tensor_parallel.divide(trainer.model, model_spec.tensor_plan, mesh, device=trainer.args.device, masters=widens)
+        tensor_parallel.divide(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, masters=widens)
     if source is not None:
         in_fp32 = widens and config.tuning.mode != "qlora"
         fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, in_fp32=in_fp32)
-    if prepared.is_adapter:
+    if prepared.trains_adapter:
         is_late = plan.choice.layout.is_fsdp and source is None
         adapter_start.freeze_half(trainer.model, config.tuning.lora, is_divided_later=is_late)
     return trainer
@@ -128,7 +128,7 @@ def trainer_of(
         questions=eval_set.asked_while_training,
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
-        masks=prepared.model_spec.masks,
+        masks=prepared.model_spec.uses_masks,
         beat=watch.beat,
         monitor=Monitor(
             plan,
@@ -146,7 +146,7 @@ def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tupl
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
         )
-        model_spec = grown(model_spec)
+        model_spec = resized_spec(model_spec)
     device, storage = engines.device_of(plan, config), engines.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
         return fsdp_loading.load_for_sharding(

@@ -27,7 +27,7 @@ from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.prepare.device_checks import free_memory, ran_out
+from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 
@@ -189,7 +189,7 @@ class CheckpointedLoop(Trainer):
                 self._write_checkpoint(model, trial, needed)
                 return
             except (RuntimeError, MemoryError) as error:
-                if distributed.world_size() > 1 or not ran_out(error):
+                if distributed.world_size() > 1 or not is_out_of_memory(error):
                     raise
                 logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
             free_memory()

@@ -23,7 +23,7 @@ from sft_play.planner.batching import BatchPlan
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.runs.oom import RanOut
 from sft_play.training.loop.rows import FILLER
-from sft_play.training.prepare.device_checks import free_memory, out_of_memory_message, ran_out
+from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class StepMemory(TrainerCallback):
                 return compute(is_again)
             except (RuntimeError, MemoryError) as error:
                 half = self.batch.halved
-                if half is None or not self.is_alone or not ran_out(error):
+                if half is None or not self.is_alone or not is_out_of_memory(error):
                     raise
                 reason = str(error)
             # only here: while the exception lives, so does what its frames hold
@@ -128,7 +128,7 @@ class StepMemory(TrainerCallback):
         except (RuntimeError, MemoryError) as error:
             layout = self._trainer._layout
             is_shared = layout.shards_params or layout.tensor_parallel > 1 or layout.context_parallel > 1
-            if rows == 1 or is_shared or not ran_out(error):
+            if rows == 1 or is_shared or not is_out_of_memory(error):
                 raise
             reason = str(error)
         free_memory()
@@ -141,7 +141,7 @@ class StepMemory(TrainerCallback):
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
+            if not is_out_of_memory(error):
                 raise
             half, is_repeated = self.batch.halved, self._trainer.beat.last[1] in _REPEATED
             is_again = half is not None and is_repeated and not self.is_alone

@@ -34,7 +34,7 @@ from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
 from sft_play.training.measure.profile import window_of
 from sft_play.training.model.adapter_inputs import cast_outside_autocast
 from sft_play.training.model.fused_head import name_backbone, whole_head
-from sft_play.training.prepare.model_spec import blocks_of
+from sft_play.training.prepare.model_spec import decoder_layers
 from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class _CheckpointFirstLayers(TrainerCallback):
 
 def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
     """Keep gradient checkpointing, already turned on, in the first `count` layers only."""
-    for layer in blocks_of(model)[count:]:
+    for layer in decoder_layers(model)[count:]:
         layer.gradient_checkpointing = False
 
 

@@ -161,7 +161,7 @@ def finish(
         with memory.peaks.during("saving"):
             _save_trained(job, prepared, trainer, steps=steps)
         summary |= {"peak_bytes": memory.peak(), "peak_bytes_by_moment": memory.by_moment()}
-        summary["model_path"] = str(job.folder.model_path(adapter=prepared.is_adapter))
+        summary["model_path"] = str(job.folder.model_path(adapter=prepared.trains_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)
         job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -179,7 +179,7 @@ def finish(
 def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
     """Write the model card of the trained weights; where the disk refuses it, the weights are whole without it."""
     card = CardFacts(
-        kind="adapter" if prepared.is_adapter else "model",
+        kind="adapter" if prepared.trains_adapter else "model",
         name=job.folder.whole.path.name,
         config=job.loaded.config,
         plan=job.plan,
@@ -189,32 +189,32 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         stop=stops_of(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
     )
     try:
-        write_card(job.folder.model_path(adapter=prepared.is_adapter), card)
+        write_card(job.folder.model_path(adapter=prepared.trains_adapter), card)
     except OSError as error:
         logger.warning("The model card could not be written: %s", error)
 
 
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
-    path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
-    dtype = None if prepared.is_adapter else prepared.model_spec.dtype
+    path, tokenizer = job.folder.model_path(adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
+    dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
     with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
-        one_by_one = trainer.is_fsdp_enabled and not prepared.is_adapter
+        one_by_one = trainer.is_fsdp_enabled and not prepared.trains_adapter
         tensors = full_state_dict.whole_tensors(trainer.model) if one_by_one else None
         state = None if one_by_one else full_state_dict.whole_state(trainer, in_fp32=dtype is torch.float32)
         if distributed.is_first():
-            if prepared.tokenizer.own_template is not None:
-                tokenizer.chat_template = prepared.tokenizer.own_template
+            if prepared.tokenizer.original_template is not None:
+                tokenizer.chat_template = prepared.tokenizer.original_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
-            keeps = prepared.model_spec.tower is not None and not prepared.is_adapter
+            keeps = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
             base = base_files(base_model.name, revision=base_model.revision) if keeps else None
             save_model(
                 model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
                 steps=steps if learns else 0, moved=trainer.beat.moved,
             )  # fmt: skip
-            if not prepared.is_adapter:  # whoever loads it ends answers where training did
+            if not prepared.trains_adapter:  # whoever loads it ends answers where training did
                 stop = stops_of(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop, tokenizer.pad_token_id)
             seal(path, moved=trainer.beat.moved)

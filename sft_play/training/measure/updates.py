@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sft_play.planner.precision import Updates
-from sft_play.training.prepare.experts import PACKED
+from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
 from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     has_adapters = is_peft_model(trainer.model)
     base, adapters = list[str](), list[str]()
     for module in trainer.model.modules():
-        packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED, ())
+        packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED_ATTRIBUTE, ())
         for name, parameter in module.named_parameters(recurse=False):
             is_adapter = has_adapters and parameter.requires_grad
             (adapters if is_adapter else base).append("nf4" if name in packed else _name(parameter))

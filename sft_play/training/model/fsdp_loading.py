@@ -25,7 +25,7 @@ from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable, quantization
-from sft_play.training.prepare.model_spec import ModelSpec, grown, location
+from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
 from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def load_for_sharding(
     if isinstance(answer[0], str):
         raise ModelError(answer[0])
     dtypes, others, generation = answer[0]
-    model = _empty_model(config, precision, grown(model_spec), storage)
+    model = _empty_model(config, precision, resized_spec(model_spec), storage)
     _put_placeholders(model, dtypes, DTYPES[precision.load])
     _put_other_tensors(model, others)
     model.generation_config = generation
@@ -91,8 +91,8 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
             attn_implementation=model_spec.attention.name,
             trust_remote_code=config.model.trust_remote_code,
         )
-    model.sft_tower = model_spec.tower
-    model.config.name_or_path = location(config)
+    model.sft_tower = model_spec.text_tower
+    model.config.name_or_path = model_location(config)
     if config.tuning.mode == "qlora":
         from transformers.quantizers import AutoHfQuantizer
 

@@ -22,7 +22,7 @@ from sft_play.process.waiting import waiting
 from sft_play.training.checkpoints.full_state_dict import embeddings_of, gathered_by_zero3, tied_names
 from sft_play.training.checkpoints.tensor_files import base_files, broken_connection, tensors_in
 from sft_play.training.model import nf4_experts, sdpa
-from sft_play.training.prepare.model_spec import ModelSpec, location
+from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,10 @@ def read_model(
         **NO_ADAPTER,
         **(options or {}),
     }
-    if model_spec.tower is not None:
-        chosen["key_mapping"] = model_spec.tower.key_mapping
+    if model_spec.text_tower is not None:
+        chosen["key_mapping"] = model_spec.text_tower.key_mapping
     kind: Any = AutoModelForCausalLM
-    where: str | None = location(config)
+    where: str | None = model_location(config)
     if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
         kind, where = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
         chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
@@ -85,7 +85,7 @@ def read_model(
     try:
         with no_load_report(), waiting(f"Loading the weights of {one_line(config.model.name)}"):
             model, info = kind.from_pretrained(where, **chosen)
-    except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
+    except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         folder = find_model_folder(config.model.name)
@@ -99,13 +99,13 @@ def read_model(
         broken = broken_connection(error) if folder is None else None
         problem = broken or f"cannot be loaded: {one_line(str(error), limit=300)}"
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
-    model.sft_tower = model_spec.tower
+    model.sft_tower = model_spec.text_tower
     if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
-        model.name_or_path = model.config._name_or_path = location(config)
+        model.name_or_path = model.config._name_or_path = model_location(config)
         with contextlib.suppress(OSError):  # it has no generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(location(config), revision=config.model.revision)
+            model.generation_config = GenerationConfig.from_pretrained(model_location(config), revision=config.model.revision)
     require_whole(model, info, config.model.name)
-    unused = [] if model_spec.tower is not None else sorted(info.get("unexpected_keys", ()))
+    unused = [] if model_spec.text_tower is not None else sorted(info.get("unexpected_keys", ()))
     if unused:
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
     if model_spec.resize_to is not None:

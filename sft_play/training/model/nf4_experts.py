@@ -22,7 +22,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.training.class_checks.adapter_trial import read_past
-from sft_play.training.prepare.experts import PACKED, stacked_experts
+from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
@@ -57,12 +57,12 @@ class PackedWeight:
 
 def put_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
     """Let code that reads a module's parameter get it as `weight` reads it."""
-    if PACKED not in vars(module):
-        setattr(module, PACKED, {})
+    if PACKED_ATTRIBUTE not in vars(module):
+        setattr(module, PACKED_ATTRIBUTE, {})
         module.register_forward_pre_hook(_start_reading)
         # always_call: checkpointing ends its second pass by an exception
         module.register_forward_hook(_end_reading, always_call=True)
-    vars(module)[PACKED][name] = weight
+    vars(module)[PACKED_ATTRIBUTE][name] = weight
     kind = type(module)
     # under the class's own name: others look for experts by it
     module.__class__ = type(kind.__name__, (kind,), {name: _reading(name), "__module__": kind.__module__})
@@ -74,7 +74,7 @@ def _reading(name: str) -> property:
         if known is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
             return packed
         if name not in known:
-            known[name] = vars(module)[PACKED][name].read(packed)
+            known[name] = vars(module)[PACKED_ATTRIBUTE][name].read(packed)
         return known[name]
 
     return property(read)
@@ -191,7 +191,7 @@ def prepare_empty(model: nn.Module) -> None:
 
 def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
     """Pack a weight that arrived for a module of `prepare_empty`; None where it is none of those."""
-    reads = vars(module).get(PACKED, {}).get(name)
+    reads = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
     if reads is None:
         return None
     packed, reads.packing = pack(weight, storage)
@@ -220,7 +220,7 @@ _GET_PARAM, _ACTIVATE = ParamWrapper.get_param, ParamWrapper._activate_lora
 
 
 def _packed(wrapper: ParamWrapper) -> PackedWeight | None:
-    found: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED, {}).get(wrapper.parameter_name)
+    found: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
     return found
 
 

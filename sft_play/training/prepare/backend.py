@@ -23,17 +23,17 @@ from sft_play.training.unsloth.unsloth_environment import UnslothAnswer, ask, fi
 if TYPE_CHECKING:  # it imports torch, without which most of this is refused
     from sft_play.training.prepare.model_spec import ModelSpec
 
-SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
+SETUP_HINT = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
 # What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248).
-LAYOUTS = ("single", "ddp")
+UNSLOTH_LAYOUTS = ("single", "ddp")
 # Prefixes of owners whose options take effect before anything is handed over.
-_MADE_HERE = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
+_PARENT_OWNERS = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
 # Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`training_options`), and what
 # is measured.
-_RUN_THERE = ("training.loop.", "training.measure.", "training.run")
+_WORKER_OWNERS = ("training.loop.", "training.measure.", "training.run")
 # Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
 # option is silently ignored.
-_SUPPORTED = frozenset(
+_SUPPORTED_OPTIONS = frozenset(
     {
         "model.name", "model.revision", "model.trust_remote_code",
         "tuning.mode", "tuning.backend", "tuning.backend_fallback",
@@ -42,7 +42,7 @@ _SUPPORTED = frozenset(
     }
 )  # fmt: skip
 # Options that matter during training, whoever owns them.
-_UNSUPPORTED = frozenset(
+_UNSUPPORTED_OPTIONS = frozenset(
     {
         *("curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"),
         *("distributed.profile_communication", "model.add_tokens"),
@@ -59,23 +59,23 @@ class Backend:
     fallback_from: str | None = None
     python: Path | None = None
     """Of Unsloth's environment, and what Unsloth says of itself there."""
-    answer: UnslothAnswer | None = None
+    unsloth_info: UnslothAnswer | None = None
 
 
 def choose_backend(
-    config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False, staged: bool = False
+    config: RunConfig, *, layout: str = "single", nodes: int = 1, is_rank: bool = False, is_stage: bool = False
 ) -> Backend:
-    """The backend that runs here. `launched`: this process is a rank of a launcher; `staged`: the config is a stage's.
-    Raises BackendError: the one that was asked for cannot, and no fallback was named."""
+    """The backend that runs here. `is_rank`: a launcher started this process as a rank; `is_stage`: the config is a
+    stage's. Raises BackendError: the one that was asked for cannot, and no fallback was named."""
     if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
     try:
-        if staged:
+        if is_stage:
             raise BackendError("it does not support curriculum")
-        python, answer = require_unsloth(config, layout=layout, nodes=nodes, launched=launched)
+        python, info = require_unsloth(config, layout=layout, nodes=nodes, is_rank=is_rank)
     except BackendError as error:
         return fall_back(config, str(error))
-    return Backend("unsloth", f"unsloth: {answer.words}, in {python}", python=python, answer=answer)
+    return Backend("unsloth", f"unsloth: {info.words}, in {python}", python=python, unsloth_info=info)
 
 
 def fall_back(config: RunConfig, problem: str) -> Backend:
@@ -89,30 +89,30 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
     return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
 
 
-def require_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> tuple[Path, UnslothAnswer]:
+def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool) -> tuple[Path, UnslothAnswer]:
     """Unsloth's environment, and what Unsloth says about it; raises BackendError where it cannot run this. It is asked
-    last, which takes seconds. `launched`: a launcher started this process as a rank."""
+    last, which takes seconds. `is_rank`: a launcher started this process as a rank."""
     python = find_python(os.environ)
     if python is None:
-        needs = "an environment of its own (and a CUDA GPU for its kernels)"
-        raise BackendError(f"it needs {needs}, and there is none: {SETUP}")
-    refused = unsupported(config)
-    if refused:
-        raise BackendError(f"it does not support {'; '.join(refused)}")
-    if layout not in LAYOUTS or nodes > 1:
-        asked = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
-        raise BackendError(f"each of its processes holds the whole model; {asked} was asked for: STRATEGY=ddp")
-    if launched:
+        requirement = "an environment of its own (and a CUDA GPU for its kernels)"
+        raise BackendError(f"it needs {requirement}, and there is none: {SETUP_HINT}")
+    unsupported = unsupported_options(config)
+    if unsupported:
+        raise BackendError(f"it does not support {'; '.join(unsupported)}")
+    if layout not in UNSLOTH_LAYOUTS or nodes > 1:
+        requested = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
+        raise BackendError(f"each of its processes holds the whole model; {requested} was asked for: STRATEGY=ddp")
+    if is_rank:
         raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
-    answer = ask(python)
+    info = ask(python)
     with importing():
         import torch
 
     has_gpu = torch.cuda.is_available()
-    if has_gpu != (answer.device != "cpu"):
-        here, there = ("a GPU", "none") if has_gpu else ("none", "one")
-        raise BackendError(f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device})")
-    return python, answer
+    if has_gpu != (info.device != "cpu"):
+        parent_gpu, worker_gpu = ("a GPU", "none") if has_gpu else ("none", "one")
+        raise BackendError(f"torch sees {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
+    return python, info
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -122,35 +122,35 @@ def check_trackers(config: RunConfig) -> None:
             raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
 
 
-def unsupported(config: RunConfig) -> list[str]:
+def unsupported_options(config: RunConfig) -> list[str]:
     """Options of the run that Unsloth cannot follow, with their values."""
-    refused = []
+    unsupported = []
     if config.tuning.mode == "full":
-        refused.append("tuning.mode=full (it trains adapters here: qlora, lora)")
+        unsupported.append("tuning.mode=full (it trains adapters here: qlora, lora)")
     if config.task_mode == "cpt_mixed":
-        refused.append("task_mode=cpt_mixed")
+        unsupported.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
-        refused.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
-    for path, value in _changed(config).items():
+        unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
+    for path, value in _changed_options(config).items():
         owner = leaves()[path].owner  # the module that reads the option: where it takes effect
-        if path not in _SUPPORTED and (path in _UNSUPPORTED or not owner.startswith((*_MADE_HERE, *_RUN_THERE))):
-            refused.append(f"{path}={one_line(json.dumps(value))}")
-    return refused
+        if path not in _SUPPORTED_OPTIONS and (path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))):
+            unsupported.append(f"{path}={one_line(json.dumps(value))}")
+    return unsupported
 
 
-def _changed(config: RunConfig) -> dict[str, Any]:
-    def value(path: str) -> Any:
-        found: Any = config
+def _changed_options(config: RunConfig) -> dict[str, Any]:
+    def read_value(path: str) -> Any:
+        value: Any = config
         for name in path.split("."):
-            found = getattr(found, name, None)
-        return plain(found)
+            value = getattr(value, name, None)
+        return plain(value)
 
-    return {path: found for path, leaf in leaves().items() if (found := value(path)) != leaf.default}
+    return {path: value for path, leaf in leaves().items() if (value := read_value(path)) != leaf.default}
 
 
-def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
+def unsloth_model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     """Why Unsloth cannot train a model of this class and precision; None where it can."""
-    if model_spec.tower is not None:
+    if model_spec.text_tower is not None:
         return "the model is an image-text model, of which only the text tower is trained here"
     if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
         return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"

@@ -18,13 +18,13 @@ from sft_play.facts.models.architecture import find_model_folder, base_weights_i
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_sealed
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
-from sft_play.training.prepare.model_spec import ModelSpec, empty_model, grown
+from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, resized_spec
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
+class BaseAdapter:
     """An adapter that fits the run's model and belongs to its base."""
 
     folder: Path
@@ -34,72 +34,74 @@ class Origin:
     """Name of the run that trained it; None where there is no run of this toolkit beside it."""
     note: str
 
-    def facts(self) -> dict[str, Any]:
+    def manifest_facts(self) -> dict[str, Any]:
         """For `data` of the manifest."""
         return {"path": str(self.folder), "sha256": self.sha256, "run": self.run}
 
 
-def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
+def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter | None:
     """The adapter that a run continues; None where it starts a new one. Raises ModelError: its
     files cannot be read, or are the adapter of another model or another base."""
     if config.model.adapter is None:
         return None
     folder = Path(config.model.adapter)
     run = run_of(folder)
-    data = (run[1].get("data") if run else None) or {}
-    _require_base(config, model_spec, folder, data.get("weights") or {})
+    manifest_data = (run[1].get("data") if run else None) or {}
+    _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
     require_sealed(folder)
     tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
     digest = file_digest(folder / WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
-    return Origin(folder, digest, run[0].name if run else None, note)
+    return BaseAdapter(folder, digest, run[0].name if run else None, note)
 
 
 def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
-    model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
+    model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
-    wanted = {name: tuple(state[ours].shape) for name, ours in adapter_names(model).items()}
-    in_file = model_spec.tower.in_whole if model_spec.tower is not None else str
+    expected_shapes = {name: tuple(state[parameter_name].shape) for name, parameter_name in adapter_names(model).items()}
+    to_saved_name = model_spec.text_tower.in_whole if model_spec.text_tower is not None else str
     try:
         with safe_open(file, framework="pt") as tensors:
-            names = {in_file(name): name for name in tensors.keys() if not is_saved_twice(name)}  # noqa: SIM118
-            shapes = {name: tuple(tensors.get_slice(stored).get_shape()) for name, stored in names.items()}
+            saved_names = {
+                to_saved_name(name): name for name in tensors.keys() if not is_saved_twice(name)  # noqa: SIM118
+            }
+            saved_shapes = {name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()}
             problems = [
-                f"{name} has the shape {shapes.get(name)} there and {wanted.get(name)} here"
-                for name in sorted({**wanted, **shapes})
-                if wanted.get(name) != shapes.get(name)
+                f"{name} has the shape {saved_shapes.get(name)} there and {expected_shapes.get(name)} here"
+                for name in sorted({**expected_shapes, **saved_shapes})
+                if expected_shapes.get(name) != saved_shapes.get(name)
             ] or [
                 f"{name} has values that are not finite"
-                for name, stored in names.items()
-                if not tensors.get_tensor(stored).isfinite().all()
+                for name, saved_name in saved_names.items()
+                if not tensors.get_tensor(saved_name).isfinite().all()
             ]
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{KEY}: {file} cannot be read: {one_line(str(error))}") from None
     if problems:
-        what = f"{one_line(problems[0])} ({len(problems)} such)"
-        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {what}")
-    return len(names)
+        problem = f"{one_line(problems[0])} ({len(problems)} such)"
+        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
+    return len(saved_names)
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
     """By digest where both are files here, else by name."""
-    name, now = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
-    said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    theirs, was = str(recorded.get("path") or said or ""), recorded.get("sha256")
+    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
+    config_base = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    adapter_base, recorded_sha256 = str(recorded.get("path") or config_base or ""), recorded.get("sha256")
     is_local = find_model_folder(name) is not None
-    if not recorded and is_local and Path(theirs).is_dir():
-        was = base_weights_identity(theirs, None)["sha256"]
+    if not recorded and is_local and Path(adapter_base).is_dir():
+        recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
     # a digest of files has 64 digits, a commit of the hub 40
-    if is_local and was is not None and len(str(was)) == len(str(now)):
-        if was != now:
-            raise ModelError(f"{KEY}: {folder} was trained on other weights ({one_line(theirs)}) than those of "
+    if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
+        if recorded_sha256 != sha256:
+            raise ModelError(f"{KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than those of "
                              f"model.name={one_line(name)}")  # fmt: skip
-    elif theirs and _plain_name(theirs) != _plain_name(name):
-        raise ModelError(f"{KEY}: {folder} was trained on {one_line(theirs)}, and model.name is {one_line(name)}: give "
-                         f"the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
+    elif adapter_base and _short_name(adapter_base) != _short_name(name):
+        raise ModelError(f"{KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is {one_line(name)}: "
+                         f"give the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
 
 
-def _plain_name(name: str) -> str:
+def _short_name(name: str) -> str:
     """`owner/name`, a folder of that name and its snapshot in the hub's cache are equal."""
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else Path(name).name).lower()

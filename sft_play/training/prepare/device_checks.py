@@ -26,19 +26,21 @@ logger = logging.getLogger(__name__)
 
 def check_device(plan: Plan, config: RunConfig) -> None:
     """Raises HardwareError where torch cannot use the planned GPU, or sees one that the plan does not know of."""
-    planned = plan.hardware.device
-    if planned == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+    device = plan.hardware.device
+    if device == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if planned == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         reason = "it finds none"
         try:
             torch.cuda.init()
         except Exception as error:  # the exception's type differs between builds
             reason = str(error)
         raise HardwareError(explain_unusable_torch(plan.hardware.gpus[0].name, reason))
-    if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        raise HardwareError(f"torch sees an accelerator ({found}) that no run is planned for (make gpu-info): {CPU_HINT}")
+    if device == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        raise HardwareError(
+            f"torch sees an accelerator ({accelerator}) that no run is planned for (make gpu-info): {CPU_HINT}"
+        )
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
@@ -47,25 +49,25 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     if plan.hardware.device != "cuda":
         return
     _require_kernels(plan, config)
-    free, total = torch.cuda.mem_get_info()
-    need = plan.memory.reserved + plan.memory.margin
-    logger.debug("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    needed_bytes = plan.memory.reserved + plan.memory.margin
+    logger.debug("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free_bytes / GIB, needed_bytes / GIB)
     if plan.hardware.pages:
         # Windows' driver would page GPU memory to the host, where a step takes many times as long, without a message
-        limit = min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES
-        limit = max(0, min(limit, total))
-        torch.cuda.set_per_process_memory_fraction(limit / total)
+        limit_bytes = min(free_bytes + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES
+        limit_bytes = max(0, min(limit_bytes, total_bytes))
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
         logger.info(
             "WSL: this process may use %.1f GiB of the GPU and runs out of memory there; beyond it Windows' driver "
             "would page to the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
-            limit / GIB, DESKTOP_BYTES / GIB,
+            limit_bytes / GIB, DESKTOP_BYTES / GIB,
         )  # fmt: skip
     logger.debug("%s", allocator_words(os.environ))
-    if need <= free:
+    if needed_bytes <= free_bytes:
         return
     message = (
-        f"{need / GIB:.1f} GiB are planned, but only {free / GIB:.1f} are free on the GPU now: another process took "
-        "memory since the plan was made; end it (nvidia-smi lists them) and start again"
+        f"{needed_bytes / GIB:.1f} GiB are planned, but only {free_bytes / GIB:.1f} are free on the GPU now: another process "
+        "took memory since the plan was made; end it (nvidia-smi lists them) and start again"
     )
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)
@@ -94,24 +96,24 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
         )
 
 
-def warn_of_need(plan: Plan, need: int | None, found: str) -> None:
-    """Warn that a run needs more than was planned (None: it does not), by what was found since."""
-    if need is not None:
-        logger.warning("%s this run needs %.2f GiB, where %.2f were planned and %.2f are there", found, need / GIB,
-                       plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
+def warn_about_memory(plan: Plan, needed_bytes: int | None, reason: str) -> None:
+    """Warn that a run needs more than was planned (None: it does not), for a reason that was found since."""
+    if needed_bytes is not None:
+        logger.warning("%s this run needs %.2f GiB, where %.2f were planned and %.2f are there", reason,
+                       needed_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
 
 
 # What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it.
-_LACKING = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is a lack of memory, of a device or of the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return not isinstance(error, SftPlayError)
-    return isinstance(error, RuntimeError) and bool(_LACKING.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def free_memory() -> None:
@@ -122,12 +124,12 @@ def free_memory() -> None:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(plan: Plan) -> Iterator[None]:
+def explain_out_of_memory(plan: Plan) -> Iterator[None]:
     """Raises OutOfMemory in place of an error inside that says that memory lacks."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemory(out_of_memory_message(plan, error), batch=plan.batch) from error
 
@@ -135,18 +137,19 @@ def out_of_memory_explained(plan: Plan) -> Iterator[None]:
 def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | None = None) -> str:
     """What was predicted and what to do; `batch`: how rows were divided when memory ran out, None as planned."""
     batch = batch or plan.batch
-    halved = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
+    halved_words = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     return (
         f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
-        f"with micro-batch {plan.batch.micro_batch}{halved} ({one_line(str(error), limit=300)}). Check with nvidia-smi "
-        f"whether another process took memory meanwhile; try {_smaller(plan, batch)}"
+        f"with micro-batch {plan.batch.micro_batch}{halved_words} ({one_line(str(error), limit=300)}). Check with "
+        f"nvidia-smi whether another process took memory meanwhile; try {_smaller_run_hint(plan, batch)}"
     )
 
 
-def _smaller(plan: Plan, batch: BatchPlan) -> str:
-    half = batch.halved
-    if half is not None:
-        return f"SET='train.batch_size={half.micro_batch} train.grad_accum={half.grad_accum}', which resume takes too"
+def _smaller_run_hint(plan: Plan, batch: BatchPlan) -> str:
+    halved_batch = batch.halved
+    if halved_batch is not None:
+        setting = f"train.batch_size={halved_batch.micro_batch} train.grad_accum={halved_batch.grad_accum}"
+        return f"SET='{setting}', which resume takes too"
     if plan.choice.checkpointing is not True:
         return "SET=train.gradient_checkpointing=true, which resume takes too"
     return "more GPUs, or a new run with a shorter model.max_seq_len"

@@ -18,14 +18,14 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 from sft_play.training.class_checks.adapter_trial import adapter_places, linear_layers, output_head
-from sft_play.training.prepare.experts import meant_experts
+from sft_play.training.prepare.experts import select_stacked_experts
 
 # Pieces that stand for a glob.
-_WORDS = {"lora": "lora_*", "norm": "*norm*"}
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_PIECE_ALIASES = {"lora": "lora_*", "norm": "*norm*"}
+_NUMBER_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
-def peft_config_of(
+def build_peft_config(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
 ) -> tuple[PeftLoraConfig, list[str]]:
     """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
@@ -36,123 +36,124 @@ def peft_config_of(
     targets = places.resolve_targets(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
-    _check_saved(config, skeleton)
-    start = "" if lora.init == "default" else _checked_start(lora, targets, layers)
-    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{start} on {', '.join(sorted(targets))}"]
-    stacked = meant_experts(skeleton, lora.adapted_parameters) if lora.adapted_parameters else []
-    if stacked:
-        kinds = sorted({name.rpartition(".")[2] for name in stacked})
-        notes.append(f"Adapters: one on {' and '.join(kinds)} of every expert (tuning.lora.target_parameters)")
-    notes += [f"Adapters: {words}" for words in places.notes]
+    _check_modules_to_save(config, skeleton)
+    init_note = "" if lora.init == "default" else _checked_init_note(lora, targets, layers)
+    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{init_note} on {', '.join(sorted(targets))}"]
+    expert_names = select_stacked_experts(skeleton, lora.adapted_parameters) if lora.adapted_parameters else []
+    if expert_names:
+        weight_names = sorted({name.rpartition(".")[2] for name in expert_names})
+        notes.append(f"Adapters: one on {' and '.join(weight_names)} of every expert (tuning.lora.target_parameters)")
+    notes += [f"Adapters: {note}" for note in places.notes]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha_of_rank,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        target_parameters=stacked or None,
+        target_parameters=expert_names or None,
         modules_to_save=list(lora.modules_to_save) or None,
-        trainable_token_indices=trained_rows(skeleton, new_rows, whole=lora.modules_to_save),
+        trainable_token_indices=trainable_rows(skeleton, new_rows, saved_modules=lora.modules_to_save),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
     ), notes
 
 
-def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
-    sides = {name: min(layer.weight.shape) for name, layer in layers.items() if _any_matches(targets, name)}
-    name = min(sides, key=lambda one: sides[one])
-    if sides[name] < lora.r:
-        has = f"{name} has {sides[name]} singular directions"
-        raise ModelError(f"tuning.lora.init={lora.init}: {has}, and tuning.lora.r is {lora.r}; use a smaller rank")
+def _checked_init_note(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
+    max_ranks = {name: min(layer.weight.shape) for name, layer in layers.items() if _matches_any(targets, name)}
+    name = min(max_ranks, key=lambda layer_name: max_ranks[layer_name])
+    if max_ranks[name] < lora.r:
+        problem = f"{name} has {max_ranks[name]} singular directions"
+        raise ModelError(f"tuning.lora.init={lora.init}: {problem}, and tuning.lora.r is {lora.r}; use a smaller rank")
     return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.rank})" if lora.init == "pissa" else "")
 
 
-def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:
-    """The rows of added tokens that train in each table of embeddings, tied ones once; `whole`: names of modules that
-    train whole. None: no rows. Raises ModelError: the head has a bias, which PEFT's rows leave out."""
+def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[str]) -> dict[str, list[int]] | None:
+    """The rows of added tokens that train in each table of embeddings, tied ones once; `saved_modules`: names of
+    modules that train whole. None: no rows. Raises ModelError: the head has a bias, which PEFT's rows leave out."""
     if not rows:
         return None
     inputs, head = model.get_input_embeddings(), output_head(model)
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"model.add_tokens: the output head of {type(model).__name__} has a bias, which PEFT's rows "
                          "leave out; use tuning.mode=full")  # fmt: skip
-    names = {module: name for name, module in model.named_modules() if module in (inputs, head)}
-    own = [part for part in names if not _any_matches(whole, names[part])]
-    if model.config.tie_word_embeddings and len(own) == len(names):
-        own = [inputs]
-    return {names[part]: list(rows) for part in own} or None
+    table_names = {module: name for name, module in model.named_modules() if module in (inputs, head)}
+    tables = [table for table in table_names if not _matches_any(saved_modules, table_names[table])]
+    if model.config.tie_word_embeddings and len(tables) == len(table_names):
+        tables = [inputs]
+    return {table_names[table]: list(rows) for table in tables} or None
 
 
-def _check_saved(config: RunConfig, model: nn.Module) -> None:
-    modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    for saved in config.tuning.lora.modules_to_save:
-        if not any(_matches(saved, name) for name in modules):
-            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in modules})), limit=400)
-            raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing"
-                             f"{_nearest(saved, modules)}. The modules are: {names}")  # fmt: skip
-        inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
-        if inside:
-            raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or "
-                             f"are quantised, such as {inside[0]}")  # fmt: skip
+def _check_modules_to_save(config: RunConfig, model: nn.Module) -> None:
+    module_names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    for target in config.tuning.lora.modules_to_save:
+        if not any(_matches(target, name) for name in module_names):
+            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in module_names})), limit=400)
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} matches nothing"
+                             f"{_suggestion(target, module_names)}. The modules are: {names}")  # fmt: skip
+        adapted_layers = [layer for layer in linear_layers(model) if f".{target}." in f".{layer}."]
+        if adapted_layers:
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} holds linear layers that get adapters "
+                             f"or are quantised, such as {adapted_layers[0]}")  # fmt: skip
 
 
 def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _any_matches(targets: Iterable[str], name: str) -> bool:
+def _matches_any(targets: Iterable[str], name: str) -> bool:
     return any(_matches(target, name) for target in targets)
 
 
-def _nearest(target: str, names: Iterable[str]) -> str:
-    near = did_you_mean(target, {name.rpartition(".")[2] for name in names})
-    return f" ({near})" if near else ""
+def _suggestion(target: str, names: Iterable[str]) -> str:
+    suggestion = did_you_mean(target, {name.rpartition(".")[2] for name in names})
+    return f" ({suggestion})" if suggestion else ""
 
 
 # --- tuning.trainable -------------------------------------------------------------------------------------------------
-def is_meant(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
     pieces, parts = pattern.split("."), name.split(".")
     return any(
-        all(_fits(piece, part) for piece, part in zip(pieces, parts[at:], strict=False))
-        for at in range(len(parts) - len(pieces) + 1)
+        all(_matches_piece(piece, part) for piece, part in zip(pieces, parts[start:], strict=False))
+        for start in range(len(parts) - len(pieces) + 1)
     )
 
 
-def _fits(piece: str, part: str) -> bool:
-    if (span := _RANGE.fullmatch(piece)) is not None:
+def _matches_piece(piece: str, part: str) -> bool:
+    if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
         return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
-    return fnmatch.fnmatchcase(part, _WORDS.get(piece, piece))
+    return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
 
 
-def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     """The names that any of the patterns matches."""
-    return [name for name in names if any(is_meant(pattern, name) for pattern in patterns)]
+    return [name for name in names if any(matches_pattern(pattern, name) for pattern in patterns)]
 
 
-def chosen_note(config: RunConfig, model: nn.Module) -> str:
+def trainable_note(config: RunConfig, model: nn.Module) -> str:
     """A line on what `tuning.trainable` chooses; raises ModelError for a pattern that matches nothing."""
     patterns = config.tuning.trainable
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:
-        if not chosen([pattern], sizes):
+        if not select_names([pattern], sizes):
             parts = {part for name in sizes for part in name.split(".") if not part.isdigit()}
-            near = _nearest(pattern.rpartition(".")[2], parts)
+            suggestion = _suggestion(pattern.rpartition(".")[2], parts)
             raise ModelError(f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode="
-                             f"{config.tuning.mode} trains{near}; one of them is {next(iter(sizes))}")  # fmt: skip
-    kept = chosen(patterns, sizes)
-    share = sum(sizes[name] for name in kept) / sum(sizes.values())
+                             f"{config.tuning.mode} trains{suggestion}; one of them is "
+                             f"{next(iter(sizes))}")  # fmt: skip
+    selected = select_names(patterns, sizes)
+    share = sum(sizes[name] for name in selected) / sum(sizes.values())
     return (
-        f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
+        f"Trainable: {', '.join(patterns)}: {len(selected):,} of {len(sizes):,} tensors that tuning.mode="
         f"{config.tuning.mode} trains ({share:.2%} of their parameters); the plan counts memory for all of them"
     )
 
 
-def train_only(model: nn.Module, patterns: Any) -> None:
+def freeze_unmatched(model: nn.Module, patterns: Any) -> None:
     """Freeze every weight that no pattern matches; `all` changes nothing."""
     if patterns == "all":
         return
     for name, weight in model.named_parameters():
-        if weight.requires_grad and not chosen(patterns, [name]):
+        if weight.requires_grad and not select_names(patterns, [name]):
             weight.requires_grad_(False)

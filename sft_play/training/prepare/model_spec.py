@@ -39,11 +39,11 @@ from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.language_model import Tower, fit_ties, language_config, lost_by_peft, tower_of
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
-from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
+from sft_play.training.prepare.lora_config import build_peft_config, trainable_note
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionChoice:
     """An attention of transformers, why it was chosen, and whether keys and values are repeated (`sdpa`)."""
 
     name: str
@@ -56,8 +56,8 @@ class ModelSpec:
     """What is known of the model before any weights are read: its config, class, adapters and choices."""
 
     hf_config: Any
-    attention: Attention
-    tower: Tower | None
+    attention: AttentionChoice
+    text_tower: Tower | None
     """Where it lies in an image-text class, whose language model it is; None for a model of text."""
     peft_config: PeftLoraConfig | None
     vocab_size: int
@@ -65,15 +65,15 @@ class ModelSpec:
     layer_class: str
     """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
-    masks: bool = True
+    uses_masks: bool = True
     """Whether padded rows come with an attention mask."""
-    tensor_plan: Mapping[str, Style] = field(default_factory=dict)
+    tensor_parallel_plan: Mapping[str, Style] = field(default_factory=dict)
     """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
     dtype: torch.dtype | None = None
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
     experts: Experts | None = None
     """How experts are multiplied; None where there are none."""
-    untrained: frozenset[str] = frozenset()
+    untrained_parameters: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
     late_gradients: Mapping[str, str] = field(default_factory=dict)
     """Parameters that only longer rows or later steps give a gradient (`adapter_trial.late_gradients`)."""
@@ -83,7 +83,7 @@ class ModelSpec:
     """The base's files hold quantised weights, which are dequantised while they are read."""
 
 
-def grown(model_spec: ModelSpec) -> ModelSpec:
+def resized_spec(model_spec: ModelSpec) -> ModelSpec:
     """The spec of a model whose embeddings are resized already, such as one that an earlier stage has saved."""
     if model_spec.resize_to is None:
         return replace(model_spec, new_rows={})
@@ -100,153 +100,154 @@ def build_model_spec(
     new_rows: Mapping[int, tuple[int, ...]] | None = None,
     layout: Layout = SINGLE,
     repeats_kv: bool = False,
-    masks: bool = True,
-    by_boundaries: bool = False,
+    uses_masks: bool = True,
+    uses_boundaries: bool = False,
 ) -> ModelSpec:
-    """Everything about the model that can be checked without its weights, on the meta device. `masks` (`Step.masks`)
-    and `by_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError: the class is
-    unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does not fit;
+    """Everything about the model that can be checked without its weights, on the meta device. `uses_masks`
+    (`Step.masks`) and `uses_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError: the
+    class is unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does not fit;
     ConfigError: packing is on, and the class does not keep the chats of a row apart."""
-    whole = _whole_config(config)
-    notes = _dequantised(whole, config)
+    full_config = _load_full_config(config)
+    notes = _drop_quantization_config(full_config, config)
     is_dequantised = bool(notes)
-    hf_config = language_config(whole)
-    fit_ties(whole, hf_config, lambda: _names_of(config))
-    model_class = _model_class(hf_config, config, is_dequantised=is_dequantised)
+    hf_config = language_config(full_config)
+    fit_ties(full_config, hf_config, lambda: _saved_tensor_names(config))
+    model_class = _find_model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
-        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
-        attention = Attention(attention.name, f"{attention.reason}; {why}", repeats_kv=True)
+        reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        attention = AttentionChoice(attention.name, f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
-    skeleton = _skeleton(hf_config, config)
-    chosen = experts.choose_experts(config, skeleton, precision)
-    if chosen is not None:  # the config says it to whatever builds or loads the model
-        experts.register()
-        hf_config._experts_implementation = experts.CASTING if chosen.casts else chosen.name
-        notes.append(f"Experts: {chosen.reason}")
+    skeleton = _build_skeleton(hf_config, config)
+    chosen_experts = experts.choose_experts(config, skeleton, precision)
+    if chosen_experts is not None:  # the config says it to whatever builds or loads the model
+        experts.register_grouped_mm()
+        hf_config._experts_implementation = experts.CASTING_GROUPED_MM if chosen_experts.casts else chosen_experts.name
+        notes.append(f"Experts: {chosen_experts.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
-    resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
-    peft_config, untrained, on_training = _trained(config, skeleton, list(new_rows))
-    notes += on_training
+    resize_to = _resized_vocab_size(config, vocab_size, tokenizer_size, added_rows=set(new_rows))
+    peft_config, untrained_parameters, training_notes = _choose_trained_parameters(config, skeleton, list(new_rows))
+    notes += training_notes
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
-    notes += measured
-    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
+    attention, uses_masks, attention_notes = _measure_attention(config, hf_config, attention, layout, uses_masks, uses_boundaries)
+    notes += attention_notes
+    layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
     model_spec = ModelSpec(
-        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to,
-        max(layers, key=lambda name: layers[name], default=""),  # some models have others beside it
-        tuple(notes), masks,
+        hf_config, attention, tower_of(full_config, skeleton), peft_config, vocab_size, resize_to,
+        max(layer_counts, key=lambda name: layer_counts[name], default=""),  # some models have others beside it
+        tuple(notes), uses_masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
-        hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
-        chosen,
-        untrained,
+        hf_config.dtype or full_config.dtype,  # an image-text model's config may have it outside the text config only
+        chosen_experts,
+        untrained_parameters,
         late_gradients(skeleton, trust_remote_code=config.model.trust_remote_code),
         new_rows,
         is_dequantised,
     )  # fmt: skip
     if config.tuning.trainable == "all":
         return model_spec
-    chosen_of = chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
-    return replace(model_spec, notes=(*notes, chosen_of))
+    trainable_line = trainable_note(config, build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code))
+    return replace(model_spec, notes=(*notes, trainable_line))
 
 
-def _dequantised(whole: Any, config: RunConfig) -> list[str]:
-    fields = whole.to_dict()
+def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
+    fields = full_config.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if dequantisable_method(fields)[0] is None:
         return []
-    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+    for config_part in {id(item): item for item in (full_config, full_config.get_text_config())}.values():
+        if hasattr(config_part, "quantization_config"):
+            del config_part.quantization_config
     return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
 
 
-def _trained(
+def _choose_trained_parameters(
     config: RunConfig, skeleton: Any, new_rows: list[int]
 ) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
     if config.tuning.mode != "full":
-        peft_config, notes = peft_config_of(config, skeleton, new_rows=new_rows)
+        peft_config, notes = build_peft_config(config, skeleton, new_rows=new_rows)
         return peft_config, frozenset(), notes
-    untrained = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
-    names = one_line(", ".join(sorted(untrained)), limit=200)
-    return None, untrained, [f"Trainable: all but {names}, which get no gradient by their class"] * bool(untrained)
+    untrained_parameters = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+    names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
+    notes = [f"Trainable: all but {names}, which get no gradient by their class"] * bool(untrained_parameters)
+    return None, untrained_parameters, notes
 
 
-def _measured(
-    config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
-) -> tuple[Attention, bool, list[str]]:
-    notes, trusted, longest = [], config.model.trust_remote_code, config.model.max_seq_len
+def _measure_attention(
+    config: RunConfig, hf_config: Any, attention: AttentionChoice, layout: Layout, uses_masks: bool, uses_boundaries: bool
+) -> tuple[AttentionChoice, bool, list[str]]:
+    notes, trust_remote_code, longest = [], config.model.trust_remote_code, config.model.max_seq_len
     if wants_packing(config):
-        notes.append(require_packable(hf_config, attention=attention.name, longest=longest, trust_remote_code=trusted))
-    if by_boundaries and attention.name == "sdpa":
-        boundaries = boundaries_of(hf_config, longest=longest, trust_remote_code=trusted)
+        notes.append(require_packable(hf_config, attention=attention.name, longest=longest, trust_remote_code=trust_remote_code))
+    if uses_boundaries and attention.name == "sdpa":
+        boundaries = boundaries_of(hf_config, longest=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
         attention = replace(attention, name=varlen.ATTENTION) if not boundaries.needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
-    if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
-        padding = padding_of(hf_config, attention=attention.name, longest=longest, trust_remote_code=trusted)
+    if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
+        padding = padding_of(hf_config, attention=attention.name, longest=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {padding.reason}")
-        masks = padding.needed
-    return attention, masks, notes
+        uses_masks = padding.needed
+    return attention, uses_masks, notes
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in their order: what transformers checkpoints one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _skeleton(hf_config: Any, config: RunConfig) -> Any:
+def _build_skeleton(hf_config: Any, config: RunConfig) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each model class checks its config in its own way
-        kind, said = type(hf_config).__name__, one_line(str(error), limit=300)
+        class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
         raise ModelError(
-            f"{config.model.name}: transformers cannot build a {kind} from its config.json: {said}"
+            f"{config.model.name}: transformers cannot build a {class_name} from its config.json: {message}"
         ) from error
 
 
-def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
+def build_meta_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
     """The model with its adapter, where it has one, on the meta device: names and shapes, no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_spec.hf_config, trust_remote_code=trust_remote_code)
-        model.sft_tower = model_spec.tower
-        adapter = model_spec.peft_config
-        return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
+        model.sft_tower = model_spec.text_tower
+        peft_config = model_spec.peft_config
+        return model if peft_config is None else get_peft_model(model, copy.deepcopy(peft_config))
 
 
-def lost_in_peft(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
+def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
     """How many of the adapter's tensors PEFT loses when it loads them, and what to do; empty where it loses none."""
-    whole = model_spec.tower.whole if model_spec.tower else model_spec.hf_config
-    if model_spec.peft_config is None or get_checkpoint_conversion_mapping(whole.model_type) is None:
+    full_config = model_spec.text_tower.whole if model_spec.text_tower else model_spec.hf_config
+    if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
-    adapted = empty_model(model_spec, trust_remote_code=trust_remote_code)
-    published = model_spec.tower.skeleton() if model_spec.tower else adapted.get_base_model()
-    names = adapter_names(adapted)
-    lost = lost_by_peft(published, names) if published is not None else []
-    if not lost:
+    adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
+    published_model = model_spec.text_tower.skeleton() if model_spec.text_tower else adapted_model.get_base_model()
+    names = adapter_names(adapted_model)
+    lost_names = lost_by_peft(published_model, names) if published_model is not None else []
+    if not lost_names:
         return ""
-    return (f"PEFT alone would load it without {len(lost)} of {len(names)} tensors, as it renames those of this class "
-            "wrongly: give others the model of make merge; the commands here load them all")  # fmt: skip
+    return (f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames those of this "
+            "class wrongly: give others the model of make merge; the commands here load them all")  # fmt: skip
 
 
-def location(config: RunConfig) -> str:
+def model_location(config: RunConfig) -> str:
     """The model's folder, or its name on the hub."""
     return str(find_model_folder(config.model.name) or config.model.name)
 
 
-def _whole_config(config: RunConfig) -> Any:
-    model, where = config.model, location(config)
+def _load_full_config(config: RunConfig) -> Any:
+    model, location = config.model, model_location(config)
     try:
-        return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        return AutoConfig.from_pretrained(location, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
 
 
-def _names_of(config: RunConfig) -> set[str]:
+def _saved_tensor_names(config: RunConfig) -> set[str]:
     """Names of the tensors in the base's files; empty where they cannot be read, which loading words."""
     folder = find_model_folder(config.model.name)
     try:
@@ -259,12 +260,14 @@ def _names_of(config: RunConfig) -> set[str]:
         return set()
 
 
-def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
+def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """`nn.Module` for code that comes with the model."""
-    others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-    other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
-    if other is not None:
-        raise ModelError(f"{config.model.name} is a {other}, not a causal language model; take the language model")
+    wrong_suffixes = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    wrong_class = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None)
+    if wrong_class is not None:
+        raise ModelError(
+            f"{config.model.name} is a {wrong_class}, not a causal language model; take the language model"
+        )
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
@@ -276,13 +279,13 @@ def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> 
                      "causal language model; this toolkit trains causal language models")  # fmt: skip
 
 
-def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
+def _resized_vocab_size(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added_rows: set[int]) -> int | None:
     if tokenizer_size <= vocab_size:
         return None
-    saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
-    untrained = config.tuning.mode != "full" and not added >= set(range(vocab_size, tokenizer_size))
+    saved_modules = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
+    has_untrained_rows = config.tuning.mode != "full" and not added_rows >= set(range(vocab_size, tokenizer_size))
     # wte: GPT-2's embedding, which is its head too
-    if untrained and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
+    if has_untrained_rows and not {"embed_tokens", "lm_head"} <= saved_modules and "wte" not in saved_modules:
         raise ModelError(
             f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings: take the model's own, "
             "or train the new ones by tuning.lora.modules_to_save=[embed_tokens, lm_head] or tuning.mode=full"
@@ -291,34 +294,36 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
+def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> AttentionChoice:
     """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
     several ranks share. Raises ModelError: the model lacks the one that was asked for, or cannot share rows."""
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
                              "its attention through transformers; use a layout without cp")  # fmt: skip
-        return Attention(
+        return AttentionChoice(
             context_parallel.ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
         )
-    wanted = config.model.attn_implementation
+    requested = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
-    if wanted == "auto":
-        if attention_of(wanted, has_sdpa=has_sdpa) == "sdpa":
-            return Attention("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
-        return Attention("eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared")
-    if wanted == "sdpa" and not has_sdpa:
+    if requested == "auto":
+        if attention_of(requested, has_sdpa=has_sdpa) == "sdpa":
+            return AttentionChoice("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
+        return AttentionChoice(
+            "eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared"
+        )
+    if requested == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
-    require_package(wanted)
-    if is_hub_kernel(wanted) or wanted == "flash_attention_2":
-        _require_flash(model_class, wanted.partition("@")[0])
-    return Attention(wanted, f"{wanted}, as model.attn_implementation says")
+    require_package(requested)
+    if is_hub_kernel(requested) or requested == "flash_attention_2":
+        _require_flash(model_class, requested.partition("@")[0])
+    return AttentionChoice(requested, f"{requested}, as model.attn_implementation says")
 
 
-def _require_flash(model_class: Any, wanted: str) -> None:
-    setting = f"model.attn_implementation={wanted}: {model_class.__name__}"
+def _require_flash(model_class: Any, requested: str) -> None:
+    setting = f"model.attn_implementation={requested}: {model_class.__name__}"
     if not getattr(model_class, "_supports_flash_attn", False):
         raise ModelError(f"{setting} has none; use sdpa")
     compatible = getattr(model_class, "_compatible_flash_implementations", None)
-    if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+    if compatible and requested not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
         raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")

@@ -24,18 +24,18 @@ from sft_play.log import one_line
 from sft_play.runs.manifest import versions
 from sft_play.training.class_checks.kernels import check_kernels
 from sft_play.training.job import RunJob
-from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, model_problem
-from sft_play.training.prepare.base_adapter import Origin, origin_of
-from sft_play.training.prepare.device_checks import warn_of_need
-from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, lost_in_peft
+from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
+from sft_play.training.prepare.base_adapter import BaseAdapter, read_base_adapter
+from sft_play.training.prepare.device_checks import warn_about_memory
+from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Characters of the first row that a terminal shows.
-_ROW_SHOWN = 300
+_SHOWN_CHARACTERS = 300
 # Facts that all stages of a run share.
-OF_THE_MODEL = ("weights", "tokenizer", "adapter")
+MODEL_FACTS = ("weights", "tokenizer", "adapter")
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Prepared:
     splits: Splits
     model_spec: ModelSpec
     renderer: Renderer
-    origin: Origin | None = None
+    base_adapter: BaseAdapter | None = None
     """The adapter that training continues; None where it starts a new one."""
 
     @property
-    def is_adapter(self) -> bool:
+    def trains_adapter(self) -> bool:
         """Whether adapters are trained instead of the model's own weights."""
         return self.model_spec.peft_config is not None
 
     @property
-    def begins_from(self) -> Path | None:
+    def base_adapter_folder(self) -> Path | None:
         """The folder of the adapter that training continues."""
-        return self.origin.folder if self.origin is not None else None
+        return self.base_adapter.folder if self.base_adapter is not None else None
 
 
 def prepare(job: RunJob) -> Prepared:
@@ -71,8 +71,8 @@ def prepare(job: RunJob) -> Prepared:
             config,
             layout=job.plan.layout,
             nodes=job.plan.hardware.nodes,
-            launched="RANK" in os.environ,
-            staged=job.folder.stage is not None,
+            is_rank="RANK" in os.environ,
+            is_stage=job.folder.stage is not None,
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
@@ -80,8 +80,8 @@ def prepare(job: RunJob) -> Prepared:
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
         _log(tokenizer.notes)
-        model_spec = _model_spec(job, tokenizer)
-        problem = model_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
+        model_spec = _build_model_spec(job, tokenizer)
+        problem = unsloth_model_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
         if problem is not None:
             if layout.ranks > 1:  # bnb would need this process to be one of the ranks
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
@@ -90,42 +90,42 @@ def prepare(job: RunJob) -> Prepared:
         if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
-        origin = origin_of(config, model_spec)
-        if origin is not None:
-            model_spec = replace(model_spec, notes=(*model_spec.notes, origin.note))
-        splits = _splits(job, tokenizer, model_spec)
+        base_adapter = read_base_adapter(config, model_spec)
+        if base_adapter is not None:
+            model_spec = replace(model_spec, notes=(*model_spec.notes, base_adapter.note))
+        splits = _build_splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
-        if lost := lost_in_peft(model_spec, trust_remote_code=config.model.trust_remote_code):
-            logger.warning("Adapter: %s", lost)
+        if peft_warning := peft_loading_warning(model_spec, trust_remote_code=config.model.trust_remote_code):
+            logger.warning("Adapter: %s", peft_warning)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
-        prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, origin)
+        prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, base_adapter)
         if job.folder.stage is None:
             log_rows(job, prepared)
         return prepared
 
 
-def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
+def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     config, plan = job.loaded.config, job.plan
     step = plan.choice.step
     model_spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
         layout=plan.choice.layout,
-        repeats_kv=plan.repeats_kv, masks=step.masks, by_boundaries=step.varlen,
+        repeats_kv=plan.repeats_kv, uses_masks=step.masks, uses_boundaries=step.varlen,
     )  # fmt: skip
     keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
-    if keeps_mask or (model_spec.masks and not step.masks):
-        found = "Attention: the plan left out masks that a small model of the class needs; with them"
-        warn_of_need(plan, plan.masked_bytes, found)
-    planned = step.attention
-    if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned:
+    if keeps_mask or (model_spec.uses_masks and not step.masks):
+        reason = "Attention: the plan left out masks that a small model of the class needs; with them"
+        warn_about_memory(plan, plan.masked_bytes, reason)
+    planned_attention = step.attention
+    if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned_attention:
         logger.warning(
             "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
-            model_spec.attention.name, planned,
+            model_spec.attention.name, planned_attention,
         )  # fmt: skip
     return model_spec
 
 
-def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
+def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
     config, plan = job.loaded.config, job.plan
     positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
     splits = build_splits(
@@ -142,33 +142,33 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         report = replace(split.report, split=name) if split else None
         for finding in judge_split(report, config.data, max_seq_len=plan.max_seq_len, positions=None) if report else ():
-            is_said_of_train = name != "train" and finding.name.startswith("columns")
-            level = logging.INFO if finding.verdict == "WARN" and not is_said_of_train else logging.DEBUG
+            is_reported_for_train = name != "train" and finding.name.startswith("columns")
+            level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
     train = replace(splits.train.report, split="train")
-    marks = (*judge_roles(train), *judge_marks(train, tokenizer.tokenizer))
-    _log(f"Data train: {finding.name}: {finding.found}" for finding in marks)
+    train_findings = (*judge_roles(train), *judge_marks(train, tokenizer.tokenizer))
+    _log(f"Data train: {finding.name}: {finding.found}" for finding in train_findings)
     return splits
 
 
 def log_rows(job: RunJob, prepared: Prepared) -> None:
     """Log what is trained and held out, and the first row; of a stage when it begins."""
     plan, splits, tokenizer = job.plan, prepared.splits, prepared.tokenizer
-    held_out = [f"{len(one.rows):,} {name}" for name, one in (("val", splits.val), ("test", splits.test)) if one]
-    shown = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
-    logger.info("Data: %s; held out: %s", shown, " and ".join(held_out) or "none")
-    count, effective = len(splits.train.rows), plan.batch.effective_batch
-    if count < effective:
+    held_out = [f"{len(split.rows):,} {name}" for name, split in (("val", splits.val), ("test", splits.test)) if split]
+    line = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
+    logger.info("Data: %s; held out: %s", line, " and ".join(held_out) or "none")
+    row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
+    if row_count < effective_batch:
         logger.warning(
-            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", count, effective
+            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", row_count, effective_batch
         )
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
     # a long prompt would leave no place for what is trained
-    begin = max(0, row.find("[[") - _ROW_SHOWN // 3) if len(row) > _ROW_SHOWN else 0
-    shown = one_line(f"{'…' if begin else ''}{row[begin:]}", limit=_ROW_SHOWN)
-    if shown != row:
+    start = max(0, row.find("[[") - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
+    line = one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)
+    if line != row:
         logger.debug("First training row, whole: %s", row)
-    logger.info("First training row, trained part in [[ ]]: %s", shown)
+    logger.info("First training row, trained part in [[ ]]: %s", line)
 
 
 def _log(lines: Iterable[str]) -> None:
@@ -176,43 +176,43 @@ def _log(lines: Iterable[str]) -> None:
         logger.debug("%s", line)
 
 
-def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:
+def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]) -> dict[str, Any]:
     """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
     facts: dict[str, Any] = {}
-    for part, one in zip(parts, prepared, strict=True):
-        stage = f"stage {part.folder.stage} " if part.folder.stage else ""
+    for stage_job, prepared_stage in zip(stage_jobs, prepared_stages, strict=True):
+        stage_prefix = f"stage {stage_job.folder.stage} " if stage_job.folder.stage else ""
         files: dict[str, dict[str, Any]] = {
-            name: {"path": str(path), "sha256": source_digest(path)} for name, path in part.paths.named_paths()
+            name: {"path": str(path), "sha256": source_digest(path)} for name, path in stage_job.paths.named_paths()
         }
-        for name, split in (("train", one.splits.train), ("val", one.splits.val), ("test", one.splits.test)):
+        for name, split in (("train", prepared_stage.splits.train), ("val", prepared_stage.splits.val), ("test", prepared_stage.splits.test)):
             if split is not None:
                 files.setdefault(name, {})["report"] = split.report.as_json()
-        facts |= {f"{stage}{name}": fact for name, fact in files.items()}
-        facts["weights"] = base_weights_identity(part.loaded.config.model.name, one.model_spec.hf_config)
-        facts["tokenizer"] = {"path": "tokenizer", "sha256": one.tokenizer.sha256}
-        if one.origin is not None:
-            facts["adapter"] = one.origin.facts()
+        facts |= {f"{stage_prefix}{name}": fact for name, fact in files.items()}
+        facts["weights"] = base_weights_identity(stage_job.loaded.config.model.name, prepared_stage.model_spec.hf_config)
+        facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared_stage.tokenizer.sha256}
+        if prepared_stage.base_adapter is not None:
+            facts["adapter"] = prepared_stage.base_adapter.manifest_facts()
     return facts
 
 
-def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
+def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
     """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`), model,
     settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
-    installed = versions()
+    installed_versions = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {
         **{
-            f"the {name}" if name in OF_THE_MODEL else f"the content of the {name} file": str(fact["sha256"])[:12]
+            f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(fact["sha256"])[:12]
             for name, fact in facts.items()
             if "sha256" in fact
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
-        **{f"the version of {name}": str(installed[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
+        **{f"the version of {name}": str(installed_versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
     }
 
 
-def choices(job: RunJob, prepared: Prepared) -> list[str]:
+def choice_lines(job: RunJob, prepared: Prepared) -> list[str]:
     """Everything that was decided for the user, for the manifest."""
     backend = f"Backend: {prepared.backend.reason}"
     return [backend, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]

@@ -14,8 +14,8 @@ def quiet_libraries() -> None:
         from datasets.utils.logging import disable_progress_bar
         from transformers.utils import logging as transformers_logging
 
-    for kind in (FutureWarning, DeprecationWarning):
-        warnings.simplefilter("ignore", category=kind)
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category=category)
     # torch 2.11, of how accelerate makes its mesh
     warnings.filterwarnings("ignore", message="Slicing a flattened dim")
     disable_progress_bar()

@@ -20,22 +20,22 @@ from sft_play.runs.lookup import create_run, discard_run, write_start
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.runs.oom import ENTRY
 from sft_play.training.job import RunJob
-from sft_play.training.prepare.prepare import Prepared, choices
+from sft_play.training.prepare.prepare import Prepared, choice_lines
 from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
+def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
     """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait. Raises
     RunFolderError: another process is writing it, or its run had other settings."""
     if not distributed.is_first():
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    with refusals(), _resumed(job, prepared, facts) if job.resume else _new(job, prepared, facts):
-        log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+    with refusals(), _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts):
+        log_handler = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
             with refusals():
@@ -49,12 +49,12 @@ def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, An
             cause = error.__cause__
             try:
                 _record_failure(job, cause if isinstance(error, OutOfMemory) and cause else error)
-            except OSError as failed:  # it must not hide what went wrong
-                logger.warning("The manifest could not be written: %s", failed.strerror or failed)
+            except OSError as write_error:  # it must not hide what went wrong
+                logger.warning("The manifest could not be written: %s", write_error.strerror or write_error)
             raise
         finally:
-            logging.getLogger().removeHandler(log_file)
-            log_file.close()
+            logging.getLogger().removeHandler(log_handler)
+            log_handler.close()
 
 
 def batch_facts(plan: Plan) -> dict[str, int]:
@@ -62,38 +62,38 @@ def batch_facts(plan: Plan) -> dict[str, int]:
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
 
 
-def spread_facts(plan: Plan) -> dict[str, Any]:
+def layout_facts(plan: Plan) -> dict[str, Any]:
     """How a run is spread, for the manifest; `processes` are more than `ranks` where some share rows."""
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    mark = job.mark or lock(job.folder, by=job.by)
+def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    run_lock = job.mark or lock(job.folder, by=job.by)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-        write_start(job.folder, job.loaded, manifest=_manifest(job, prepared, facts), plan=job.plan.as_json())
+        write_start(job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json())
         _write_deepspeed(job)
-        return mark
+        return run_lock
     check_same_run(
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
     )
-    resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
+    resume_times = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
     # how the stopped run ended is not how this one does
     job.folder.update_manifest(
-        status="running", resumed=resumed, **dict.fromkeys(HOW_IT_ENDED), **spread_facts(job.plan)
+        status="running", resumed=resume_times, **dict.fromkeys(HOW_IT_ENDED), **layout_facts(job.plan)
     )
-    return mark
+    return run_lock
 
 
-def _new(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    manifest = _manifest(job, prepared, facts)
+def _create_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    manifest = _build_manifest(job, prepared, facts)
     if job.has_folder:
-        mark = lock(job.folder, by=job.by)
+        run_lock = lock(job.folder, by=job.by)
         job.folder.update_manifest(**manifest)
-        return mark
-    mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+        return run_lock
+    run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
     _write_deepspeed(job)
-    return mark
+    return run_lock
 
 
 def _write_deepspeed(job: RunJob) -> None:
@@ -101,16 +101,16 @@ def _write_deepspeed(job: RunJob) -> None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
 
 
-def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
-    manifest |= spread_facts(job.plan)
+    manifest |= layout_facts(job.plan)
     # what sums on a CPU are rounded by
     manifest["cpu"] = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
     if job.resume:  # no step was trained, since memory ran out or a process died
-        before = job.folder.manifest()
-        manifest |= {name: before[name] for name in (ENTRY, RESTARTS) if name in before}
+        previous_manifest = job.folder.manifest()
+        manifest |= {name: previous_manifest[name] for name in (ENTRY, RESTARTS) if name in previous_manifest}
     manifest["backend"] = prepared[0].backend.name
-    manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
+    manifest["choices"] = [line for stage_job, prepared_stage in zip(job.parts, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
     if prepared[0].renderer.parts.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     return manifest
@@ -120,8 +120,8 @@ def _record_failure(job: RunJob, error: BaseException) -> None:
     if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
         return
     # only for the user's mistakes: a fault of ours keeps its folder and log for a report
-    unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
-    if unused:
+    is_unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
+    if is_unused:
         discard_run(job.folder)
         return
     status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"

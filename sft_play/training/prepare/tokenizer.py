@@ -39,13 +39,13 @@ TRAINING_TEMPLATE = "training"
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer ready to train with; `notes` say what was chosen, `sha256` identifies it, `own_template` is the chat
-    template to save with the weights where the run uses a training variant of it."""
+    """A tokenizer ready to train with; `notes` say what was chosen, `sha256` identifies it, `original_template` is the
+    chat template to save with the weights where the run uses a training variant of it."""
 
     tokenizer: Any
     notes: tuple[str, ...]
     sha256: str
-    own_template: str | None = None
+    original_template: str | None = None
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The tokens of `model.add_tokens` by their ids, and the pieces that each was split into before."""
 
@@ -53,22 +53,22 @@ class LoadedTokenizer:
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
     """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises TokenizerError: it
     cannot be loaded, has a token that should be added, or has no template for chats."""
-    tokenizer = _load(config)
+    tokenizer = _load_tokenizer(config)
     new_rows = _add_tokens(tokenizer, config)
-    own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
-    added = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
-    notes = [*added, *_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
+    original_template = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
+    added_notes = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
+    notes = [*added_notes, *_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
     # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
     tokenizer.padding_side = "right"
-    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own, new_rows)
+    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_digest(tokenizer), original_template, new_rows)
 
 
-def _load(config: RunConfig) -> Any:
+def _load_tokenizer(config: RunConfig) -> Any:
     model = config.model
     folder = find_model_folder(model.name)
-    wanted = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
-    if folder is not None and not wanted & {item.name for item in folder.iterdir()}:
-        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(wanted))})")
+    tokenizer_files = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
+    if folder is not None and not tokenizer_files & {item.name for item in folder.iterdir()}:
+        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(tokenizer_files))})")
     with importing():
         from transformers import AutoTokenizer
 
@@ -98,14 +98,16 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
         from transformers import AddedToken
 
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
-    new = list(added_rows(tokenizer, config))
-    lost = [token for token, row in zip(tokens, new, strict=True) if tokenizer.decode([row]) != token]
-    if lost:
-        raise TokenizerError(f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(lost[0])}")
-    return dict(zip(new, pieces, strict=True))
+    new_ids = list(added_token_rows(tokenizer, config))
+    undecodable = [token for token, token_id in zip(tokens, new_ids, strict=True) if tokenizer.decode([token_id]) != token]
+    if undecodable:
+        raise TokenizerError(
+            f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(undecodable[0])}"
+        )
+    return dict(zip(new_ids, pieces, strict=True))
 
 
-def added_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
+def added_token_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
     """The ids of `model.add_tokens` in a tokenizer that has them; what they began as is not known."""
     return dict.fromkeys(tokenizer.convert_tokens_to_ids(list(config.model.add_tokens)), ())
 
@@ -117,48 +119,49 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
             return [f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked by length"]
         return []
     vocabulary = tokenizer.get_vocab()
-    chosen = next((token for token in PAD_TOKENS if token in vocabulary), tokenizer.eos_token)
-    if chosen is None:
+    pad_token = next((token for token in PAD_TOKENS if token in vocabulary), tokenizer.eos_token)
+    if pad_token is None:
         raise TokenizerError("the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json")
-    tokenizer.pad_token = chosen
-    return [f"Pad token: the tokenizer has none; {chosen} pads (masked by length, so it is still learned elsewhere)"]
+    tokenizer.pad_token = pad_token
+    return [f"Pad token: the tokenizer has none; {pad_token} pads (masked by length, so it is still learned elsewhere)"]
 
 
 def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
-    wanted = config.data.chat_template
-    if wanted is not None:
-        text, note = _template_text(wanted, tokenizer)
+    template = config.data.chat_template
+    if template is not None:
+        text, note = _template_text(template, tokenizer)
         tokenizer.chat_template = text
         return [note]
     if config.task_mode != "cpt" and tokenizer.chat_template is None:
         # without eos neither template fits: no answer would have an end
-        usable = list(TEMPLATE_TOKENS) if tokenizer.eos_token is not None else []
+        usable_names = list(TEMPLATE_TOKENS) if tokenizer.eos_token is not None else []
         vocabulary = tokenizer.get_vocab()
-        fitting = [name for name in usable if all(token in vocabulary for token in TEMPLATE_TOKENS[name])]
+        fitting_names = [name for name in usable_names if all(token in vocabulary for token in TEMPLATE_TOKENS[name])]
         raise TokenizerError(
             f"the tokenizer of {config.model.name} has no chat template; give data.chat_template a Jinja file or a "
-            f"built-in name that fits this vocabulary ({', '.join(fitting)}), or train plain text with task_mode=cpt"
+            f"built-in name that fits this vocabulary ({', '.join(fitting_names)}), or train plain text with "
+            "task_mode=cpt"
         )
     return []
 
 
-def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
-    path = Path(wanted).expanduser()
-    if wanted == TRAINING_TEMPLATE:
+def _template_text(template: str, tokenizer: Any) -> tuple[str, str]:
+    path = Path(template).expanduser()
+    if template == TRAINING_TEMPLATE:
         return _training_template(tokenizer)
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8-sig"), f"Chat template: {path}"
         except UnicodeDecodeError:
             raise TokenizerError(f"data.chat_template={path} is not UTF-8 text") from None
-    if wanted in BUILT_IN_TEMPLATES:
-        missing = [token for token in TEMPLATE_TOKENS[wanted] if token not in tokenizer.get_vocab()]
+    if template in BUILT_IN_TEMPLATES:
+        missing = [token for token in TEMPLATE_TOKENS[template] if token not in tokenizer.get_vocab()]
         if missing:
-            raise TokenizerError(f"data.chat_template={wanted} needs {' and '.join(missing)} in the vocabulary; use "
+            raise TokenizerError(f"data.chat_template={template} needs {' and '.join(missing)} in the vocabulary; use "
                                  "data.chat_template=plain or a Jinja file")  # fmt: skip
-        return BUILT_IN_TEMPLATES[wanted], f"Chat template: the built-in {wanted}"
+        return BUILT_IN_TEMPLATES[template], f"Chat template: the built-in {template}"
     raise TokenizerError(
-        f"data.chat_template={one_line(wanted)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
+        f"data.chat_template={one_line(template)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
         f"({', '.join(BUILT_IN_TEMPLATES)})"
     )
 
@@ -166,8 +169,8 @@ def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
 def _training_template(tokenizer: Any) -> tuple[str, str]:
     from trl.chat_template_utils import get_training_chat_template
 
-    own = tokenizer.chat_template
-    if own is None:
+    template = tokenizer.chat_template
+    if template is None:
         raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
     try:
         variant = get_training_chat_template(tokenizer)
@@ -176,13 +179,13 @@ def _training_template(tokenizer: Any) -> tuple[str, str]:
             "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
             "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
         ) from None
-    if variant in (None, own):  # None: the template needs none
-        return own, "Chat template: the tokenizer's own, which needs no training variant"
+    if variant in (None, template):  # None: the template needs none
+        return template, "Chat template: the tokenizer's own, which needs no training variant"
     return str(variant), "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: Any) -> str:
     """Digest of what determines a text's tokens: the tokenizer's own state and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{state}\0{tokenizer.chat_template}".encode()).hexdigest()
+    serialized = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{serialized}\0{tokenizer.chat_template}".encode()).hexdigest()

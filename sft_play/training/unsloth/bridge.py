@@ -36,7 +36,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
 from sft_play.training.measure.summary import describe
-from sft_play.training.prepare.model_spec import empty_model
+from sft_play.training.prepare.model_spec import build_meta_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
 
@@ -95,7 +95,7 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
-    python, answer = prepared.backend.python, prepared.backend.answer
+    python, answer = prepared.backend.python, prepared.backend.unsloth_info
     assert python is not None
     assert answer is not None
     job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
@@ -134,8 +134,8 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = find_model_folder(config.model.name)
-    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
-    shapes = whole_shapes(empty_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
+    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported_options`)
+    shapes = whole_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
     return Document(
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
@@ -146,7 +146,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
         started=started,
         timeout_s=job.timeout_s,
         tokenizer=str(work / "tokenizer"),
-        own_template=prepared.tokenizer.own_template,
+        own_template=prepared.tokenizer.original_template,
         splits={
             name: write_rows(part.rows, work / "rows" / f"{name}.arrow")
             for name, part in parts.items()
