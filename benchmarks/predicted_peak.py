@@ -151,13 +151,13 @@ def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable
+    from sft_play.training.model.model_loading import TORCH_DTYPES, keep_4bit_trainable
 
     device = torch.device(plan.hardware.device)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
-            model_spec.hf_config, dtype=DTYPES[plan.precision.load], attn_implementation=model_spec.attention.name
+            model_spec.hf_config, dtype=TORCH_DTYPES[plan.precision.load], attn_implementation=model_spec.attention.name
         )
     if config.tuning.mode == "qlora":
         quantise(model, config, plan)
@@ -175,7 +175,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    from sft_play.training.model.model_loading import DTYPES, quantization
+    from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
@@ -184,7 +184,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
                 continue
             new = bnb.nn.Linear4bit(
                 child.in_features, child.out_features, child.bias is not None, device="meta",
-                compute_dtype=DTYPES[plan.precision.compute], quant_type="nf4",
+                compute_dtype=TORCH_DTYPES[plan.precision.compute], quant_type="nf4",
             )  # fmt: skip
             weight = child.weight.data
             new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=new).to(weight.device)
@@ -193,7 +193,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     model.requires_grad_(False)
     model.is_loaded_in_4bit, model.is_quantized = True, True
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES
-    model.hf_quantizer = AutoHfQuantizer.from_config(quantization(plan.precision), pre_quantized=False)
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization_config(plan.precision), pre_quantized=False)
 
 
 def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:

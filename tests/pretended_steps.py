@@ -148,10 +148,10 @@ def story(made: Any) -> dict[str, Any]:
 
 # --- what a GPU's own kernel does -------------------------------------------------------------------------------------
 def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths: Any = None, **options: Any) -> Any:
-    """`varlen.kernel` by calls for each chat, after it has read the boundaries on the device as the GPU's kernel does:
-    that one is CUDA's alone."""
+    """`varlen.packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's kernel
+    does: that one is CUDA's alone."""
     assert lengths is None or list(lengths) == (ends - torch.zeros_like(ends, device=query.device)).diff().tolist()
-    return varlen.one_by_one(query, key, value, ends.diff().tolist(), **options)
+    return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), **options)
 
 
 # --- tensors that are left behind -------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def on_a_gpu() -> Iterator[None]:
     with (
         pretended.Pretending(),
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
-        mock.patch.object(varlen, "kernel", kernel),
+        mock.patch.object(varlen, "packed_attention", kernel),
         mock.patch.object(PlannedTrainer, "compute_loss", without_copies(PlannedTrainer.compute_loss)),
     ):
         yield

@@ -96,14 +96,14 @@ def divided(kind: str, *, adapters: bool, dtype: torch.dtype = torch.float32) ->
     """A type over a tensor-parallel group: how far loss and gradients are from those of the whole model, and the share
     of its weights that a rank holds."""
     model = tiny(kind).to(dtype)
-    plan = tensor_parallel.plan_of(model)
+    plan = tensor_parallel.tensor_parallel_plan(model)
     model = (with_adapters(model) if adapters else model).train()
     ids, labels = rows()
     whole = sum(parameter.numel() for parameter in model.parameters())
     alone = model(input_ids=ids, labels=labels).loss
     alone.backward()
     wanted = gradients(model)
-    tensor_parallel.divide(model, plan, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"], device=CPU)
+    tensor_parallel.divide_model(model, plan, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"], device=CPU)
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
@@ -126,8 +126,8 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     alone = loss_of(model(input_ids=ids).logits[:, :-1], labels[:, 1:])
     alone.backward()
     wanted = gradients(model)
-    model.set_attn_implementation(context_parallel.ATTENTION)
-    context_parallel.join_group(Layout("fsdp_cp", 1, RANKS, context_parallel=RANKS), CPU)
+    model.set_attn_implementation(context_parallel.ULYSSES_ATTENTION)
+    context_parallel.join_context_parallel_group(Layout("fsdp_cp", 1, RANKS, context_parallel=RANKS), CPU)
     collate = Collator(0, part=dist.get_rank(), parts=RANKS)
     lengths = (13, 9)
     table = [{"input_ids": ids[n, :size].numpy(), "labels": labels[n, :size].numpy()} for n, size in enumerate(lengths)]
@@ -141,7 +141,7 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     found = {"loss": abs(total.item() / alone.item() - 1), "gradients": apart(wanted, gradients(model))}
-    with context_parallel.whole_rows(model), torch.no_grad():
+    with context_parallel.full_rows_attention(model), torch.no_grad():
         whole = model(input_ids=ids).logits
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -152,7 +152,7 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
 def refused(kind: str) -> str:
     """What is said of a type that cannot be divided; empty where it can."""
     try:
-        tensor_parallel.plan_of(tiny(kind))
+        tensor_parallel.tensor_parallel_plan(tiny(kind))
     except ModelError as error:
         return str(error)
     return ""

@@ -56,7 +56,7 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
     return build_trainer(
         config, plan, RunFolder(folder), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.ATTENTION
+            model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.VARLEN_ATTENTION
         ),
         tokenizer=AutoTokenizer.from_pretrained(model), train=Split(rows_of(), RowStats("rows", "rows")),
         evaluation=None,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sft_play.config.schema import LoraConfig
-from sft_play.training.model.adapter_start import begin, freeze_half, principal
-from sft_play.training.model.nf4_experts import through_nf4
+from sft_play.training.model.adapter_start import freeze_pissa_half, initialize_adapters, low_rank_factors
+from sft_play.training.model.nf4_experts import nf4_roundtrip
 from tests.models import make_llama, uneven_run
 from tests.test_distributed import start
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
@@ -31,8 +31,8 @@ def adapted(base, *, rank: int, alpha: int, **options):
 
 def started(base, lora: LoraConfig):
     model = adapted(base, rank=lora.rank, alpha=lora.alpha_of_rank)
-    begin(model, lora, seed=1, device=CPU, weights=lambda: None)
-    freeze_half(model, lora)
+    initialize_adapters(model, lora, seed=1, device=CPU, read_base_weights=lambda: None)
+    freeze_pissa_half(model, lora)
     return model
 
 
@@ -117,7 +117,7 @@ def test_the_start_is_the_best_approximation_of_its_rank(seed):
     rank, scale = draw.randint(1, 12), draw.choice([0.5, 1.0, 2.0, 8.0])
     torch.manual_seed(seed)
     matrix = torch.randn(rows, columns) @ torch.randn(columns, columns)
-    b, a = principal(matrix, rank, scale=scale)
+    b, a = low_rank_factors(matrix, rank, scale=scale)
     assert (b.shape, a.shape) == ((rows, rank), (rank, columns))
     best = torch.linalg.svdvals(matrix)[rank:].norm()  # Eckart and Young
     assert (matrix - scale * b @ a).norm() == pytest.approx(best.item(), rel=1e-2)
@@ -129,10 +129,10 @@ def test_loftq_starts_closer_to_the_base_than_nf4_is(seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     weight = torch.randn(draw.randint(40, 90), 64) * torch.rand(64).exp()
-    lost, scale = weight - through_nf4(weight), draw.choice([0.5, 2.0, 4.0])
-    b, a = principal(lost, 8, scale=scale)
+    lost, scale = weight - nf4_roundtrip(weight), draw.choice([0.5, 2.0, 4.0])
+    b, a = low_rank_factors(lost, 8, scale=scale)
     assert (lost - scale * b @ a).norm() < 0.9 * lost.norm()
-    theirs_b, theirs_a = principal(lost, 8, scale=1.0)
+    theirs_b, theirs_a = low_rank_factors(lost, 8, scale=1.0)
     assert (lost - 4.0 * theirs_b @ theirs_a).norm() > lost.norm()
 
 
@@ -141,15 +141,15 @@ def test_loftq_takes_what_the_loaded_nf4_weights_lost(tmp_path):
     from transformers import AutoModelForCausalLM
 
     from sft_play.planner.precision import Precision
-    from sft_play.training.model.model_loading import quantization
+    from sft_play.training.model.model_loading import quantization_config
 
     folder = make_llama(tmp_path / "base", vocab_size=64)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    options = quantization(Precision("bfloat16", "bfloat16", ""))
+    options = quantization_config(Precision("bfloat16", "bfloat16", ""))
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=options)
     own = dict(plain.named_parameters())
     model = adapted(packed, rank=8, alpha=32)
-    begin(model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, weights=lambda: own)
+    initialize_adapters(model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, read_base_weights=lambda: own)
     layers = {path: one for path, one in model.named_modules() if hasattr(one, "lora_A")}
     assert len(layers) == 14
     for path, layer in layers.items():

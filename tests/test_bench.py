@@ -134,7 +134,7 @@ def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeyp
 
     monkeypatch.setattr(ours, "write_facts", watched)
     facts = facts_of(small / f"{kind}.yaml", tmp_path)
-    assert used == [varlen.ATTENTION]
+    assert used == [varlen.VARLEN_ATTENTION]
     assert facts["attention"] == "sdpa"
     assert settings_of("llamafactory", **facts)["flash_attn"] == "sdpa"
     assert settings_of("axolotl", **facts)["attn_implementation"] == "sdpa"

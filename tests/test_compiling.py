@@ -120,19 +120,19 @@ def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length
     def between(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:
-        return varlen.one_by_one(query, key, value, ends.diff().tolist(), scale=scale, window=None)
+        return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=None)
 
     between.register_fake(lambda query, key, value, ends, longest, scale: torch.empty_like(query))
-    kernel = varlen.kernel
+    kernel = varlen.packed_attention
 
     def standing_in(query, key, value, ends, longest, *, scale, window, lengths):
         return between(query, key, value, ends, longest, scale) if torch.compiler.is_compiling() else kernel(
             query, key, value, ends, longest, scale=scale, window=window, lengths=lengths
         )  # fmt: skip
 
-    monkeypatch.setattr(varlen, "kernel", standing_in)
+    monkeypatch.setattr(varlen, "packed_attention", standing_in)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(llama(attn_implementation=varlen.ATTENTION)).eval()
+    model = AutoModelForCausalLM.from_config(llama(attn_implementation=varlen.VARLEN_ATTENTION)).eval()
     rows = [(17, 9), (3, 5, 8), (21,), (11, 2), (4, 4, 4, 4), (1, 2, 3, 4, 5)]
     with torch.no_grad():
         plain = [packed(model, lengths) for lengths in rows]

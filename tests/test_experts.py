@@ -579,11 +579,11 @@ def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import name_backbone
+    from sft_play.training.model.fused_head import set_backbone_prefix
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model
-    name_backbone(model)
+    set_backbone_prefix(model)
     assert model.base_model is model.model
     model.save_pretrained(tmp_path)
     ids = torch.arange(3, 40)[None]

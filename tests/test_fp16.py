@@ -28,7 +28,7 @@ from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overf
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
 from sft_play.training.loop.finite import FiniteSteps
-from sft_play.training.model.model_loading import quantization
+from sft_play.training.model.model_loading import quantization_config
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT
 
@@ -169,7 +169,7 @@ def test_the_plan_counts_fp32_and_says_why(mode):
 
 def test_nf4_weights_are_multiplied_in_the_precision_of_the_plan():
     precision = choose_precision(config("tuning: {mode: qlora}"), machine("1xT4"), of("gemma3_text"))
-    assert quantization(precision).bnb_4bit_compute_dtype == torch.float32
+    assert quantization_config(precision).bnb_4bit_compute_dtype == torch.float32
 
 
 @pytest.mark.parametrize("origin", ORIGINS)

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.loading import Setting, measure
-from sft_play.training.model.fsdp_loading import _units, base_name
+from sft_play.training.model.fsdp_loading import _shard_units, base_parameter_name
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -47,7 +47,7 @@ def test_a_name_is_that_of_the_base_whatever_is_around_it():
     for name in ("model.layers.3.self_attn.q_proj.weight", "lm_head.weight", "transformer.h.0.attn.c_attn.bias"):
         module, _, own = name.rpartition(".")
         for around in ("", ".base_layer", ".original_module", ".modules_to_save.default"):
-            assert base_name(f"base_model.model.{module}{around}.{own}") == base_name(name) == name
+            assert base_parameter_name(f"base_model.model.{module}{around}.{own}") == base_parameter_name(name) == name
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -65,7 +65,7 @@ def test_every_parameter_is_in_a_unit_and_the_units_are_those_of_accelerate(seed
         )  # fmt: skip
         model = LlamaForCausalLM(config)
         layer, norm = "LlamaDecoderLayer", model.model.norm
-    found = list(_units(model, layer))
+    found = list(_shard_units(model, layer))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = [module for module in model.modules() if type(module).__name__ == layer]
     tail = [norm, embedding, head] if tied else [norm, head]

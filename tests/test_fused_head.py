@@ -19,7 +19,7 @@ from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.training.class_checks import adapter_trial
 from sft_play.training.class_checks.small_model import VOCABULARY, on_small_model, small_config, small_model
 from sft_play.training.model.fused_head import fused_head
-from sft_play.training.model.language_model import language_config, tower_of
+from sft_play.training.model.language_model import locate_text_tower, prepare_text_config
 
 pytestmark = pytest.mark.build
 BEFORE_5_24 = Version(transformers.__version__) < Version("5.24")
@@ -45,7 +45,7 @@ def test_whole_logits_give_what_trls_head_gives(seed: int, dtype: torch.dtype) -
     found: list[Any] = []
     for whole in (False, True):
         model.zero_grad()
-        with fused_head(model, whole=whole):
+        with fused_head(model, from_class_logits=whole):
             output = model(input_ids=ids, labels=labels, fused_lm_head=True)
         output.loss.backward()
         gradient = torch.cat([one.grad.flatten().float() for one in model.parameters()])
@@ -72,7 +72,7 @@ def test_a_class_with_logits_of_its_own_has_its_own_loss(kind: str, dtype: torch
     ids, labels = labelled(7)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         own = model(input_ids=ids, labels=labels).loss.float()
-        with fused_head(model, whole=True):
+        with fused_head(model, from_class_logits=True):
             ours = model(input_ids=ids, labels=labels, fused_lm_head=True).loss.float()
         with fused_head(model):
             trls = model(input_ids=ids, labels=labels, fused_lm_head=True).loss.float()
@@ -84,7 +84,7 @@ def shows(kind: str) -> bool | None:
     """Whether a small model of the class has logits of its own; None where none computes, or nothing trains it."""
     try:
         config = small_base(kind).config
-        text = language_config(config, config.to_dict())
+        text = prepare_text_config(config, config.to_dict())
         found, _ = on_small_model(text, adapter_trial._try_head)
     except CannotBuild:
         return None
@@ -143,10 +143,10 @@ def test_a_language_model_answers_text_as_its_whole_class(kind: str, caplog: pyt
     caplog.set_level(logging.ERROR)
     try:
         whole = small_base(kind).eval()
-        config = language_config(copy.deepcopy(whole.config), whole.config.to_dict())
+        config = prepare_text_config(copy.deepcopy(whole.config), whole.config.to_dict())
         config.tie_word_embeddings = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        tower = tower_of(whole.config, model)
+        tower = locate_text_tower(whole.config, model)
         assert tower is not None
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -160,10 +160,10 @@ def test_a_language_model_answers_text_as_its_whole_class(kind: str, caplog: pyt
     except (CannotBuild, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
         pytest.skip(f"no text passes a small model of it alone: {error}"[:160])
     weights = whole.state_dict()
-    model.load_state_dict({name: weights[tower.in_whole(name)] for name in model.state_dict()})
+    model.load_state_dict({name: weights[tower.to_full_name(name)] for name in model.state_dict()})
     with torch.no_grad():
         ours = model(input_ids=ids, use_cache=False).logits.float()
-        with fused_head(model, whole=adapter_trial.own_logits(config)):
+        with fused_head(model, from_class_logits=adapter_trial.own_logits(config)):
             log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     ours, theirs = (ours, theirs * config.logit_scale) if kind in UNSCALED else (ours, theirs)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

@@ -24,12 +24,12 @@ from sft_play.training.class_checks.adapter_trial import linear_layers
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.model import language_model
 from sft_play.training.model.language_model import (
-    OLDER_LAYOUTS,
+    LEGACY_KEY_MAPPING,
     PEFT_PREFIX,
-    Tower,
-    language_config,
-    lost_by_peft,
-    tower_of,
+    TextTower,
+    locate_text_tower,
+    names_lost_by_peft,
+    prepare_text_config,
 )
 from tests.test_merge import qwen3_5_moe_with_images
 
@@ -73,7 +73,7 @@ def test_trained_weights_are_written_as_the_whole_class_reads_them(kind, tmp_pat
     whole = small_base(kind)
     whole.save_pretrained(tmp_path / "base")
     alone = load_folder(tmp_path / "base", dtype=torch.float32)
-    alone.sft_tower = tower_of(whole.config, alone)
+    alone.sft_tower = locate_text_tower(whole.config, alone)
     with torch.no_grad():
         for parameter in alone.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -92,7 +92,7 @@ def test_a_checkpoint_s_adapter_is_read_under_its_own_names(tmp_path):
     """PEFT renames an adapter's tensors as those of the base's published files, and loses some (Mistral Large 4)."""
     whole = small_base("mistral_large4")
     torch.manual_seed(1)
-    alone = AutoModelForCausalLM.from_config(language_config(whole.config))
+    alone = AutoModelForCausalLM.from_config(prepare_text_config(whole.config))
     model = get_peft_model(alone, LoraConfig(r=2, target_modules=["gate_proj", "o_proj"]))
     own = {name: one for name, one in model.named_parameters() if "lora_" in name}
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_tensors_that_peft_would_lose_are_named_and_loaded(kind, dtype, tmp_path
     wanted = {name: one for name, one in model.named_parameters() if "lora_" in name}
     by_peft = dict(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).named_parameters())
     lost = {name for name, one in wanted.items() if not torch.equal(one, by_peft[name].to(one.dtype))}
-    named = lost_by_peft(base, load_file(tmp_path / "adapter_model.safetensors"))
+    named = names_lost_by_peft(base, load_file(tmp_path / "adapter_model.safetensors"))
     assert {name.replace(".weight", ".default.weight") for name in named} == lost
     assert bool(lost) == (kind == "laguna")
     loaded = dict(load_adapter(base, tmp_path).named_parameters())
@@ -134,7 +134,7 @@ HERE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_is_handed_on_under_the_name_that_the_libraries_outputs_have(name, dtype, monkeypatch):
     """`past_key_values` up to transformers 5.23, `cache` since: outputs refuse the other's name, or warn."""
-    alone = AutoModelForCausalLM.from_config(language_config(small_base("qwen2_5_vl").config), dtype=dtype).eval()
+    alone = AutoModelForCausalLM.from_config(prepare_text_config(small_base("qwen2_5_vl").config), dtype=dtype).eval()
 
     def output(*names: str) -> Any:
         return make_dataclass("Output", [(one, Any, None) for one in names], bases=(ModelOutput,))
@@ -157,16 +157,16 @@ def test_the_cache_is_handed_on_under_the_name_that_the_libraries_outputs_have(n
 
 @pytest.mark.parametrize("places", [(("model.", "model.language_model."),), (("", "language_model."),)])
 def test_a_name_in_the_whole_class_and_back(places):
-    tower, draw = Tower(None, places), random.Random(4)
+    tower, draw = TextTower(None, places), random.Random(4)
     for _ in range(300):
         rest = ".".join(draw.choices(["layers", "3", "self_attn", "q_proj", "weight"], k=draw.randrange(1, 5)))
         name = draw.choice(["", PEFT_PREFIX]) + "model." + rest
-        whole = tower.in_whole(name)
+        whole = tower.to_full_name(name)
         assert whole != name
-        assert tower.in_tower(whole) == name
-        assert tower.in_whole(whole) == whole
-    assert tower.in_whole("lm_head.weight") == ("lm_head.weight" if places[0][0] else "language_model.lm_head.weight")
-    assert {**OLDER_LAYOUTS}.items() <= tower.key_mapping.items()
+        assert tower.to_text_name(whole) == name
+        assert tower.to_full_name(whole) == whole
+    assert tower.to_full_name("lm_head.weight") == ("lm_head.weight" if places[0][0] else "language_model.lm_head.weight")
+    assert {**LEGACY_KEY_MAPPING}.items() <= tower.key_mapping.items()
 
 
 _HEAD = {"lm_head.": "language_model.lm_head."}
@@ -199,12 +199,12 @@ def test_vllm_finds_adapters_where_it_puts_the_base_s_weights(kind):
     """By vLLM's own rules, an adapter's layer is the one whose weight the published base has."""
     whole = qwen3_5_moe_with_images() if kind == "qwen3_5_moe" else small_base(kind)
     with torch.device("meta"):
-        alone = AutoModelForCausalLM.from_config(language_config(copy.deepcopy(whole.config)))
-    tower = tower_of(whole.config, alone)
+        alone = AutoModelForCausalLM.from_config(prepare_text_config(copy.deepcopy(whole.config)))
+    tower = locate_text_tower(whole.config, alone)
     base = {in_vllm(kind, name.removesuffix(".weight")) for name in whole.state_dict()}
     layers = linear_layers(alone)
     assert len(layers) > 4
     for layer in layers:
-        found = in_vllm(kind, tower.in_whole(f"{PEFT_PREFIX}{layer}"))
+        found = in_vllm(kind, tower.to_full_name(f"{PEFT_PREFIX}{layer}"))
         assert found.startswith("language_model.model.layers."), layer
         assert found in base, layer

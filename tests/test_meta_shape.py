@@ -18,7 +18,7 @@ from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.settings import StepSettings
 from sft_play.training.class_checks.small_model import small_config
-from sft_play.training.model.language_model import language_config
+from sft_play.training.model.language_model import prepare_text_config
 
 SMALL = {
     "hidden_size": 64,
@@ -106,7 +106,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
 
     config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     with torch.device("meta"):
-        loaded = AutoModelForCausalLM.from_config(language_config(config), dtype=dtype)
+        loaded = AutoModelForCausalLM.from_config(prepare_text_config(config), dtype=dtype)
     shape = measure_shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
     assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
 

@@ -28,7 +28,7 @@ from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.fsdp_loading import _empty_model
+from sft_play.training.model.fsdp_loading import _build_empty_model
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -131,7 +131,7 @@ def whole_stacks() -> set[int]:
 def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
     folder = saved(tmp_path / "base", "qwen3_moe", num_hidden_layers=4)
     alive, most = [], []
-    plain = nf4_experts.pack
+    plain = nf4_experts.pack_nf4
     before = whole_stacks()  # of other tests of this process
 
     def watched(weight, storage):
@@ -139,7 +139,7 @@ def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
         most.append(len(whole_stacks() - before))
         return plain(weight, storage)
 
-    monkeypatch.setattr(nf4_experts, "pack", watched)
+    monkeypatch.setattr(nf4_experts, "pack_nf4", watched)
     model, _ = loaded(folder)
     assert len(alive) == sum(1 for _ in stacked_experts(model))
     assert max(most) <= 2  # itself, and its contiguous copy
@@ -152,18 +152,18 @@ def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, mon
     draw = random.Random(seed)
     experts, rows, columns = draw.randint(1, 9), 64, 64 * draw.randint(1, 2)
     weight = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    whole, one = nf4_experts.pack(weight, storage)
+    whole, one = nf4_experts.pack_nf4(weight, storage)
     most = draw.randint(1, experts)
-    monkeypatch.setattr(nf4_experts, "MOST_AT_ONCE", most * rows * columns + draw.randint(0, rows * columns - 1))
-    packed, packing = nf4_experts.pack(weight, storage)
+    monkeypatch.setattr(nf4_experts, "MAX_PACKED_ELEMENTS", most * rows * columns + draw.randint(0, rows * columns - 1))
+    packed, packing = nf4_experts.pack_nf4(weight, storage)
     assert packed.nbytes == whole.nbytes
     assert len(packing.states) == -(-experts // most)
-    found = nf4_experts.unpacked(packed, packing)
+    found = nf4_experts.unpack_nf4(packed, packing)
     assert (found.shape, found.dtype) == (weight.shape, weight.dtype)
-    monkeypatch.setattr(nf4_experts, "MOST_AT_ONCE", 2**31 - 1)
+    monkeypatch.setattr(nf4_experts, "MAX_PACKED_ELEMENTS", 2**31 - 1)
     for part, alone in zip(found.split(most), weight.split(most), strict=True):
-        assert torch.equal(part, nf4_experts.unpacked(*nf4_experts.pack(alone, storage)))
-    assert (found - nf4_experts.unpacked(whole, one)).float().norm() < 0.02 * weight.float().norm()
+        assert torch.equal(part, nf4_experts.unpack_nf4(*nf4_experts.pack_nf4(alone, storage)))
+    assert (found - nf4_experts.unpack_nf4(whole, one)).float().norm() < 0.02 * weight.float().norm()
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.expert_weights)
     difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
     assert difference == width * stacks - in_nf4
-    sharded = _empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
+    sharded = _build_empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
     assert not any(vars(module).get(PACKED_ATTRIBUTE) for module in sharded.modules())  # what FSDP2 fills unit by unit
 
 

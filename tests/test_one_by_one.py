@@ -182,7 +182,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     assert batch[CHAT_LENGTHS] == (9, 4)
     assert CHAT_LENGTHS not in Collator(pad_id=0, flat=True)(rows)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=varlen.ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=varlen.VARLEN_ATTENTION)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # torch knows none of this device
@@ -219,7 +219,7 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
         assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
-    varlen.use_flash(used=True)
+    varlen.enable_flash(enabled=True)
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
@@ -238,7 +238,7 @@ def test_values_may_have_another_width_than_keys(dtype):
     lengths, kind = (5, 1, 12), getattr(torch, dtype)
     query, key = (torch.randn(18, 4, 24).to(kind).requires_grad_() for _ in range(2))
     value = torch.randn(18, 4, 10).to(kind).requires_grad_()
-    found = varlen.one_by_one(query, key, value, lengths, scale=0.2, window=None)
+    found = varlen.attention_per_chat(query, key, value, lengths, scale=0.2, window=None)
     parts = []
     for q, k, v in zip(*(one.double().split(lengths) for one in (query, key, value)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
@@ -262,7 +262,7 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
     from sft_play.training.model import varlen
 
     hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
-    spec = SimpleNamespace(hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.ATTENTION)))
+    spec = SimpleNamespace(hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.VARLEN_ATTENTION)))
     step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
     compute = changes.pop("compute", "bfloat16")
     layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
@@ -275,7 +275,7 @@ def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: f
     from sft_play.training.model import varlen
 
     assert longest == max(ends.diff().tolist())
-    return varlen.one_by_one(query, key, value, ends.diff().tolist(), scale=scale, window=window)
+    return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
 
 
 def wrong(**changes: Any) -> Any:
@@ -291,7 +291,7 @@ def wrong(**changes: Any) -> Any:
             lengths = [lengths[0] + lengths[1], *lengths[2:]]
         if "window" in changes and window is not None:
             window += changes["window"]
-        found = varlen.one_by_one(query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window)
+        found = varlen.attention_per_chat(query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window)
         if "nan" in changes:
             found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
         if "gradient" in changes:
@@ -310,7 +310,7 @@ def reset():
     from sft_play.training.model import varlen
 
     yield
-    varlen.use_flash(used=False)
+    varlen.enable_flash(enabled=False)
 
 
 @pytest.mark.build
@@ -328,12 +328,12 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
         asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
         return right(*given, **options)
 
-    monkeypatch.setattr(varlen, "flash", watched)
+    monkeypatch.setattr(varlen, "flash_attention", watched)
     caplog.set_level(logging.DEBUG)
     state = torch.get_rng_state()
     proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
-    assert varlen._flash_in_use
-    assert not varlen.needs_lengths(varlen.ATTENTION)
+    assert varlen._uses_flash
+    assert not varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
     assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, proof.WINDOW)]
     assert "PyTorch's varlen kernel is within" in caplog.text
@@ -343,11 +343,11 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
     asked.clear()
     for changes in ({"name": "sdpa"}, {"one_by_one": True}):
-        varlen.use_flash(used=True)
+        varlen.enable_flash(enabled=True)
         proof.trust_kernel(*prepared(**changes), device=torch.device("cpu"))
-        assert not varlen._flash_in_use
-        assert varlen.needs_lengths(varlen.ATTENTION)
-        assert not varlen.needs_lengths("sdpa")
+        assert not varlen._uses_flash
+        assert varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
+        assert not varlen.needs_chat_lengths("sdpa")
     assert not asked
 
 
@@ -367,9 +367,9 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     from sft_play.training.class_checks import proof
     from sft_play.training.model import varlen
 
-    monkeypatch.setattr(varlen, "flash", kernel)
+    monkeypatch.setattr(varlen, "flash_attention", kernel)
     proof.trust_kernel(*prepared(), device=torch.device("cpu"))
-    assert not varlen._flash_in_use
+    assert not varlen._uses_flash
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith(
         "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
@@ -388,13 +388,13 @@ def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     from sft_play.training.ranks import distributed
 
     told = []
-    monkeypatch.setattr(varlen, "flash", right)
+    monkeypatch.setattr(varlen, "flash_attention", right)
     monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
     proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False]
-    assert not varlen._flash_in_use
+    assert not varlen._uses_flash
     assert "another rank cannot" in caplog.text
-    monkeypatch.setattr(varlen, "flash", None)
+    monkeypatch.setattr(varlen, "flash_attention", None)
     proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False, True]
     assert "not proven: TypeError" in caplog.text
@@ -408,13 +408,13 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
 
     from sft_play.training.model import varlen
 
-    monkeypatch.setattr(varlen, "flash", lambda *_, **__: "one call")
-    monkeypatch.setattr(varlen, "one_by_one", lambda *_, **__: "each chat")
+    monkeypatch.setattr(varlen, "flash_attention", lambda *_, **__: "one call")
+    monkeypatch.setattr(varlen, "attention_per_chat", lambda *_, **__: "each chat")
     for device, used in itertools.product(("cuda", "cpu"), (True, False)):
-        varlen.use_flash(used=used)
+        varlen.enable_flash(enabled=used)
         with FakeTensorMode():
             heads = torch.empty(7, 2, 8, device=device)
-            found = varlen.kernel(heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None)
+            found = varlen.packed_attention(heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None)
         assert found == ("one call" if used and device == "cuda" else "each chat")
 
 

@@ -419,10 +419,10 @@ def expert_weights(config: RunConfig) -> Facts:
     from transformers.quantizers import AutoHfQuantizer
 
     from sft_play.planner.precision import Precision
-    from sft_play.training.model.model_loading import quantization
+    from sft_play.training.model.model_loading import quantization_config
 
     packs = config.tuning.quantize_experts is not False
-    wanted = quantization(Precision("float32", "float32", ""), experts=packs)
+    wanted = quantization_config(Precision("float32", "float32", ""), quantizes_experts=packs)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
     return {"packed": quantizer.param_needs_quantization(model, f"{EXPERTS}.down_proj")}

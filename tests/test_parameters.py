@@ -185,7 +185,7 @@ def _in_memory(model: Any) -> dict[str, Any]:
                 continue
             seen.add(id(one))
             packs = vars(module).get(PACKED_ATTRIBUTE, {})
-            state = packs[name].packing if name in packs else getattr(one, "quant_state", None)
+            state = packs[name].nf4_state if name in packs else getattr(one, "quant_state", None)
             size = one.numel() if state is None else prod(state.shape)
             found["trained" if one.requires_grad else "frozen"] += size
             if "lora_" in path:

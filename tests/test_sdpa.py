@@ -272,7 +272,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
 # --- the self-test ----------------------------------------------------------------------------------------------------
 def seen_by(machine: Machine) -> dict[str, str]:
     """What the self-test's probe would see on this machine: the cases of `environment.kernels_of`, called as
-    transformers and `sdpa.attend` call sdpa."""
+    transformers and `sdpa.sdpa_attention` call sdpa."""
     found = {}
     for dtype in ("bf16", "fp16", "fp32"):
         half = dtype != "fp32"
@@ -329,7 +329,7 @@ def test_attention_by_boundaries_never_asks_cudnn():
 def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):
     from sft_play.training import run
 
-    sdpa.switch(cudnn=True)
+    sdpa.enable_cudnn(enabled=True)
     monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train(SimpleNamespace(plan=None), None, None)
@@ -338,7 +338,7 @@ def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched)
 
 def test_the_switch_is_put_back_whatever_happens(switched):
     for before in (True, False):
-        sdpa.switch(cudnn=before)
+        sdpa.enable_cudnn(enabled=before)
         with contextlib.suppress(KeyError), sdpa.without_cudnn():
             assert not torch.backends.cuda.cudnn_sdp_enabled()
             raise KeyError

@@ -49,7 +49,7 @@ def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
     boundaries = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "chat_lengths": tuple(lengths)}
-    return varlen.attend(module, q, k, v, None, **boundaries, **options)[0]
+    return varlen.varlen_attention(module, q, k, v, None, **boundaries, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,13 +107,13 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_to
         return alone(*given, cu_seq_q.diff().tolist(), window=seen, scale=scale)[0].float()
 
     monkeypatch.setattr(torchs, "varlen_attn", documented)
-    monkeypatch.setattr(varlen, "_TELLS_GROUPED", is_told)
+    monkeypatch.setattr(varlen, "_HAS_GQA_ARGUMENT", is_told)
     q, k, v = heads(draw, sum(lengths), width=width)
     expected = attended(q, k, v, lengths, sliding_window=window)
-    monkeypatch.setattr(varlen, "one_by_one", None)
+    monkeypatch.setattr(varlen, "attention_per_chat", None)
     monkeypatch.setattr(
-        varlen, "kernel",
-        lambda q, k, v, ends, longest, *, lengths, **options: varlen.flash(q, k, v, ends, longest, **options),
+        varlen, "packed_attention",
+        lambda q, k, v, ends, longest, *, lengths, **options: varlen.flash_attention(q, k, v, ends, longest, **options),
     )  # fmt: skip
     torch.testing.assert_close(attended(q, k, v, lengths, sliding_window=window), expected, rtol=1e-5, atol=1e-5)
     assert asked == [-1 if window is None else window - 1]
@@ -129,14 +129,14 @@ def test_rows_that_are_not_packed_are_sdpas_and_windows_need_no_mask():
     module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
     q, k, v = (torch.cat([one, one.flip(2)]) for one in heads(draw, 12))
     expected = sdpa_attention_forward(module, q, k, v, None)[0]
-    assert torch.equal(varlen.attend(module, q, k, v, None)[0], expected)
-    assert torch.equal(varlen.attend(module, q, k, v, None, sliding_window=12)[0], expected)
-    slid = varlen.attend(module, q, k, v, None, sliding_window=5)[0]
+    assert torch.equal(varlen.varlen_attention(module, q, k, v, None)[0], expected)
+    assert torch.equal(varlen.varlen_attention(module, q, k, v, None, sliding_window=12)[0], expected)
+    slid = varlen.varlen_attention(module, q, k, v, None, sliding_window=5)[0]
     for row in (0, 1):
         theirs = alone(*(one[row : row + 1] for one in (q, k, v)), [12], window=5)
         torch.testing.assert_close(slid[row : row + 1], theirs.float(), rtol=1e-5, atol=1e-5)
     # one token after others, as in generation: the cache has only what the window sees
-    last = varlen.attend(module, q[:, :, -1:], k, v, None, sliding_window=5)[0]
+    last = varlen.varlen_attention(module, q[:, :, -1:], k, v, None, sliding_window=5)[0]
     assert torch.equal(last, sdpa_attention_forward(module, q[:, :, -1:], k, v, None)[0])
 
 
@@ -205,13 +205,13 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     from sft_play.training.model import varlen
 
     calls: list[int] = []
-    real = varlen.kernel
+    real = varlen.packed_attention
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(len(args[3]) - 1)
         return real(*args, **options)
 
-    monkeypatch.setattr(varlen, "kernel", counted)
+    monkeypatch.setattr(varlen, "packed_attention", counted)
     tried: list[tuple[str, str]] = []
     monkeypatch.setattr(
         load_trainer, "trust_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
@@ -230,7 +230,7 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         assert plan["step"]["varlen"] == (name == "apart")
         assert plan["step"]["padded"] == (name == "masked")
         assert plan["step"]["one_by_one"] == (name == "apart")
-    assert tried == [("sdpa", "cpu"), (varlen.ATTENTION, "cpu")]
+    assert tried == [("sdpa", "cpu"), (varlen.VARLEN_ATTENTION, "cpu")]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
         assert apart
@@ -243,16 +243,16 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     from transformers import AutoModelForCausalLM
 
     from sft_play.training.model import varlen
-    from sft_play.training.model.context_parallel import whole_rows
+    from sft_play.training.model.context_parallel import full_rows_attention
 
-    own = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=varlen.ATTENTION, dtype=torch.float32)
+    own = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=varlen.VARLEN_ATTENTION, dtype=torch.float32)
     usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
     mask = (ids > 0).long()
     asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with whole_rows(own):
+    with full_rows_attention(own):
         assert torch.equal(own.generate(**asked), usual.generate(**asked))
-    assert own.config._attn_implementation == varlen.ATTENTION
+    assert own.config._attn_implementation == varlen.VARLEN_ATTENTION
 
 
 # --- kernels of the hub -----------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def attention() -> dict[str, Any]:
 
     from sft_play.planner.attention import flash_runs
     from sft_play.training.model import sdpa
-    from sft_play.training.model.sdpa import attend
+    from sft_play.training.model.sdpa import sdpa_attention
 
     capability = torch.cuda.get_device_capability() if device() == "cuda" else None
 
@@ -93,11 +93,11 @@ def attention() -> dict[str, Any]:
         if short == "bf16" and capability is not None and capability < (8, 0):
             continue  # no run computes in bf16 there
         repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
-        forward = attend if repeats else sdpa_attention_forward
+        forward = sdpa_attention if repeats else sdpa_attention_forward
         for heads, count in HEADS.items():
             for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
                 case = f"{short}, {heads}, {mask}{rows}"
-                sdpa.switch(cudnn=repeat)
+                sdpa.enable_cudnn(enabled=repeat)
                 names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
                 kernels[case] = kind_of(names[case])
     return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
@@ -114,7 +114,7 @@ def varlen() -> dict[str, Any]:
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
 
-    sdpa.switch(cudnn=False)
+    sdpa.enable_cudnn(enabled=False)
     on_gpu = device() == "cuda"
     lacking = None
     if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_SINCE:
@@ -125,8 +125,8 @@ def varlen() -> dict[str, Any]:
             for width in (HEAD_DIM, 60):
                 case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
                 errors[case] = relative_error(
-                    ours.flash if on_gpu else ours.kernel, (QUERY_HEADS, count, width), window=window,
-                    dtype=torch.bfloat16, device=torch.device(device()),
+                    ours.flash_attention if on_gpu else ours.packed_attention, (QUERY_HEADS, count, width),
+                    window=window, dtype=torch.bfloat16, device=torch.device(device()),
                 )  # fmt: skip
     return {"errors": errors, "lacking": lacking}
 

@@ -219,7 +219,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     prepared.tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     lora = spec.peft_config
     # peers do not have this toolkit's own attention
-    attention = "sdpa" if spec.attention.name == varlen.ATTENTION else spec.attention.name
+    attention = "sdpa" if spec.attention.name == varlen.VARLEN_ATTENTION else spec.attention.name
     facts = {
         "model": config.model.name, "revision": config.model.revision, "attention": attention,
         "trust_remote_code": config.model.trust_remote_code, "mode": config.tuning.mode,

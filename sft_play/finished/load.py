@@ -21,8 +21,14 @@ from sft_play.runs.manifest import first_day
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model import sdpa
-from sft_play.training.model.language_model import fit_ties, language_config, tower_of
-from sft_play.training.model.model_loading import DTYPES, NO_ADAPTER, load_model, no_load_report, require_whole
+from sft_play.training.model.language_model import fit_tied_embeddings, locate_text_tower, prepare_text_config
+from sft_play.training.model.model_loading import (
+    NO_ADAPTER_KWARGS,
+    TORCH_DTYPES,
+    load_model,
+    require_all_weights,
+    silence_load_report,
+)
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -42,7 +48,7 @@ def load_as_trained(run: FinishedRun) -> Any:
     was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
     is missing or another one, or weights are missing."""
     if not run.is_adapter:
-        return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
+        return load_folder(run.weights, dtype=TORCH_DTYPES[run.plan().precision.load])
     return load_adapter(load_base(run), run.weights)
 
 
@@ -53,7 +59,7 @@ def load_base(run: FinishedRun) -> Any:
     base_folder(run)  # refuses a base that has changed since
     loaded = load_tokenizer(config)
     spec = build_model_spec(config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows)
-    sdpa.switch(cudnn=False)  # answers have a new length for every token
+    sdpa.enable_cudnn(enabled=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=this_device())
     model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
     return model.eval()
@@ -117,28 +123,28 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sdpa.switch(cudnn=False)
+    sdpa.enable_cudnn(enabled=False)
     try:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
         whole = AutoConfig.from_pretrained(str(folder))
         if getattr(whole, "quantization_config", None):  # transformers would fetch kernels for some of them
             raise ModelError(f"{folder} holds quantised weights, and no run of this toolkit saves such")
-        config, key_mapping = language_config(whole), None
+        config, key_mapping = prepare_text_config(whole), None
         if config is not whole:  # of an image-text model its language model
-            fit_ties(whole, config, lambda: set(tensors_in(folder)))
+            fit_tied_embeddings(whole, config, lambda: set(tensors_in(folder)))
             with torch.device("meta"):
-                tower = tower_of(whole, AutoModelForCausalLM.from_config(config))
+                tower = locate_text_tower(whole, AutoModelForCausalLM.from_config(config))
             key_mapping = tower.key_mapping if tower is not None else None
-        with no_load_report():
+        with silence_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(folder), config=config, dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
-                output_loading_info=True, key_mapping=key_mapping, **NO_ADAPTER,
+                output_loading_info=True, key_mapping=key_mapping, **NO_ADAPTER_KWARGS,
             )  # fmt: skip
     except ModelError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error
-    require_whole(model, info, str(folder))
+    require_all_weights(model, info, str(folder))
     return model.eval()
 
 

@@ -24,7 +24,7 @@ from sft_play.trace import fakes, kernels
 from sft_play.trace.delta_rule import chunk_gated_delta_rule
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.language_model import language_config, without_kernels
+from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trainable_rows
 
@@ -45,7 +45,7 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     if attention in VARLEN_ATTENTIONS:
         from sft_play.training.model import varlen
 
-        attention = varlen.ATTENTION
+        attention = varlen.VARLEN_ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
@@ -159,7 +159,7 @@ def language_model_config(settings: StepSettings) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
-        config = without_kernels(AutoConfig.from_pretrained(settings.code, trust_remote_code=True)).get_text_config()
+        config = drop_kernel_choices(AutoConfig.from_pretrained(settings.code, trust_remote_code=True)).get_text_config()
         config.update({"use_cache": False, "output_router_logits": False})
         return config
     fields = json.loads(json.dumps(dict(settings.model)))
@@ -167,7 +167,7 @@ def language_model_config(settings: StepSettings) -> Any:
     if model_type not in CONFIG_MAPPING:
         raise TraceUnavailable(f"this version of transformers does not know model type {model_type!r}")
     fields.pop("quantization_config", None)
-    config = language_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
+    config = prepare_text_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
     # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
     config.update({"use_cache": False, "output_router_logits": False})
     config.vocab_size += settings.new_tokens
@@ -215,7 +215,7 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         if isinstance(layer, linear_4bit):
             model.set_submodule(name, fakes.fake_nf4(layer, settings))
     if settings.quant_experts:
-        nf4_experts.register()  # PEFT's part
+        nf4_experts.register_expert_quantizer()  # PEFT's part
         for _, module, name in list(experts.stacked_experts(model)):
             fakes.fake_nf4_experts(module, name, settings)
     model.is_loaded_in_4bit = True

@@ -111,7 +111,7 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     rows = math.ceil(weight.numel() / 2) // storage.itemsize
     packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
     setattr(module, name, nn.Parameter(packed, requires_grad=False))
-    nf4_experts.put_packed(module, name, reads)
+    nf4_experts.install_packed_weight(module, name, reads)
 
 
 def _quantisation_buffers(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

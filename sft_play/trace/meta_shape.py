@@ -34,7 +34,7 @@ from sft_play.training.class_checks.adapter_trial import (
     own_logits,
     without_gradient,
 )
-from sft_play.training.model.language_model import language_config, without_kernels
+from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import holds_routed_experts
 
@@ -106,9 +106,9 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
     if trust_remote_code and config.get("auto_map"):
-        return without_kernels(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
+        return drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
+    return prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
 def measure_shape(

@@ -69,7 +69,7 @@ def trace_context(
         state = replacements.TraceState(settings, log)
         log.is_padded = lambda: state.active_mask == "padded"
         stack.enter_context(patches.install_patches(state))
-        stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
+        stack.enter_context(sdpa.kv_repetition(enabled=settings.repeats_kv))
         model = build.build_skeleton(settings, depth=depth)
         stack.enter_context(build.use_class_functions(build.base_model(model), settings))
         stack.enter_context(build.KERNEL_CONTEXTS[settings.kernels](model))

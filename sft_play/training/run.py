@@ -82,7 +82,7 @@ def train(
     the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
     replaces `eval_set_of` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
     Interrupted: the user stopped the run, and its state was saved."""
-    sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
+    sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
     with explain_out_of_memory(job.plan):
         checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
         watch.memory.peaks.forget()  # those of the stage before

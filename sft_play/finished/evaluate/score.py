@@ -20,7 +20,7 @@ from sft_play.training.class_checks.adapter_trial import own_logits
 from sft_play.training.loop.collate import Collator
 from sft_play.training.loop.rows import lengths_of
 from sft_play.training.model.fused_head import fused_head
-from sft_play.training.model.model_loading import DTYPES
+from sft_play.training.model.model_loading import TORCH_DTYPES
 from sft_play.training.prepare.device_checks import free_memory
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def score_rows(
     was_training, start = model.training, 0
     model.eval()
     try:
-        with fused_head(model, whole=own_logits(model.config)):
+        with fused_head(model, from_class_logits=own_logits(model.config)):
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, most_tokens // longest)]
@@ -83,7 +83,7 @@ def score_rows(
 
 def compute_dtype(run: FinishedRun) -> torch.dtype:
     """The dtype that the run's own evaluations computed in."""
-    return DTYPES[run.plan().precision.compute]
+    return TORCH_DTYPES[run.plan().precision.compute]
 
 
 def batch_tokens(run: FinishedRun) -> int:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
-from sft_play.training.model.model_loading import DTYPES, quantization
-from sft_play.training.model.nf4_experts import through_nf4
+from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config
+from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_token_rows
 
@@ -72,9 +72,9 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._empty()
-        wanted = quantization(self.precision, experts=self.run.config.tuning.packs_experts)
+        wanted = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.packs_experts)
         quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
+        quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]
         return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
@@ -88,7 +88,7 @@ class AdaptedModel:
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
         tower = self.model_spec.text_tower
-        in_file = str if tower is None else tower.in_whole
+        in_file = str if tower is None else tower.to_full_name
         saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_saved_twice(name)}
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
         names = adapter_names(peft_model)
@@ -151,7 +151,7 @@ class AdaptedModel:
         if name not in self.quantized:
             return base.float()
         # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
-        return through_nf4(base.to(DTYPES[self.precision.load]))
+        return nf4_roundtrip(base.to(TORCH_DTYPES[self.precision.load]))
 
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, answers
 from sft_play.training.model import sdpa
-from sft_play.training.model.language_model import language_config
+from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -145,13 +145,13 @@ def load_gguf(file: Path, model: Path, *, rows: int) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-    config = language_config(AutoConfig.from_pretrained(model))  # a GGUF holds the language model
+    config = prepare_text_config(AutoConfig.from_pretrained(model))  # a GGUF holds the language model
     config.get_text_config().vocab_size = rows  # the converter may leave out rows that only pad the embeddings
     dtype = config.dtype or torch.float32
     if config.model_type in _AS_LLAMA:
         kept = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         config = LlamaConfig(**kept)
-    sdpa.switch(cudnn=False)
+    sdpa.enable_cudnn(enabled=False)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": this_device()},

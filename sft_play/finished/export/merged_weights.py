@@ -24,7 +24,7 @@ from sft_play.training.checkpoints.model_saving import (
     write_weights,
 )
 from sft_play.training.checkpoints.tensor_files import tensors_in
-from sft_play.training.model.model_loading import DTYPES, no_load_report, read_model
+from sft_play.training.model.model_loading import TORCH_DTYPES, read_model, silence_load_report
 from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class MergedWeights:
         config = copy.deepcopy(adapted.plain.config)
         config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied
         try:
-            with no_load_report():
+            with silence_load_report():
                 model, found = own.from_pretrained(
                     None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
                     output_loading_info=True, key_mapping=_key_mapping(adapted),
@@ -153,7 +153,7 @@ class MergedWeights:
 
     def _in_whole(self, name: str) -> str:
         tower = self._adapted.model_spec.text_tower
-        return name if tower is None else tower.in_whole(name)
+        return name if tower is None else tower.to_full_name(name)
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         return tensor.to(base.dtype) if self._given is None else tensor
@@ -172,7 +172,7 @@ class MergedWeights:
         size = gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values()))
         why = "transformers joins tensors of its files into the layers that were trained"
         logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size, why)
-        names = {dtype: name for name, dtype in DTYPES.items()}
+        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
         precision = replace(adapted.precision, load=names[self.dtype])
         model = read_model(adapted.run.config, precision, adapted.model_spec)
         if adapted.untied:

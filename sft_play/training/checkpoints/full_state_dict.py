@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from sft_play.errors import ModelError, TrainingError
-from sft_play.training.model.language_model import PEFT_PREFIX, lost_by_peft, tower_in
+from sft_play.training.model.language_model import PEFT_PREFIX, find_text_tower, names_lost_by_peft
 from sft_play.training.ranks.distributed import is_first
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -85,9 +85,9 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole trained weights of a checkpoint, by their names in the model."""
     if is_adapter(model):
         names, saved = adapter_names(model), load_file(checkpoint / ADAPTER_FILE)
-        tower = tower_in(model)
+        tower = find_text_tower(model)
         if tower is not None:  # a checkpoint of the Trainer has PEFT's own names
-            saved = {tower.in_whole(name): tensor for name, tensor in saved.items()}
+            saved = {tower.to_full_name(name): tensor for name, tensor in saved.items()}
         return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
     weights: dict[str, torch.Tensor] = {}
     for file in _whole_files(checkpoint):
@@ -139,18 +139,18 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """A model with the adapter in a folder, in eval mode; a language model's may be named as in its whole class."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
-    tower, names = tower_in(model), list(load_file(folder / ADAPTER_FILE))
+    tower, names = find_text_tower(model), list(load_file(folder / ADAPTER_FILE))
     config = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != "LORA":  # of other kinds PEFT would fetch parts that the file names
         raise ModelError(f"{folder} holds an adapter of another kind than LORA (peft_type in its adapter_config.json)")
-    if tower is None and not lost_by_peft(model, names):
+    if tower is None and not names_lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()
     if tower is not None:
-        config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
+        config.target_parameters = [tower.to_text_name(name) for name in config.target_parameters or ()] or None
         rows: Any = config.trainable_token_indices or {}
-        config.trainable_token_indices = {tower.in_tower(name): numbers for name, numbers in rows.items()} or None
+        config.trainable_token_indices = {tower.to_text_name(name): numbers for name, numbers in rows.items()} or None
         experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
-        inside = map(tower.in_tower, names)
+        inside = map(tower.to_text_name, names)
         layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in inside if ".lora_A." in name}
         config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in experts}
     adapted = get_peft_model(model, config)
@@ -207,8 +207,8 @@ def adapter_names(model: Any) -> dict[str, str]:
     tensors = model.state_dict()
     by_identity = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
-    tower = tower_in(model)
-    in_file = tower.in_whole if tower is not None else str
+    tower = find_text_tower(model)
+    in_file = tower.to_full_name if tower is not None else str
     return {in_file(name): by_identity[id(tensor)] for name, tensor in saved.items()}
 
 

@@ -29,7 +29,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     tied_names,
 )
 from sft_play.training.checkpoints.tensor_files import FileTensor, tensors_in
-from sft_play.training.model.language_model import Tower, tower_in
+from sft_play.training.model.language_model import TextTower, find_text_tower
 
 
 def save_model(
@@ -68,7 +68,7 @@ def write_weights(
     """Write a model's config and weights into a folder. `state_dict`: the weights, where the model holds only a part of
     them; `tensors`: the same, one after the other, at most one file's worth in memory where `keeps_names`; `dtype`: of
     whole weights in the files (None: unchanged), and of the model from then on."""
-    tower = tower_in(model)
+    tower = find_text_tower(model)
     # conversions that the whole class has when it is loaded are not those of its language model
     native_names = tower is not None and not is_adapter(model)
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
@@ -98,28 +98,28 @@ def write_weights(
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
+def _name_as_in_whole(model: Any, tower: TextTower, folder: Path) -> None:
     """PEFT and serving engines look for layers by these; a name's end alone would match layers for images too."""
     file, fields = folder / ADAPTER_FILE, folder / "adapter_config.json"
-    save_file({tower.in_whole(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    save_file({tower.to_full_name(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     config = json.loads(fields.read_text(encoding="utf-8"))
     ends = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
-    config["target_modules"] = rf"{re.escape(tower.places[0][1])}(?:.+\.)?(?:{ends})"
-    config["target_parameters"] = [tower.in_whole(name) for name in config.get("target_parameters") or ()] or None
+    config["target_modules"] = rf"{re.escape(tower.prefixes[0][1])}(?:.+\.)?(?:{ends})"
+    config["target_parameters"] = [tower.to_full_name(name) for name in config.get("target_parameters") or ()] or None
     rows = config.get("trainable_token_indices") or {}
-    config["trainable_token_indices"] = {tower.in_whole(name): numbers for name, numbers in rows.items()} or None
+    config["trainable_token_indices"] = {tower.to_full_name(name): numbers for name, numbers in rows.items()} or None
     fields.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype | None = None) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
     have; all else is the base's, bit by bit, or in `dtype` if one is asked for. A model of text stays as it is."""
-    tower = tower_in(model)
+    tower = find_text_tower(model)
     if tower is None or is_adapter(model):
         return
     trained, others = tensors_in(folder), tensors_in(base)
     own, tied = {_part(name) for name in trained}, tied_names(model)
-    whole_places = tuple(whole for own_place, whole in tower.places if whole != own_place)
+    whole_places = tuple(whole for own_place, whole in tower.prefixes if whole != own_place)
     sources, left = dict[str, FileTensor](), dict(trained)
     for key, one in others.items():
         name = renamed(key, tower.key_mapping)
@@ -129,7 +129,7 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
             name in tied or _part(name) in own or renamed(key, dict(tower.renamings)).startswith(whole_places)
         ):  # a part for images or sound
             sources[key] = one
-    pieces = partial(_as_published, tower.skeleton(), {tower.in_whole(name): one for name, one in left.items()})
+    pieces = partial(_as_published, tower.build_full_model(), {tower.to_full_name(name): one for name, one in left.items()})
     on_meta = pieces(lambda one: torch.empty(one.shape, device="meta"))
     shapes = {key: one.shape for key, one in sources.items()} | {key: tuple(piece.shape) for key, piece in on_meta}
     aside = folder / ".whole"

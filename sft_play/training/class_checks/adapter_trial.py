@@ -155,7 +155,7 @@ def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     ids = torch.randint(3, VOCABULARY - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
     found = []
     for whole in (True, False):
-        with torch.no_grad(), fused_head(model, whole=whole):
+        with torch.no_grad(), fused_head(model, from_class_logits=whole):
             found.append(model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs)
     apart = float((found[0] - found[1]).abs().max() / found[0].std())
     return {"": f"log-probabilities differ by {apart:.2g} of their spread"} if apart > AHEAD else {}

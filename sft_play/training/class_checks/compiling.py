@@ -107,7 +107,7 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
     """How far compiled blocks are from the plain code; nothing stays compiled. Attention between boundaries has a
     kernel for 16 bits only: in fp32 the same rows are padded ones. Raises ValueError: no block compiles."""
-    is_apart = attention == varlen.ATTENTION and dtype != torch.float32
+    is_apart = attention == varlen.VARLEN_ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)
         exact = small_model(small, "sdpa" if is_apart else attention, trust_remote_code=False).to(device)

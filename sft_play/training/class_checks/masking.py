@@ -215,7 +215,7 @@ def measure_boundaries(small: Any, *, trust_remote_code: bool = False) -> Differ
     """How the same chats differ as packs with sdpa and its mask, and one behind the other with `varlen`, in fp32 on the
     CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
-        usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
+        usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION))
         draw = np.random.default_rng(2)
         chats = [[draw.integers(3, VOCABULARY, size=length) for length in lengths] for lengths in _PACKS]
         packs = [_pack(chats_of_row) for chats_of_row in chats]

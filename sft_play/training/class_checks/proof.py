@@ -126,7 +126,7 @@ def gap(found: Numbers, exact: Numbers) -> float:
 def attention_of(model: Any) -> str:
     """The attention of small models: the model's, but on whole rows where ranks share them."""
     name = str(model.config._attn_implementation)
-    return "sdpa" if name == context_parallel.ATTENTION else name
+    return "sdpa" if name == context_parallel.ULYSSES_ATTENTION else name
 
 
 def _largest(figures: Iterable[float]) -> float:
@@ -141,15 +141,15 @@ Heads = tuple[int, int, int]
 
 def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
     """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the same."""
-    varlen.use_flash(used=False)
-    if model_spec.attention.name != varlen.ATTENTION or plan.choice.step.one_by_one:
+    varlen.enable_flash(enabled=False)
+    if model_spec.attention.name != varlen.VARLEN_ATTENTION or plan.choice.step.one_by_one:
         return
     dtype = getattr(torch, plan.precision.compute)
 
     def tried() -> tuple[float, str | None]:
         largest = 0.0
         for heads, window in _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
-            error = relative_error(varlen.flash, heads, window=window, dtype=dtype, device=device)
+            error = relative_error(varlen.flash_attention, heads, window=window, dtype=dtype, device=device)
             largest = max(largest, error)
             if not error <= KERNEL_TOLERANCE:
                 return error, f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}"
@@ -162,7 +162,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
             "memory than planned: PyTorch's varlen kernel: %s", problem,
         )  # fmt: skip
         return
-    varlen.use_flash(used=True)
+    varlen.enable_flash(enabled=True)
     logger.debug("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
 
 
@@ -180,7 +180,7 @@ def relative_error(
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
     found = kernel(*given, ends, max(LENGTHS), scale=scale, window=window)
     query, key, value = exact
-    wanted = varlen.one_by_one(query, key, value, LENGTHS, scale=scale, window=window)
+    wanted = varlen.attention_per_chat(query, key, value, LENGTHS, scale=scale, window=window)
     gradients = torch.autograd.grad(found, given, weight.to(device, dtype)), torch.autograd.grad(wanted, exact, weight)
     ours, theirs = ([one, *more] for one, more in zip((found, wanted), gradients, strict=True))
     return gap([one.detach().cpu().float() for one in ours], [one.detach() for one in theirs])

@@ -26,7 +26,7 @@ from sft_play.training.measure.exact_match import configured_stops, stop_ids
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import Watch
 from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel
-from sft_play.training.model.fused_head import name_backbone
+from sft_play.training.model.fused_head import set_backbone_prefix
 from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, resized_spec
@@ -54,14 +54,14 @@ def load_trainer(
         ),
     )
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
-    context_parallel.join_group(plan.choice.layout, arguments.device)
+    context_parallel.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
-    name_backbone(model)
+    set_backbone_prefix(model)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
     taken = take_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
-    sdpa.switch(cudnn=plan.choice.step.cudnn)
+    sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
@@ -74,8 +74,8 @@ def load_trainer(
         fill_adapter(trainer.model, begins_from)
     elif prepared.trains_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
         read = partial(_base_weights, config, plan.precision, model_spec, source)
-        adapter_start.begin(
-            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, weights=read
+        adapter_start.initialize_adapters(
+            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, read_base_weights=read
         )
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze(trainer.model, model_spec.untrained_parameters)
@@ -84,18 +84,18 @@ def load_trainer(
     widens = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
         mesh = trainer.accelerator.torch_device_mesh["tp"]
-        tensor_parallel.divide(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, masters=widens)
+        tensor_parallel.divide_model(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, fp32_master_weights=widens)
     if source is not None:
         in_fp32 = widens and config.tuning.mode != "qlora"
-        fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, in_fp32=in_fp32)
+        fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
     if prepared.trains_adapter:
         is_late = plan.choice.layout.is_fsdp and source is None
-        adapter_start.freeze_half(trainer.model, config.tuning.lora, is_divided_later=is_late)
+        adapter_start.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_late)
     return trainer
 
 
 def _base_weights(
-    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: fsdp_loading.Source | None
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: fsdp_loading.SourceWeights | None
 ) -> Mapping[str, torch.Tensor] | None:
     if source is not None or config.tuning.lora.init != "loftq":
         return source
@@ -140,7 +140,7 @@ def trainer_of(
     )
 
 
-def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
+def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

@@ -126,7 +126,7 @@ class PlannedLoop(CheckpointedLoop):
     def _set_rows(self, rows: Any, packs: Packs | None, *, grouped: bool, mix: Mix | None, **options: Any) -> None:
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         cut = plan.micro_batches
-        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
+        if not cut.padded and attention != varlen.VARLEN_ATTENTION:  # the class was measured, and needs a mask
             cut = MicroBatches(cut.rows)
         lengths = lengths_of(rows) if packs is None else packs.tokens
         window = plan.batch.effective_batch
@@ -140,8 +140,9 @@ class PlannedLoop(CheckpointedLoop):
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not cut.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            flat=not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION)),
-            tells_lengths=varlen.needs_lengths(attention),
+            flat=not cut.padded
+            or (packs is not None and ("flash" in attention or attention == varlen.VARLEN_ATTENTION)),
+            tells_lengths=varlen.needs_chat_lengths(attention),
             row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
             part=part, parts=self._layout.context_parallel, **options,
         )  # fmt: skip
@@ -400,7 +401,7 @@ class PlannedLoop(CheckpointedLoop):
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with (
-            context_parallel.whole_rows(self.model),
+            context_parallel.full_rows_attention(self.model),
             self._monitor.generating(),
             waiting("Generating answers", unit="answers", total=lambda: len(asked)) as progress,
         ):

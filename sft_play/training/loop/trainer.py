@@ -33,7 +33,7 @@ from sft_play.training.measure.board import Board, hparams_of
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
 from sft_play.training.measure.profile import window_of
 from sft_play.training.model.adapter_inputs import cast_outside_autocast
-from sft_play.training.model.fused_head import name_backbone, whole_head
+from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.prepare.model_spec import decoder_layers
 from sft_play.training.ranks import distributed, engines
 
@@ -229,9 +229,9 @@ def build_trainer(
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
-        name_backbone(trainer.model.get_base_model())
+        set_backbone_prefix(trainer.model.get_base_model())
     if kind is None and plan.choice.step.loss == "logits":
-        whole_head(trainer.model if peft_config is None else trainer.model.get_base_model())
+        use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer

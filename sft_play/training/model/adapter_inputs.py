@@ -22,15 +22,15 @@ class _OutsideAutocast:
 def cast_outside_autocast(model: nn.Module) -> int:
     """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Not DoRA, which takes
     its weights' dtype from the input, nor dropout, which draws in it, nor layers that are not linear."""
-    chosen = [module for module in model.modules() if _is_plain(module)]
-    for layer in chosen:
+    lora_layers = [module for module in model.modules() if _is_plain_lora(module)]
+    for layer in lora_layers:
         # PEFT asks this flag in every forward pass (tuners_utils.py, `_cast_input_dtype`, 0.21)
         layer.cast_input_dtype_enabled = _OutsideAutocast()
-    return len(chosen)
+    return len(lora_layers)
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain_lora(module: Any) -> bool:
     if not isinstance(module, LoraLayer) or not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
         return False
-    drops = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.lora_dropout.values())
-    return not module.lora_variant and not drops
+    has_dropout = any(isinstance(dropout, nn.Dropout) and dropout.p > 0 for dropout in module.lora_dropout.values())
+    return not module.lora_variant and not has_dropout

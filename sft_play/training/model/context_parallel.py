@@ -22,23 +22,23 @@ from sft_play.planner.layout import Layout
 from sft_play.training.model import sdpa, varlen
 
 # The attention's name in transformers, which makes no mask for names that it does not know.
-ATTENTION = "ulysses_sdpa"
+ULYSSES_ATTENTION = "ulysses_sdpa"
 # Dimensions of queries, keys and values.
-_HEADS, _TOKENS = 1, 2
-# The group that this process is in, under ATTENTION: an attention function is called by its name alone.
+_HEAD_AXIS, _TOKEN_AXIS = 1, 2
+# The group that this process is in, under ULYSSES_ATTENTION: an attention function is called by its name alone.
 _groups: dict[str, DeviceMesh] = {}
 
 
-def join_group(layout: Layout, device: torch.device) -> None:
+def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     """Create the context-parallel groups of a layout that has some; all ranks call it, once there is a group."""
-    parts = layout.context_parallel
-    if parts == 1:
+    context_parallel = layout.context_parallel
+    if context_parallel == 1:
         return
-    mesh = init_device_mesh(device.type, (layout.ranks // parts, parts), mesh_dim_names=("rows", "cp"))
-    _groups[ATTENTION] = mesh["cp"]
+    mesh = init_device_mesh(device.type, (layout.ranks // context_parallel, context_parallel), mesh_dim_names=("rows", "cp"))
+    _groups[ULYSSES_ATTENTION] = mesh["cp"]
 
 
-def attend(
+def ulysses_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,39 +51,39 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention over whole rows: query [B, H, S/P, D] of this rank's tokens, key and value with as many heads as
     they have; returns [B, S/P, H, D]."""
-    mesh = _groups[ATTENTION]
-    copies = -(-mesh.size() // key.shape[_HEADS])
+    mesh = _groups[ULYSSES_ATTENTION]
+    copies = -(-mesh.size() // key.shape[_HEAD_AXIS])
     if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
-        key, value = (heads.repeat_interleave(copies, dim=_HEADS) for heads in (key, value))
-    query, key, value = (_exchange(heads, mesh, _TOKENS, _HEADS) for heads in (query, key, value))
-    if sdpa.repeats_keys():
-        times = query.shape[_HEADS] // key.shape[_HEADS]
-        key, value = (heads.repeat_interleave(times, dim=_HEADS) for heads in (key, value))
+        key, value = (heads.repeat_interleave(copies, dim=_HEAD_AXIS) for heads in (key, value))
+    query, key, value = (_exchange(heads, mesh, _TOKEN_AXIS, _HEAD_AXIS) for heads in (query, key, value))
+    if sdpa.repeats_kv():
+        repeats = query.shape[_HEAD_AXIS] // key.shape[_HEAD_AXIS]
+        key, value = (heads.repeat_interleave(repeats, dim=_HEAD_AXIS) for heads in (key, value))
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout if module.training else 0.0, is_causal=True, scale=scaling,
-        enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
+        enable_gqa=query.shape[_HEAD_AXIS] != key.shape[_HEAD_AXIS],
     )  # fmt: skip
-    return _exchange(output, mesh, _HEADS, _TOKENS).transpose(_HEADS, _TOKENS).contiguous(), None
+    return _exchange(output, mesh, _HEAD_AXIS, _TOKEN_AXIS).transpose(_HEAD_AXIS, _TOKEN_AXIS).contiguous(), None
 
 
-def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: int) -> torch.Tensor:
+def _exchange(heads: torch.Tensor, mesh: DeviceMesh, from_axis: int, to_axis: int) -> torch.Tensor:
     # from one Shard to another is one all-to-all, and autograd knows its backward
-    whole = DTensor.from_local(heads.contiguous(), mesh, [Shard(divided)], run_check=False)
-    return whole.redistribute(placements=[Shard(to_divide)]).to_local()
+    tensor = DTensor.from_local(heads.contiguous(), mesh, [Shard(from_axis)], run_check=False)
+    return tensor.redistribute(placements=[Shard(to_axis)]).to_local()
 
 
 @contextlib.contextmanager
-def whole_rows(model: Any) -> Iterator[None]:
+def full_rows_attention(model: Any) -> Iterator[None]:
     """While open, the model has the usual attention: in generation every rank has whole rows, padded on the left."""
-    own = model.config.get_text_config()._attn_implementation
-    if own not in (ATTENTION, varlen.ATTENTION):
+    attention = model.config.get_text_config()._attn_implementation
+    if attention not in (ULYSSES_ATTENTION, varlen.VARLEN_ATTENTION):
         yield
         return
     model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(attention)
 
 
-AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)

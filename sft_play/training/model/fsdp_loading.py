@@ -24,19 +24,19 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.model import nf4_experts, sdpa
-from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable, quantization
+from sft_play.training.model.model_loading import TORCH_DTYPES, keep_4bit_trainable, quantization_config
 from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
 from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 
 # How long the other ranks wait for the first: it may have to download the weights.
-_READING_TAKES = datetime.timedelta(days=1)
+_READ_TIMEOUT = datetime.timedelta(days=1)
 # What PEFT inserts into the names of the base's weights.
-_AROUND = ("base_layer", "original_module", "modules_to_save", "default")
+_PEFT_NAME_PARTS = ("base_layer", "original_module", "modules_to_save", "default")
 
 # The weights by their names in the base; empty on all ranks but the first.
-Source = Mapping[str, torch.Tensor]
+SourceWeights = Mapping[str, torch.Tensor]
 
 
 def load_for_sharding(
@@ -46,33 +46,33 @@ def load_for_sharding(
     *,
     storage: DtypeName | None,
     read: Callable[[], Any],
-) -> tuple[Any, Source]:
+) -> tuple[Any, SourceWeights]:
     """The model without its weights, ready for adapters and `shard`, and the weights on the first rank, which alone
     calls `read`; `storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read it."""
-    sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
+    sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
-    answer: list[Any] = [None]
+    broadcast: list[Any] = [None]
     if distributed.is_first():
         try:
-            source = read()
-            weights = dict(source.named_parameters(remove_duplicate=False))
+            source_model = read()
+            weights = dict(source_model.named_parameters(remove_duplicate=False))
             dtypes = {name: weight.dtype for name, weight in weights.items()}
-            others = {
-                name: tensors for name, module in source.named_modules() if (tensors := dict(_other_tensors(module)))
+            other_tensors = {
+                name: tensors for name, module in source_model.named_modules() if (tensors := dict(_other_tensors(module)))
             }
-            answer = [(dtypes, others, source.generation_config)]
+            broadcast = [(dtypes, other_tensors, source_model.generation_config)]
         except SftPlayError as error:
-            answer = [str(error)]
-    group = dist.new_group(backend="gloo", timeout=_READING_TAKES)
-    dist.broadcast_object_list(answer, src=0, group=group)
+            broadcast = [str(error)]
+    group = dist.new_group(backend="gloo", timeout=_READ_TIMEOUT)
+    dist.broadcast_object_list(broadcast, src=0, group=group)
     dist.destroy_process_group(group)
-    if isinstance(answer[0], str):
-        raise ModelError(answer[0])
-    dtypes, others, generation = answer[0]
-    model = _empty_model(config, precision, resized_spec(model_spec), storage)
-    _put_placeholders(model, dtypes, DTYPES[precision.load])
-    _put_other_tensors(model, others)
-    model.generation_config = generation
+    if isinstance(broadcast[0], str):
+        raise ModelError(broadcast[0])
+    dtypes, other_tensors, generation_config = broadcast[0]
+    model = _build_empty_model(config, precision, resized_spec(model_spec), storage)
+    _put_placeholders(model, dtypes, TORCH_DTYPES[precision.load])
+    _put_other_tensors(model, other_tensors)
+    model.generation_config = generation_config
     model.config.use_cache = False
     keep_4bit_trainable(model)
     return model, weights
@@ -80,14 +80,14 @@ def load_for_sharding(
 
 def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
-    yield from ((name, item) for name, item in vars(module).items() if isinstance(item, torch.Tensor))
+    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
 
 
-def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
+def _build_empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_spec.hf_config,
-            dtype=DTYPES[precision.load],
+            dtype=TORCH_DTYPES[precision.load],
             attn_implementation=model_spec.attention.name,
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -96,11 +96,11 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
     if config.tuning.mode == "qlora":
         from transformers.quantizers import AutoHfQuantizer
 
-        quantizer = AutoHfQuantizer.from_config(quantization(precision, storage), pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=DTYPES[precision.load], device_map=None)
+        quantizer = AutoHfQuantizer.from_config(quantization_config(precision, storage), pre_quantized=False)
+        quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
         if config.tuning.packs_experts:
-            nf4_experts.prepare_empty(model)
+            nf4_experts.prepare_packed_experts(model)
         model.hf_quantizer = quantizer
     model.tie_weights()
     return model.eval()
@@ -124,27 +124,28 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load:
             module._parameters[name] = placeholders[id(parameter)]
 
 
-def _put_other_tensors(model: nn.Module, others: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for path, tensors in others.items():
+def _put_other_tensors(model: nn.Module, other_tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    for path, tensors in other_tensors.items():
         module = model.get_submodule(path)
         for name, tensor in tensors.items():
             if name in module._buffers:
                 module._buffers[name] = tensor
             else:
                 setattr(module, name, tensor)
-    left = [path for path, module in model.named_modules() for _, tensor in _other_tensors(module) if tensor.is_meta]
-    if left:
-        raise ModelError(f"{left[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
+    missing = [path for path, module in model.named_modules() for _, tensor in _other_tensors(module) if tensor.is_meta]
+    if missing:
+        raise ModelError(f"{missing[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
 
 
 def _is_4bit(parameter: Any) -> bool:
     return type(parameter).__name__ == "Params4bit"
 
 
-def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> None:
+def shard(trainer: Any, source: SourceWeights, *, layer_class: str, fp32_master_weights: bool) -> None:
     """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The units are accelerate's
     (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak a rank holds its parts, the current unit
-    whole, and one tensor as it arrived. `in_fp32`: what trains is kept in fp32, beside computation in 16 bits."""
+    whole, and one tensor as it arrived. `fp32_master_weights`: what trains is kept in fp32,
+    beside computation in 16 bits."""
     model, device = trainer.model, trainer.args.device
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.torch_device_mesh
     options = {
@@ -153,11 +154,11 @@ def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> N
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "mesh": mesh[tuple(trainer.accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
     }
-    filling = _Filling(model, source, device, in_fp32=in_fp32)
-    for modules, changed in _units(model, layer_class):
+    filler = _ParameterFiller(model, source, device, fp32_master_weights=fp32_master_weights)
+    for modules, overrides in _shard_units(model, layer_class):
         for module in modules:
-            filling.fill(module)
-        fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **changed})
+            filler.fill(module)
+        fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **overrides})
     plugin.auto_wrap_policy = None  # accelerate would look for layers by a class name that FSDP2 has changed
     for parameter in model.parameters():
         # accelerate matches the optimizer's parameters by the addresses of their parts, and those of all empty parts (a
@@ -167,76 +168,76 @@ def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> N
             part.data_ptr = partial(id, parameter)
 
 
-def _units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module], dict[str, Any]]]:
+def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module], dict[str, Any]]]:
     layers = [module for module in model.modules() if type(module).__name__ == layer_class]
     for layer in layers:  # a list: `fully_shard` changes the class of what has been yielded
         yield [layer], {}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     weight = getattr(embedding, "weight", None)
-    tied = weight is not None and weight is getattr(head, "weight", None)
-    if embedding is not None and not tied:
+    is_tied = weight is not None and weight is getattr(head, "weight", None)
+    if embedding is not None and not is_tied:
         yield [embedding], {}
     # a model with adapters has no norm here: its prefix leads to another module
-    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    norms = [module for module in base.children() if "Norm" in type(module).__name__] if base is not None else []
-    tail = [module for module in (*norms[-1:], embedding if tied else None, head) if module is not None]
+    backbone = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    norms = [module for module in backbone.children() if "Norm" in type(module).__name__] if backbone is not None else []
+    tail = [module for module in (*norms[-1:], embedding if is_tied else None, head) if module is not None]
     if tail:
         yield tail, {"reshard_after_forward": False}
     yield [model], {"reshard_after_forward": None}
 
 
-class _Filling:
+class _ParameterFiller:
     """Gives each parameter its value once, in every module that holds it."""
 
-    def __init__(self, model: nn.Module, source: Source, device: torch.device, *, in_fp32: bool) -> None:
-        self._source, self._device, self._in_fp32 = source, device, in_fp32
-        packed = (parameter for parameter in model.parameters() if _is_4bit(parameter))
-        self._storage = next((parameter.quant_storage for parameter in packed), torch.uint8)
-        self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    def __init__(self, model: nn.Module, source: SourceWeights, device: torch.device, *, fp32_master_weights: bool) -> None:
+        self._source, self._device, self._fp32_master_weights = source, device, fp32_master_weights
+        packed_parameters = (parameter for parameter in model.parameters() if _is_4bit(parameter))
+        self._storage = next((parameter.quant_storage for parameter in packed_parameters), torch.uint8)
+        self._holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._places.setdefault(id(parameter), []).append((f"{path}.{name}", module, name))
-        self._done: set[int] = set()
+                    self._holders.setdefault(id(parameter), []).append((f"{path}.{name}", module, name))
+        self._filled: set[int] = set()
 
     def fill(self, unit: nn.Module) -> None:
         for module in unit.modules():
             for name, parameter in list(module._parameters.items()):
-                is_left = parameter is not None and not isinstance(parameter, DTensor)
-                if is_left and id(parameter) not in self._done:
-                    self._fill(parameter, module)
-                    self._done.add(id(module._parameters[name]))
+                needs_value = parameter is not None and not isinstance(parameter, DTensor)
+                if needs_value and id(parameter) not in self._filled:
+                    self._fill_parameter(parameter, module)
+                    self._filled.add(id(module._parameters[name]))
 
     @torch.no_grad()
-    def _fill(self, parameter: nn.Parameter, module: nn.Module) -> None:
-        places = self._places[id(parameter)]
+    def _fill_parameter(self, parameter: nn.Parameter, module: nn.Module) -> None:
+        holders = self._holders[id(parameter)]
         if _is_4bit(parameter):
             is_transposed = issubclass(getattr(module, "source_cls", nn.Linear), Conv1D)
             shape = parameter.shape[::-1] if is_transposed else parameter.shape
-            whole = self._received(places[0][0], parameter, shape)
-            whole = whole.T if is_transposed else whole
-            filled = type(parameter)(whole, requires_grad=False, **vars(parameter)).to(self._device)  # quantises
+            value = self._receive(holders[0][0], parameter, shape)
+            value = value.T if is_transposed else value
+            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(self._device)  # quantises
         else:
-            whole = self._received(places[0][0], parameter, parameter.shape)
-            widen = self._in_fp32 and parameter.requires_grad
-            packed = nf4_experts.fill(module, places[0][2], whole, self._storage)
-            plain = nn.Parameter(whole.float() if widen else whole, requires_grad=parameter.requires_grad)
-            filled = plain if packed is None else packed
-        for _, owner, name in places:
+            value = self._receive(holders[0][0], parameter, parameter.shape)
+            should_widen = self._fp32_master_weights and parameter.requires_grad
+            packed_parameter = nf4_experts.fill_packed(module, holders[0][2], value, self._storage)
+            plain_parameter = nn.Parameter(value.float() if should_widen else value, requires_grad=parameter.requires_grad)
+            filled = plain_parameter if packed_parameter is None else packed_parameter
+        for _, owner, name in holders:
             owner._parameters[name] = filled
 
-    def _received(self, name: str, parameter: nn.Parameter, shape: torch.Size) -> torch.Tensor:
+    def _receive(self, name: str, parameter: nn.Parameter, shape: torch.Size) -> torch.Tensor:
         if distributed.is_first():
-            own = self._source.get(base_name(name), parameter)
-            assert own.untyped_storage().nbytes() >= own.nbytes, f"{name} has no value"
-            whole = own.detach().to(self._device, parameter.dtype, copy=True).contiguous()
+            source_tensor = self._source.get(base_parameter_name(name), parameter)
+            assert source_tensor.untyped_storage().nbytes() >= source_tensor.nbytes, f"{name} has no value"
+            tensor = source_tensor.detach().to(self._device, parameter.dtype, copy=True).contiguous()
         else:
-            whole = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+            tensor = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         if dist.get_world_size() > 1:
-            dist.broadcast(whole, src=0)
-        return whole
+            dist.broadcast(tensor, src=0)
+        return tensor
 
 
-def base_name(name: str) -> str:
+def base_parameter_name(name: str) -> str:
     """A parameter's name in the base, from its name in a model with adapters."""
-    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in _AROUND)
+    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in _PEFT_NAME_PARTS)

@@ -1,8 +1,8 @@
 """The language model of an image-text class, as a causal language model of its own.
 
 Where transformers has only the decoder (`Qwen2_5_VLTextModel`), it gets a head and is registered, so that everything
-that takes a causal language model takes it. What is written carries the names of the whole class (`Tower`), whose other
-weights stay as published.
+that takes a causal language model takes it. What is written carries the names of the whole class (`TextTower`), whose
+other weights stay as published.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 # Where checkpoints of image-text models keep the language model's weights, before transformers 4.52 and since.
-OLDER_LAYOUTS = {
+LEGACY_KEY_MAPPING = {
     r"^model\.language_model\.model\.": "model.language_model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -45,12 +45,12 @@ PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Tower:
+class TextTower:
     """Where the language model lies in its whole class."""
 
-    whole: Any
+    full_config: Any
     """The config as published."""
-    places: tuple[tuple[str, str], ...]
+    prefixes: tuple[tuple[str, str], ...]
     """How names of weights begin in the language model, and in the whole class: `model.` and `model.language_model.`"""
     renamings: tuple[tuple[str, str], ...] = ()
     """What the whole class renames when it is loaded: names in its files, as regular expressions, and its own."""
@@ -58,136 +58,137 @@ class Tower:
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        return {**dict(self.renamings), **OLDER_LAYOUTS, **{rf"^{re.escape(whole)}": own for own, whole in self.places}}
+        prefixes = {rf"^{re.escape(full_prefix)}": text_prefix for text_prefix, full_prefix in self.prefixes}
+        return {**dict(self.renamings), **LEGACY_KEY_MAPPING, **prefixes}
 
-    def skeleton(self) -> Any:
+    def build_full_model(self) -> Any:
         """The whole class without weights; None where it is none of images and text, or lacks a package."""
         try:
             with torch.device("meta"):
-                return AutoModelForImageTextToText.from_config(copy.deepcopy(self.whole))
+                return AutoModelForImageTextToText.from_config(copy.deepcopy(self.full_config))
         except Exception:  # each class in its own way
             return None
 
-    def in_whole(self, name: str) -> str:
+    def to_full_name(self, name: str) -> str:
         """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
         there already the same."""
-        prefix, name = _without_prefix(name)
-        if any(name.startswith(whole) for _, whole in self.places):
-            return prefix + name
-        return prefix + next((whole + name[len(own) :] for own, whole in self.places if name.startswith(own)), name)
+        peft_prefix, name = _split_peft_prefix(name)
+        if any(name.startswith(full_prefix) for _, full_prefix in self.prefixes):
+            return peft_prefix + name
+        return peft_prefix + next((full_prefix + name[len(text_prefix) :] for text_prefix, full_prefix in self.prefixes if name.startswith(text_prefix)), name)
 
-    def in_tower(self, name: str) -> str:
+    def to_text_name(self, name: str) -> str:
         """Its name in the language model."""
-        prefix, name = _without_prefix(name)
-        return prefix + next((own + name[len(whole) :] for own, whole in self.places if name.startswith(whole)), name)
+        peft_prefix, name = _split_peft_prefix(name)
+        return peft_prefix + next((text_prefix + name[len(full_prefix) :] for text_prefix, full_prefix in self.prefixes if name.startswith(full_prefix)), name)
 
 
-def _without_prefix(name: str) -> tuple[str, str]:
+def _split_peft_prefix(name: str) -> tuple[str, str]:
     return (PEFT_PREFIX, name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else ("", name)
 
 
-def tower_in(model: Any) -> Tower | None:
+def find_text_tower(model: Any) -> TextTower | None:
     """Where the language model lies that this model is, with adapters or without; None for a model of text."""
-    found: Tower | None = getattr(model, "sft_tower", None)
-    return found
+    text_tower: TextTower | None = getattr(model, "sft_tower", None)
+    return text_tower
 
 
-def tower_of(whole: Any, language_model: Any) -> Tower | None:
+def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None:
     """Where a language model lies in the class of a config as published; None where that is its own."""
-    if whole.get_text_config() is whole:
+    if full_config.get_text_config() is full_config:
         return None
-    model = Tower(whole, ()).skeleton()
-    if model is None:
-        return Tower(whole, (("model.", "model.language_model."),))
+    full_model = TextTower(full_config, ()).build_full_model()
+    if full_model is None:
+        return TextTower(full_config, (("model.", "model.language_model."),))
     # a private part of transformers (5.23); what it joins and splits is registered with the language model
     renamings = tuple(
-        (one.source_patterns[0], one.target_patterns[0])
-        for one in get_model_conversion_mapping(model, add_legacy=False)
-        if type(one) is WeightRenaming and not one.scope_prefix and len(one.source_patterns) == 1
+        (renaming.source_patterns[0], renaming.target_patterns[0])
+        for renaming in get_model_conversion_mapping(full_model, add_legacy=False)
+        if type(renaming) is WeightRenaming and not renaming.scope_prefix and len(renaming.source_patterns) == 1
     )
-    modules = dict(model.named_modules())
-    inside = next((path for path, module in modules.items() if type(module) is type(language_model)), None)
-    if inside is not None:
-        return Tower(whole, (("", f"{inside}."),), renamings)
+    modules = dict(full_model.named_modules())
+    path_in_full = next((path for path, module in modules.items() if type(module) is type(language_model)), None)
+    if path_in_full is not None:
+        return TextTower(full_config, (("", f"{path_in_full}."),), renamings)
     decoder = language_model.get_decoder()
-    ours = next(path for path, module in language_model.named_modules() if module is decoder)
-    theirs = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
-    return Tower(whole, ((f"{ours}.", f"{theirs}."),), renamings)
+    text_prefix = next(path for path, module in language_model.named_modules() if module is decoder)
+    full_prefix = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
+    return TextTower(full_config, ((f"{text_prefix}.", f"{full_prefix}."),), renamings)
 
 
-def lost_by_peft(published: Any, names: Iterable[str]) -> list[str]:
+def names_lost_by_peft(published_model: Any, names: Iterable[str]) -> list[str]:
     """Of the tensors in an adapter's file those that PEFT (0.21) loses when it loads them: it renames all as tensors of
-    the base's published files, though they are named as in the class (`published`, on the meta device) already."""
-    renamings = [one for one in get_model_conversion_mapping(published) if isinstance(one, WeightRenaming)]
-    own = {name: _without_prefix(name)[1] for name in names}
-    return [name for name, inside in own.items() if apply_renamings(inside, renamings) != inside]
+    the base's published files, though they are named as in the class (`published_model`, on the meta device) already."""
+    renamings = [renaming for renaming in get_model_conversion_mapping(published_model) if isinstance(renaming, WeightRenaming)]
+    bare_names = {name: _split_peft_prefix(name)[1] for name in names}
+    return [name for name, bare_name in bare_names.items() if apply_renamings(bare_name, renamings) != bare_name]
 
 
-def without_kernels(whole: Any) -> Any:
+def drop_kernel_choices(full_config: Any) -> Any:
     """Take from a config the attention and the experts' code that its file names: of a repository of the hub
     transformers would fetch it and run it, and only the user's own word allows that (docs/trust.md)."""
-    whole._attn_implementation = whole._experts_implementation = None
-    return whole
+    full_config._attn_implementation = full_config._experts_implementation = None
+    return full_config
 
 
-def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
+def prepare_text_config(full_config: Any, published: Mapping[str, Any] | None = None) -> Any:
     """The config of the language model in a config as published, which `AutoModelForCausalLM` builds from then on, if
     transformers has a decoder for it. `published`: the fields of config.json, which may say of the whole alone that the
     head is the embedding."""
-    text = without_kernels(whole).get_text_config()
-    if not hasattr(text, "tie_word_embeddings"):  # some say it of the whole class only
-        text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
-    said, inner = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
-    if isinstance(inner, Mapping) and "tie_word_embeddings" not in inner and isinstance(said, bool):
-        text.tie_word_embeddings = said
-    if (text is whole and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(whole, "is_encoder_decoder", False):
-        return text
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    is_new = found is None
-    if found is None and (found := _class_with_head(text)) is not None:
-        AutoModelForCausalLM.register(type(text), found, exist_ok=True)
-    if found is not None and (is_new or get_checkpoint_conversion_mapping(text.model_type) is None):
-        known = get_checkpoint_conversion_mapping(whole.model_type) or []
-        joined = [one for one in known if isinstance(one, WeightConverter)]
-        if joined:  # experts that files hold one by one
-            register_checkpoint_conversion_mapping(found.__name__, joined, overwrite=True)
-    return text
+    text_config = drop_kernel_choices(full_config).get_text_config()
+    if not hasattr(text_config, "tie_word_embeddings"):  # some say it of the whole class only
+        text_config.tie_word_embeddings = getattr(full_config, "tie_word_embeddings", False)
+    published_tie, published_text = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
+    if isinstance(published_text, Mapping) and "tie_word_embeddings" not in published_text and isinstance(published_tie, bool):
+        text_config.tie_word_embeddings = published_tie
+    if (text_config is full_config and type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(full_config, "is_encoder_decoder", False):
+        return text_config
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    is_new = model_class is None
+    if model_class is None and (model_class := _causal_lm_class(text_config)) is not None:
+        AutoModelForCausalLM.register(type(text_config), model_class, exist_ok=True)
+    if model_class is not None and (is_new or get_checkpoint_conversion_mapping(text_config.model_type) is None):
+        conversions = get_checkpoint_conversion_mapping(full_config.model_type) or []
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        if converters:  # experts that files hold one by one
+            register_checkpoint_conversion_mapping(model_class.__name__, converters, overwrite=True)
+    return text_config
 
 
-def fit_ties(whole: Any, text: Any, names: Callable[[], set[str]]) -> None:
+def fit_tied_embeddings(full_config: Any, text_config: Any, read_names: Callable[[], set[str]]) -> None:
     """Tie the head to the embedding or not, as the names in its files have it, where the two configs disagree."""
-    if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
+    if text_config is full_config or bool(text_config.tie_word_embeddings) == bool(getattr(full_config, "tie_word_embeddings", False)):
         return
-    found = names()
-    if found:
-        text.tie_word_embeddings = not any("lm_head." in name for name in found)
+    names = read_names()
+    if names:
+        text_config.tie_word_embeddings = not any("lm_head." in name for name in names)
 
 
-def _class_with_head(text: Any) -> type | None:
-    kind = type(text)
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None)
-    if whole is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
-        return whole if whole.__name__.endswith("ForCausalLM") else None
-    decoder = _decoder_of(kind)
-    made = None if decoder is None else _with_head(decoder, kind)
-    return next(iter(_beside(kind, "ForCausalLM")), made)
+def _causal_lm_class(text_config: Any) -> type | None:
+    config_class = type(text_config)
+    full_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config_class, None)
+    if full_class is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
+        return full_class if full_class.__name__.endswith("ForCausalLM") else None
+    decoder = _decoder_class(config_class)
+    built_class = None if decoder is None else _build_causal_lm(decoder, config_class)
+    return next(iter(_sibling_classes(config_class, "ForCausalLM")), built_class)
 
 
-def _decoder_of(kind: type) -> Any:
-    found: Any = MODEL_MAPPING.get(kind, None) or _beside(kind, "TextModel")
-    classes = found if isinstance(found, list | tuple) else [found]
-    return next((one for one in classes if "input_ids" in list(inspect.signature(one.forward).parameters)[1:2]), None)
+def _decoder_class(config_class: type) -> Any:
+    registered: Any = MODEL_MAPPING.get(config_class, None) or _sibling_classes(config_class, "TextModel")
+    classes = registered if isinstance(registered, list | tuple) else [registered]
+    return next((candidate for candidate in classes if "input_ids" in list(inspect.signature(candidate.forward).parameters)[1:2]), None)
 
 
-def _beside(kind: type, ending: str) -> list[type]:
-    file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-    models: list[Any] = [
-        one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
+def _sibling_classes(config_class: type, suffix: str) -> list[type]:
+    module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    classes: list[Any] = [
+        member for _, member in inspect.getmembers(module, inspect.isclass) if issubclass(member, PreTrainedModel)
     ]
-    return [one for one in models if one.config_class is kind and one.__name__.endswith(ending)]
+    return [member for member in classes if member.config_class is config_class and member.__name__.endswith(suffix)]
 
 
-def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+def _scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """As the whole classes scale and cap their logits (transformers 5.23: Granite Docling, Mistral Large 4, Muse)."""
     factor, divisor = getattr(config, "output_multiplier", None), getattr(config, "logits_scaling", None)
     cap = getattr(config, "final_logit_softcapping", None)
@@ -195,11 +196,11 @@ def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _with_head(decoder: Any, kind: type) -> type:
-    plain: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
+def _build_causal_lm(decoder: Any, config_class_of_text: type) -> type:
+    base_class: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
 
-    class LanguageModel(plain, GenerationMixin):
-        config_class = kind
+    class LanguageModel(base_class, GenerationMixin):
+        config_class = config_class_of_text
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers has it)
 
         def __init__(self, config: Any) -> None:
@@ -219,15 +220,15 @@ def _with_head(decoder: Any, kind: type) -> type:
         ) -> CausalLMOutputWithPast:
             """Logits [B, T, V], and the loss where labels are given; `options` are those of the decoder."""
             options.pop("return_dict", None)
-            found = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = _scaled(self.lm_head(found.last_hidden_state[:, kept, :]), self.config)
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = _scale_logits(self.lm_head(output.last_hidden_state[:, positions, :]), self.config)
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
             # under the names that both outputs have: transformers 5.24 calls `past_key_values` `cache`
-            others = {field.name for field in fields(CausalLMOutputWithPast)} & set(found)
-            return CausalLMOutputWithPast(loss=loss, logits=logits, **{name: found[name] for name in others})
+            shared_fields = {field.name for field in fields(CausalLMOutputWithPast)} & set(output)
+            return CausalLMOutputWithPast(loss=loss, logits=logits, **{name: output[name] for name in shared_fields})
 
     # transformers finds conversions of weights and kernels by these
     LanguageModel.__name__ = LanguageModel.__qualname__ = f"{decoder.__name__.removesuffix('Model')}ForCausalLM"

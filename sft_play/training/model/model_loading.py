@@ -26,10 +26,10 @@ from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on them, or loads the base
 # that the adapter names in their place: none is found in this folder.
-NO_ADAPTER = {"adapter_kwargs": {"subfolder": "none"}}
+NO_ADAPTER_KWARGS = {"adapter_kwargs": {"subfolder": "none"}}
 
 
 def load_model(
@@ -45,15 +45,15 @@ def load_model(
     4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization(precision, storage, experts=config.tuning.packs_experts)
-    on_gpu = device is not None and device.startswith("cuda")
+        options["quantization_config"] = quantization_config(precision, storage, quantizes_experts=config.tuning.packs_experts)
+    is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
-    sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
+    sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
     model.config.use_cache = False
-    if on_gpu:
+    if is_on_gpu:
         torch.cuda.empty_cache()  # blocks left over from loading would count in every later peak
     return model
 
@@ -63,28 +63,28 @@ def read_model(
 ) -> Any:
     """The model with its weights and the embeddings that its tokenizer needs, in RAM unless the `options` for
     `from_pretrained` say otherwise. Raises ModelError: weights are missing, not safetensors, or cannot be fetched."""
-    chosen: dict[str, Any] = {
+    load_kwargs: dict[str, Any] = {
         "config": model_spec.hf_config,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
-        "dtype": DTYPES[precision.load],
+        "dtype": TORCH_DTYPES[precision.load],
         "attn_implementation": model_spec.attention.name,
         "use_safetensors": True,  # pickled weights can run code when they are read
         "output_loading_info": True,
-        **NO_ADAPTER,
+        **NO_ADAPTER_KWARGS,
         **(options or {}),
     }
     if model_spec.text_tower is not None:
-        chosen["key_mapping"] = model_spec.text_tower.key_mapping
-    kind: Any = AutoModelForCausalLM
-    where: str | None = model_location(config)
+        load_kwargs["key_mapping"] = model_spec.text_tower.key_mapping
+    model_class: Any = AutoModelForCausalLM
+    source: str | None = model_location(config)
     if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
-        kind, where = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
-        chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
-        del chosen["trust_remote_code"]
+        model_class, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
+        load_kwargs["state_dict"] = dequantised_tensors(config, reads_now="device_map" not in load_kwargs)
+        del load_kwargs["trust_remote_code"]
     try:
-        with no_load_report(), waiting(f"Loading the weights of {one_line(config.model.name)}"):
-            model, info = kind.from_pretrained(where, **chosen)
+        with silence_load_report(), waiting(f"Loading the weights of {one_line(config.model.name)}"):
+            model, loading_info = model_class.from_pretrained(source, **load_kwargs)
     except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
@@ -96,79 +96,79 @@ def read_model(
                 f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
                 "convert them where that is safe (save_pretrained of transformers)"
             ) from error
-        broken = broken_connection(error) if folder is None else None
-        problem = broken or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        connection_problem = broken_connection(error) if folder is None else None
+        problem = connection_problem or f"cannot be loaded: {one_line(str(error), limit=300)}"
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
     if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
         model.name_or_path = model.config._name_or_path = model_location(config)
         with contextlib.suppress(OSError):  # it has no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(model_location(config), revision=config.model.revision)
-    require_whole(model, info, config.model.name)
-    unused = [] if model_spec.text_tower is not None else sorted(info.get("unexpected_keys", ()))
-    if unused:
-        logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
+    require_all_weights(model, loading_info, config.model.name)
+    unused_names = [] if model_spec.text_tower is not None else sorted(loading_info.get("unexpected_keys", ()))
+    if unused_names:
+        logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused_names), unused_names[0])
     if model_spec.resize_to is not None:
         # new rows from the mean and covariance of the old ones (the default), where they have none of their own
-        others = model_spec.resize_to - model_spec.vocab_size > len(model_spec.new_rows)
-        model.resize_token_embeddings(model_spec.resize_to, mean_resizing=others)
-    begin_rows(model, model_spec.new_rows)
+        has_unset_rows = model_spec.resize_to - model_spec.vocab_size > len(model_spec.new_rows)
+        model.resize_token_embeddings(model_spec.resize_to, mean_resizing=has_unset_rows)
+    initialize_new_rows(model, model_spec.new_rows)
     return model
 
 
 @torch.no_grad()
-def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
+def initialize_new_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
     """Let the rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant
     to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
-    tables = {id(one.weight): one.weight for one in embeddings_of(model)}.values()
+    tables = {id(layer.weight): layer.weight for layer in embeddings_of(model)}.values()
     for table in tables if any(new_rows.values()) else ():
         with gathered_by_zero3(table, writer=0):
-            for row, pieces in new_rows.items() if table.numel() else ():
-                table[row] = table[list(pieces)].float().mean(dim=0)
+            for row, piece_ids in new_rows.items() if table.numel() else ():
+                table[row] = table[list(piece_ids)].float().mean(dim=0)
 
 
-def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:
-    """The base's tensors by name, dequantised when read; `whole`: now, for DeepSpeed."""
+def dequantised_tensors(config: RunConfig, *, reads_now: bool) -> dict[str, Any]:
+    """The base's tensors by name, dequantised when read; `reads_now`: now, for DeepSpeed."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     folder = base_files(config.model.name, revision=config.model.revision)
     tensors = tensors_in(folder)
-    at_once = whole and is_deepspeed_zero3_enabled()
-    return {name: tensor.read() for name, tensor in tensors.items()} if at_once else dict(tensors)
+    is_read_at_once = reads_now and is_deepspeed_zero3_enabled()
+    return {name: tensor.read() for name, tensor in tensors.items()} if is_read_at_once else dict(tensors)
 
 
 @contextlib.contextmanager
-def no_load_report() -> Iterator[None]:
+def silence_load_report() -> Iterator[None]:
     """transformers' table of missing and unused tensors switched off: both are checked and reported here."""
-    table = logging.getLogger("transformers.modeling_utils")
-    level = table.level
-    table.setLevel(logging.ERROR)
+    library_logger = logging.getLogger("transformers.modeling_utils")
+    level = library_logger.level
+    library_logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        table.setLevel(level)
+        library_logger.setLevel(level)
 
 
-def quantization(precision: Precision, storage: DtypeName | None = None, *, experts: bool = True) -> BitsAndBytesConfig:
+def quantization_config(precision: Precision, storage: DtypeName | None = None, *, quantizes_experts: bool = True) -> BitsAndBytesConfig:
     """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
-    stacked `experts` are quantised with it too."""
-    nf4_experts.register()
-    chosen = BitsAndBytesConfig(
+    with `quantizes_experts` stacked experts are quantised too."""
+    nf4_experts.register_expert_quantizer()
+    bnb_config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[precision.compute],
-        **({"bnb_4bit_quant_storage": DTYPES[storage]} if storage else {}),
+        bnb_4bit_compute_dtype=TORCH_DTYPES[precision.compute],
+        **({"bnb_4bit_quant_storage": TORCH_DTYPES[storage]} if storage else {}),
     )
-    chosen.leaves_experts = not experts
-    return chosen
+    bnb_config.leaves_experts = not quantizes_experts
+    return bnb_config
 
 
-def require_whole(model: Any, info: dict[str, Any], name: str) -> None:
+def require_all_weights(model: Any, loading_info: dict[str, Any], name: str) -> None:
     """Raises ModelError where weights were missing, since they would be random numbers."""
-    missing = sorted(set(info.get("missing_keys", ())) - tied_names(model))
-    if missing or info.get("mismatched_keys"):
-        names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
+    missing = sorted(set(loading_info.get("missing_keys", ())) - tied_names(model))
+    if missing or loading_info.get("mismatched_keys"):
+        names = ", ".join([*missing, *(str(item) for item in loading_info.get("mismatched_keys", ()))][:6])
         raise ModelError(f"the weights of {name} do not match its config.json: {one_line(names, limit=300)} "
                          f"({len(missing)} missing)")  # fmt: skip
 

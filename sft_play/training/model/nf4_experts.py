@@ -27,73 +27,73 @@ from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
 class PackedWeight:
-    """How a packed weight is read: by its `packing` (None: not packed yet), with the adapter that PEFT adds."""
+    """How a packed weight is read: by its `nf4_state` (None: not packed yet), with the adapter that PEFT adds."""
 
-    def __init__(self, packing: Packing | None = None) -> None:
-        self.packing = packing
+    def __init__(self, nf4_state: NF4State | None = None) -> None:
+        self.nf4_state = nf4_state
         self.adapters: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         """Factors, experts x rows x rank and experts x rank x columns, and their scale."""
 
-    def like(self, packed: torch.Tensor) -> torch.Tensor:
+    def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
         """A tensor with the weight's shape, dtype and device, and the memory of one element."""
-        if self.packing is None:
+        if self.nf4_state is None:
             return packed
-        return torch.empty((), dtype=self.packing.dtype, device=packed.device).expand(self.packing.shape)
+        return torch.empty((), dtype=self.nf4_state.dtype, device=packed.device).expand(self.nf4_state.shape)
 
-    def whole(self, packed: torch.Tensor) -> torch.Tensor:
+    def dequantise(self, packed: torch.Tensor) -> torch.Tensor:
         """The weight, experts x rows x columns."""
-        if self.packing is None:
+        if self.nf4_state is None:
             return packed
         with torch.no_grad():
-            return unpacked(packed, self.packing)
+            return unpack_nf4(packed, self.nf4_state)
 
     def read(self, packed: torch.Tensor) -> torch.Tensor:
         """The weight with its adapters, in its own dtype."""
-        weight = self.whole(packed)
+        weight = self.dequantise(packed)
         for left, right, scale in self.adapters:
             weight = torch.baddbmm(weight, left, right, alpha=scale)
         return weight
 
 
-def put_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
+def install_packed_weight(module: nn.Module, name: str, weight: PackedWeight) -> None:
     """Let code that reads a module's parameter get it as `weight` reads it."""
     if PACKED_ATTRIBUTE not in vars(module):
         setattr(module, PACKED_ATTRIBUTE, {})
-        module.register_forward_pre_hook(_start_reading)
+        module.register_forward_pre_hook(_open_cache)
         # always_call: checkpointing ends its second pass by an exception
-        module.register_forward_hook(_end_reading, always_call=True)
+        module.register_forward_hook(_drop_cache, always_call=True)
     vars(module)[PACKED_ATTRIBUTE][name] = weight
-    kind = type(module)
+    module_class = type(module)
     # under the class's own name: others look for experts by it
-    module.__class__ = type(kind.__name__, (kind,), {name: _reading(name), "__module__": kind.__module__})
+    module.__class__ = type(module_class.__name__, (module_class,), {name: _packed_property(name), "__module__": module_class.__module__})
 
 
-def _reading(name: str) -> property:
+def _packed_property(name: str) -> property:
     def read(module: nn.Module) -> Any:
-        packed, known = module._parameters[name], vars(module).get("_sft_read")
-        if known is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
+        packed, cache = module._parameters[name], vars(module).get("_sft_read")
+        if cache is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
             return packed
-        if name not in known:
-            known[name] = vars(module)[PACKED_ATTRIBUTE][name].read(packed)
-        return known[name]
+        if name not in cache:
+            cache[name] = vars(module)[PACKED_ATTRIBUTE][name].read(packed)
+        return cache[name]
 
     return property(read)
 
 
-def _start_reading(module: nn.Module, inputs: Any) -> None:
+def _open_cache(module: nn.Module, inputs: Any) -> None:
     vars(module)["_sft_read"] = {}
 
 
-def _end_reading(module: nn.Module, inputs: Any, output: Any) -> None:
+def _drop_cache(module: nn.Module, inputs: Any, output: Any) -> None:
     vars(module).pop("_sft_read", None)
 
 
 # Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed in parts.
-MOST_AT_ONCE = 2**31 - 1
+MAX_PACKED_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Packing:
+class NF4State:
     """bitsandbytes' state of each part of a packed weight, one row to it: its CPU kernel reads others wrongly."""
 
     states: tuple[Any, ...]
@@ -101,36 +101,36 @@ class Packing:
     dtype: torch.dtype
 
 
-def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, Packing]:
+def pack_nf4(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, NF4State]:
     """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype."""
     parts = [
         functional.quantize_4bit(part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=storage)
-        for part in weight.split(max(1, MOST_AT_ONCE // weight[0].numel()))
+        for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
-    data = parts[0][0] if len(parts) == 1 else torch.cat([one for one, _ in parts])
-    return nn.Parameter(data, requires_grad=False), Packing(
+    data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])
+    return nn.Parameter(data, requires_grad=False), NF4State(
         tuple(state for _, state in parts), weight.shape, weight.dtype
     )
 
 
-def unpacked(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
     """The weight, experts x rows x columns."""
-    if len(packing.states) == 1:
-        weight: torch.Tensor = functional.dequantize_4bit(packed, packing.states[0]).view(packing.shape)
+    if len(nf4_state.states) == 1:
+        weight: torch.Tensor = functional.dequantize_4bit(packed, nf4_state.states[0]).view(nf4_state.shape)
         return weight
-    weight = torch.empty(packing.shape, dtype=packing.dtype, device=packed.device)
-    numbers = [state.shape.numel() for state in packing.states]
-    sizes = [number // 2 // packed.element_size() for number in numbers]
-    for place, part, state in zip(weight.view(-1).split(numbers), packed.split(sizes), packing.states, strict=True):
-        place.copy_(functional.dequantize_4bit(part, state)[0])
+    weight = torch.empty(nf4_state.shape, dtype=nf4_state.dtype, device=packed.device)
+    element_counts = [state.shape.numel() for state in nf4_state.states]
+    packed_counts = [count // 2 // packed.element_size() for count in element_counts]
+    for target, part, state in zip(weight.view(-1).split(element_counts), packed.split(packed_counts), nf4_state.states, strict=True):
+        target.copy_(functional.dequantize_4bit(part, state)[0])
     return weight
 
 
-def through_nf4(weight: torch.Tensor) -> torch.Tensor:
+def nf4_roundtrip(weight: torch.Tensor) -> torch.Tensor:
     """The values that a weight, of one layer or of all experts, has in NF4 with double quantisation, in fp32."""
     if weight.dim() == 3:
-        packed, packing = pack(weight)
-        return unpacked(packed.data, packing).float()
+        packed, nf4_state = pack_nf4(weight)
+        return unpack_nf4(packed.data, nf4_state).float()
     # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
     quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
     values: torch.Tensor = functional.dequantize_4bit(quantized.data, quantized.quant_state)
@@ -142,32 +142,32 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' 4 bits for linear layers, as in transformers, and for stacked experts too."""
 
     @staticmethod
-    def get_modules_to_not_convert(model: Any, *given: Any, **options: Any) -> list[str]:
+    def get_modules_to_not_convert(model: Any, *args: Any, **options: Any) -> list[str]:
         """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
-        left_out = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *given, **options)
-        return [*left_out, *read_past(model)]
+        excluded = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options)
+        return [*excluded, *read_past(model)]
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         """Whether a tensor of this name is packed when it is read."""
         module, name = get_module_from_name(model, param_name)
-        if name in _names(model, module):
+        if name in _stacked_names(model, module):
             return not getattr(self.quantization_config, "leaves_experts", False)
         needs: bool = super().param_needs_quantization(model, param_name, **options)
         return needs
 
     def get_quantize_ops(self) -> Bnb4bitQuantize:
         """What packs a tensor."""
-        return _Quantize(self)
+        return _ExpertQuantize(self)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         for module in list(model.modules()):
             for name, parameter in list(module._parameters.items()):
-                if (packing := getattr(parameter, "packed_experts", None)) is not None:
-                    put_packed(module, name, PackedWeight(packing))
+                if (nf4_state := getattr(parameter, "packed_experts", None)) is not None:
+                    install_packed_weight(module, name, PackedWeight(nf4_state))
         return super()._process_model_after_weight_loading(model, **options)
 
 
-class _Quantize(Bnb4bitQuantize):
+class _ExpertQuantize(Bnb4bitQuantize):
     def convert(self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any) -> Any:
         packed: dict[str, Any] = {}
         for name in list(input_dict):
@@ -176,75 +176,75 @@ class _Quantize(Bnb4bitQuantize):
             if isinstance(module, Linear4bit):
                 packed |= super().convert({name: value}, full_layer_name=full_layer_name, model=model, **options)
                 continue
-            whole = value[0] if isinstance(value, list) else value
+            weight = value[0] if isinstance(value, list) else value
             del value
-            packed[name], packing = pack(whole, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
-            packed[name].packed_experts = packing
+            packed[name], nf4_state = pack_nf4(weight, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
+            packed[name].packed_experts = nf4_state
         return packed
 
 
-def prepare_empty(model: nn.Module) -> None:
-    """Let every stacked weight of a model on the meta device be packed when it arrives (`fill`)."""
+def prepare_packed_experts(model: nn.Module) -> None:
+    """Let every stacked weight of a model on the meta device be packed when it arrives (`fill_packed`)."""
     for _, module, name in list(stacked_experts(model)):
-        put_packed(module, name, PackedWeight())
+        install_packed_weight(module, name, PackedWeight())
 
 
-def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
-    """Pack a weight that arrived for a module of `prepare_empty`; None where it is none of those."""
-    reads = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
-    if reads is None:
+def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
+    """Pack a weight that arrived for a module of `prepare_packed_experts`; None where it is none of those."""
+    packed_weight = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
+    if packed_weight is None:
         return None
-    packed, reads.packing = pack(weight, storage)
+    packed, packed_weight.nf4_state = pack_nf4(weight, storage)
     return packed
 
 
-def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
-    found: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
-    if found is None:
+def _stacked_names(model: nn.Module, module: nn.Module) -> frozenset[str]:
+    names_by_id: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
+    if names_by_id is None:
         by_module: dict[int, set[str]] = {}
-        for _, one, name in stacked_experts(model):
-            by_module.setdefault(id(one), set()).add(name)
-        found = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
-    return found.get(id(module), frozenset())
+        for _, owner, name in stacked_experts(model):
+            by_module.setdefault(id(owner), set()).add(name)
+        names_by_id = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
+    return names_by_id.get(id(module), frozenset())
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
-def register() -> None:
+def register_expert_quantizer() -> None:
     """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertQuantizer
-    ParamWrapper.get_param = _param
-    ParamWrapper._activate_lora = _activated
+    ParamWrapper.get_param = _get_param
+    ParamWrapper._activate_lora = _activate_lora
 
 
-_GET_PARAM, _ACTIVATE = ParamWrapper.get_param, ParamWrapper._activate_lora
+_PEFT_GET_PARAM, _PEFT_ACTIVATE_LORA = ParamWrapper.get_param, ParamWrapper._activate_lora
 
 
-def _packed(wrapper: ParamWrapper) -> PackedWeight | None:
-    found: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
-    return found
+def _find_packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
+    packed_weight: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
+    return packed_weight
 
 
-def _param(wrapper: ParamWrapper) -> torch.Tensor:
+def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
     """The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone."""
-    reads = _packed(wrapper)
-    if reads is None:
-        plain: torch.Tensor = _GET_PARAM(wrapper)
-        return plain
+    packed_weight = _find_packed_weight(wrapper)
+    if packed_weight is None:
+        parameter: torch.Tensor = _PEFT_GET_PARAM(wrapper)
+        return parameter
     packed = wrapper.get_base_layer()._parameters[wrapper.parameter_name]
     assert packed is not None
-    return reads.like(packed)
+    return packed_weight.placeholder(packed)
 
 
 @contextlib.contextmanager
-def _activated(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
+def _activate_lora(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
     """The block's experts with their adapter, in place of PEFT's, which registers a parametrisation of a parameter."""
-    reads = _packed(wrapper)
-    if reads is None:
-        with _ACTIVATE(wrapper, adapters):
+    packed_weight = _find_packed_weight(wrapper)
+    if packed_weight is None:
+        with _PEFT_ACTIVATE_LORA(wrapper, adapters):
             yield
         return
-    reads.adapters = [wrapper.get_delta_factors(one) for one in adapters if one in wrapper.lora_A]
+    packed_weight.adapters = [wrapper.get_delta_factors(adapter) for adapter in adapters if adapter in wrapper.lora_A]
     try:
         yield
     finally:
-        reads.adapters = []
+        packed_weight.adapters = []

@@ -21,23 +21,23 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
 
 
-def switch(*, cudnn: bool) -> None:
+def enable_cudnn(*, enabled: bool) -> None:
     """From here on sdpa may run cuDNN's kernel in this process, or not."""
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
     """While open, sdpa runs no kernel of cuDNN: lengths vary here."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    switch(cudnn=False)
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    enable_cudnn(enabled=False)
     try:
         yield
     finally:
-        switch(cudnn=before)
+        enable_cudnn(enabled=was_enabled)
 
 
-def attend(
+def sdpa_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -47,32 +47,32 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch: query [B, H, S, D];
     key and value [B, G, S, D] with H a multiple of G; returns [B, S, H, D]."""
-    times = getattr(module, "num_key_value_groups", 1)
+    repeats = getattr(module, "num_key_value_groups", 1)
     # a paged cache stores keys before they are repeated (transformers 5.23)
-    if times > 1 and "cache" not in options and use_gqa_in_sdpa(attention_mask, key, value):
-        key, value = repeat_kv(key, times), repeat_kv(value, times)
+    if repeats > 1 and "cache" not in options and use_gqa_in_sdpa(attention_mask, key, value):
+        key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
         # without `num_key_value_groups`, by which sdpa's function would repeat them once more
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output
 
 
-def repeat_keys(*, repeated: bool) -> None:
+def set_kv_repetition(*, enabled: bool) -> None:
     """From here on sdpa repeats keys and values in this process, or is transformers' own again."""
-    AttentionInterface.register("sdpa", attend if repeated else sdpa_attention_forward)
+    AttentionInterface.register("sdpa", sdpa_attention if enabled else sdpa_attention_forward)
 
 
-def repeats_keys() -> bool:
+def repeats_kv() -> bool:
     """Whether sdpa repeats keys and values in this process."""
-    return AttentionInterface._global_mapping["sdpa"] is attend
+    return AttentionInterface._global_mapping["sdpa"] is sdpa_attention
 
 
 @contextlib.contextmanager
-def repeating_keys(*, repeated: bool) -> Iterator[None]:
-    """`repeat_keys` while the context is open."""
-    before = repeats_keys()
-    repeat_keys(repeated=repeated)
+def kv_repetition(*, enabled: bool) -> Iterator[None]:
+    """`set_kv_repetition` while the context is open."""
+    was_enabled = repeats_kv()
+    set_kv_repetition(enabled=enabled)
     try:
         yield
     finally:
-        repeat_keys(repeated=before)
+        set_kv_repetition(enabled=was_enabled)

@@ -2,7 +2,8 @@
 
 Where `proofs.proof` has shown it on the run's own GPU, PyTorch's varlen kernel runs; elsewhere each chat is a call of
 sdpa, which needs the chats' lengths on the host (`collate.CHAT_LENGTHS`). Rows that are not packed have boundaries only
-where a window needs them. Generation, padded on the left, has the usual attention (`context_parallel.whole_rows`).
+where a window needs them. Generation, padded on the left, has the usual attention
+(`context_parallel.full_rows_attention`).
 
 Shape letters: B rows, H heads, G heads of keys, S tokens of a row, T tokens of all rows, D width of a head.
 """
@@ -17,36 +18,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import varlen as torchs
+from torch.nn.attention import varlen as torch_varlen
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sft_play.training.model import sdpa
 
 # The attention's name in transformers.
-ATTENTION = "varlen_sdpa"
+VARLEN_ATTENTION = "varlen_sdpa"
 # The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp).
-_HEAD_UNIT = 8
+_HEAD_WIDTH_MULTIPLE = 8
 
 
 # Whether the kernel wants to be told of grouped heads; torch 2.11's has no such argument. Found once, since compiled
 # blocks cannot ask.
-_TELLS_GROUPED = "enable_gqa" in inspect.signature(torchs.varlen_attn).parameters
-_flash_in_use = False
+_HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
+_uses_flash = False
 
 
-def use_flash(*, used: bool) -> None:
+def enable_flash(*, enabled: bool) -> None:
     """From here on PyTorch's varlen kernel runs on this process's GPU, or each chat is a call of its own."""
-    global _flash_in_use
-    _flash_in_use = used
+    global _uses_flash
+    _uses_flash = enabled
 
 
-def needs_lengths(attention: str) -> bool:
+def needs_chat_lengths(attention: str) -> bool:
     """Whether a model with this attention needs the chats' lengths on the host; the kernel reads boundaries itself."""
-    return attention == ATTENTION and not _flash_in_use
+    return attention == VARLEN_ATTENTION and not _uses_flash
 
 
-def attend(
+def varlen_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -65,12 +66,12 @@ def attend(
     multiple of G. `sliding_window`: tokens that a query sees, itself included; `cu_seq_lens_q`: where chats begin among
     the T tokens of the only row, and the end (None: each row is one chat); `chat_lengths`: on the host, else read from
     it. Raises ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional."""
-    _refuse(module, dropout, options)
+    _refuse_unsupported(module, dropout, options)
     rows, _, length, _ = query.shape
-    slides = sliding_window is not None and sliding_window < length and length == key.shape[2]
-    if cu_seq_lens_q is None and not (slides and attention_mask is None):
-        usual = sdpa.attend if sdpa.repeats_keys() else sdpa_attention_forward
-        output: tuple[torch.Tensor, None] = usual(
+    uses_window = sliding_window is not None and sliding_window < length and length == key.shape[2]
+    if cu_seq_lens_q is None and not (uses_window and attention_mask is None):
+        attention_function = sdpa.sdpa_attention if sdpa.repeats_kv() else sdpa_attention_forward
+        output: tuple[torch.Tensor, None] = attention_function(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return output
@@ -78,62 +79,62 @@ def attend(
         max_length_q, chat_lengths = length, (length,) * rows
         cu_seq_lens_q = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
     if torch.is_autocast_enabled(query.device.type):  # it casts sdpa, and not operators that it does not know
-        low = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (heads.to(low) for heads in (query, key, value))
+        autocast_dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (heads.to(autocast_dtype) for heads in (query, key, value))
     query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-    output_THD = kernel(
+    output_THD = packed_attention(
         query, key, value, cu_seq_lens_q, int(max_length_q or length), lengths=chat_lengths,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window if slides else None,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window if uses_window else None,
     )  # fmt: skip
     return output_THD.unflatten(0, (rows, length)), None
 
 
-def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    asked += ["dropout"] if dropout and module.training else []
-    asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
-    if asked:
-        raise ValueError(f"varlen attention has no {', '.join(asked)}")
+def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
+    unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    unsupported += ["dropout"] if dropout and module.training else []
+    unsupported += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
+    if unsupported:
+        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 
 
-def kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int,
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, max_length: int,
     *, lengths: Sequence[int] | None = None, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D]; `lengths`:
+    """Attention of [T, H, D] over keys and values [T, G, D] between the `boundaries`, as [T, H, D]; `lengths`:
     what lies between these, on the host, else read from them."""
-    if _flash_in_use and query.is_cuda:  # small models of the class are measured on the CPU
-        return flash(query, key, value, ends, longest, scale=scale, window=window)
+    if _uses_flash and query.is_cuda:  # small models of the class are measured on the CPU
+        return flash_attention(query, key, value, boundaries, max_length, scale=scale, window=window)
     if lengths is None:  # a class of code of its own may not pass them on
-        lengths = [end - begin for begin, end in itertools.pairwise(ends.tolist())]
-    return one_by_one(query, key, value, lengths, scale=scale, window=window)
+        lengths = [end - begin for begin, end in itertools.pairwise(boundaries.tolist())]
+    return attention_per_chat(query, key, value, lengths, scale=scale, window=window)
 
 
-def flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int,
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, max_length: int,
     *, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`kernel` by PyTorch's flash kernel, in one call."""
+    """`packed_attention` by PyTorch's flash kernel, in one call."""
     width = query.shape[-1]
-    if width % _HEAD_UNIT:
-        query, key, value = (F.pad(heads, (0, -width % _HEAD_UNIT)) for heads in (query, key, value))
-    output: torch.Tensor = torchs.varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scale,
+    if width % _HEAD_WIDTH_MULTIPLE:
+        query, key, value = (F.pad(heads, (0, -width % _HEAD_WIDTH_MULTIPLE)) for heads in (query, key, value))
+    output: torch.Tensor = torch_varlen.varlen_attn(
+        query, key, value, boundaries, boundaries, max_length, max_length, scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}),
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_GQA_ARGUMENT else {}),
     )  # fmt: skip
     return output[..., :width]
 
 
-def one_by_one(
+def attention_per_chat(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int],
     *, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """The same by one call of sdpa per chat; a window is a mask as long as the chat is."""
     lengths = list(lengths)
-    times = query.shape[1] // key.shape[1]
-    if times > 1:  # only flash attention on a GPU has grouped heads
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:  # only flash attention on a GPU has grouped heads
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     parts = []
     for chat in zip(*(heads.split(lengths) for heads in (query, key, value)), strict=True):
         q, k, v = (heads.transpose(0, 1).unsqueeze(0) for heads in chat)
@@ -141,9 +142,9 @@ def one_by_one(
         mask = None
         if window is not None and window < length:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        parts.append(attended.squeeze(0).transpose(0, 1))  # an index's gradient would be a copy
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        parts.append(output.squeeze(0).transpose(0, 1))  # an index's gradient would be a copy
     return torch.cat(parts)
 
 
-AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)

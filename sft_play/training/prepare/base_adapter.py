@@ -59,7 +59,7 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     expected_shapes = {name: tuple(state[parameter_name].shape) for name, parameter_name in adapter_names(model).items()}
-    to_saved_name = model_spec.text_tower.in_whole if model_spec.text_tower is not None else str
+    to_saved_name = model_spec.text_tower.to_full_name if model_spec.text_tower is not None else str
     try:
         with safe_open(file, framework="pt") as tensors:
             saved_names = {
@@ -97,8 +97,8 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
             raise ModelError(f"{KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than those of "
                              f"model.name={one_line(name)}")  # fmt: skip
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
-        raise ModelError(f"{KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is {one_line(name)}: "
-                         f"give the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
+        raise ModelError(f"{KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
+                         f"{one_line(name)}: give the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
 
 
 def _short_name(name: str) -> str:

@@ -36,8 +36,14 @@ from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.class_checks.adapter_trial import late_gradients, without_gradient
 from sft_play.training.class_checks.masking import boundaries_of, padding_of, require_packable
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
-from sft_play.training.model.language_model import Tower, fit_ties, language_config, lost_by_peft, tower_of
-from sft_play.training.model.tensor_parallel import Style
+from sft_play.training.model.language_model import (
+    TextTower,
+    fit_tied_embeddings,
+    locate_text_tower,
+    names_lost_by_peft,
+    prepare_text_config,
+)
+from sft_play.training.model.tensor_parallel import ParallelStyle
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import build_peft_config, trainable_note
 
@@ -57,7 +63,7 @@ class ModelSpec:
 
     hf_config: Any
     attention: AttentionChoice
-    text_tower: Tower | None
+    text_tower: TextTower | None
     """Where it lies in an image-text class, whose language model it is; None for a model of text."""
     peft_config: PeftLoraConfig | None
     vocab_size: int
@@ -67,7 +73,7 @@ class ModelSpec:
     notes: tuple[str, ...]
     uses_masks: bool = True
     """Whether padded rows come with an attention mask."""
-    tensor_parallel_plan: Mapping[str, Style] = field(default_factory=dict)
+    tensor_parallel_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
     """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
     dtype: torch.dtype | None = None
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
@@ -104,17 +110,17 @@ def build_model_spec(
     uses_boundaries: bool = False,
 ) -> ModelSpec:
     """Everything about the model that can be checked without its weights, on the meta device. `uses_masks`
-    (`Step.masks`) and `uses_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError: the
-    class is unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does not fit;
-    ConfigError: packing is on, and the class does not keep the chats of a row apart."""
+    (`Step.masks`) and `uses_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError:
+    the class is unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does
+    not fit; ConfigError: packing is on, and the class does not keep the chats of a row apart."""
     full_config = _load_full_config(config)
     notes = _drop_quantization_config(full_config, config)
     is_dequantised = bool(notes)
-    hf_config = language_config(full_config)
-    fit_ties(full_config, hf_config, lambda: _saved_tensor_names(config))
+    hf_config = prepare_text_config(full_config)
+    fit_tied_embeddings(full_config, hf_config, lambda: _saved_tensor_names(config))
     model_class = _find_model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
-    if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
+    if repeats_kv and attention.name in ("sdpa", context_parallel.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = AttentionChoice(attention.name, f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -136,10 +142,10 @@ def build_model_spec(
     notes += attention_notes
     layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
     model_spec = ModelSpec(
-        hf_config, attention, tower_of(full_config, skeleton), peft_config, vocab_size, resize_to,
+        hf_config, attention, locate_text_tower(full_config, skeleton), peft_config, vocab_size, resize_to,
         max(layer_counts, key=lambda name: layer_counts[name], default=""),  # some models have others beside it
         tuple(notes), uses_masks,
-        tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
+        tensor_parallel.tensor_parallel_plan(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or full_config.dtype,  # an image-text model's config may have it outside the text config only
         chosen_experts,
         untrained_parameters,
@@ -185,7 +191,7 @@ def _measure_attention(
     if uses_boundaries and attention.name == "sdpa":
         boundaries = boundaries_of(hf_config, longest=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
-        attention = replace(attention, name=varlen.ATTENTION) if not boundaries.needed else attention
+        attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = padding_of(hf_config, attention=attention.name, longest=longest, trust_remote_code=trust_remote_code)
@@ -221,13 +227,13 @@ def build_meta_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
 
 def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
     """How many of the adapter's tensors PEFT loses when it loads them, and what to do; empty where it loses none."""
-    full_config = model_spec.text_tower.whole if model_spec.text_tower else model_spec.hf_config
+    full_config = model_spec.text_tower.full_config if model_spec.text_tower else model_spec.hf_config
     if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
-    published_model = model_spec.text_tower.skeleton() if model_spec.text_tower else adapted_model.get_base_model()
+    published_model = model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
     names = adapter_names(adapted_model)
-    lost_names = lost_by_peft(published_model, names) if published_model is not None else []
+    lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
         return ""
     return (f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames those of this "
@@ -302,7 +308,7 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
                              "its attention through transformers; use a layout without cp")  # fmt: skip
         return AttentionChoice(
-            context_parallel.ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
+            context_parallel.ULYSSES_ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
         )
     requested = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))

@@ -56,7 +56,7 @@ def engine_arguments(
 
 
 class _WithTensorParallel(ParallelismConfig):
-    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide` divides."""
+    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides."""
 
     @property
     def tp_enabled(self) -> bool:
