@@ -230,7 +230,7 @@ def wide_config(kind: str) -> dict[str, Any]:
     Raises:
         Exception: whatever the class says of its sizes.
     """
-    with _wider(small_model._NARROW), _wider(_BESIDE):
+    with _wider(small_model._NARROW_SIZES), _wider(_BESIDE):
         config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields

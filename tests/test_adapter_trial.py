@@ -105,7 +105,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=8)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    places, _ = adapter_trial.adapter_places(skeleton)
+    places, _ = adapter_trial.find_adapter_places(skeleton)
     late = adapter_trial.late_gradients(skeleton)
     assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
     assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
@@ -158,7 +158,7 @@ def test_a_small_model_has_no_parameter_for_layers_that_are_not_there():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(small_model.small_config(AutoConfig.for_model("zamba2")))
-    adapter_trial._step(model, 0)
+    adapter_trial._run_step(model, 0)
     assert [name for name, one in model.named_parameters() if one.grad is None] == []
 
 
@@ -209,7 +209,7 @@ def test_classes_of_other_sizes_are_tried_too(kind):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-    places, lost = adapter_trial.adapter_places(model)
+    places, lost = adapter_trial.find_adapter_places(model)
     assert places.untried_reason == ""
     assert len(lost) < len(adapter_trial.linear_layers(model))
 
@@ -256,9 +256,9 @@ def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-    found, problem = small_model.on_small_model(model.config, adapter_trial._try_in_full)
+    found, problem = small_model.measure_small_model(model.config, adapter_trial._try_in_full)
     assert found is not None, problem
-    assert set(found) == adapter_trial.without_gradient(model)
+    assert set(found) == adapter_trial.parameters_without_gradient(model)
 
 
 def trained(
@@ -315,7 +315,7 @@ def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_
         config = AutoConfig.for_model(kind, num_hidden_layers=2, output_router_logits=is_in_config, **changes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        places.append(adapter_trial.adapter_places(model))
+        places.append(adapter_trial.find_adapter_places(model))
     assert places[0] == places[1]
     assert places[1][0].untried == ""
 
@@ -325,7 +325,7 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**file_of(kind))
-    failed, problem = small_model.on_small_model(config, adapter_trial.try_out, whole_depth=True)
+    failed, problem = small_model.measure_small_model(config, adapter_trial.try_out, all_layers=True)
     assert failed is not None, problem
     assert not failed
 
@@ -357,11 +357,11 @@ class Odd(nn.Module):
     def __init__(self, config) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(small_model.VOCABULARY, 8)
+        self.embed = nn.Embedding(small_model.VOCABULARY_SIZE, 8)
         self.good, self.zero, self.past, self.lost = (nn.Linear(8, 8) for _ in range(4))
         self.tuple_ = Pair(8, 8)
         self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8)]) for _ in range(3))
-        self.head = nn.Linear(8, small_model.VOCABULARY)
+        self.head = nn.Linear(8, small_model.VOCABULARY_SIZE)
 
     def prepare_inputs_for_generation(self):  # PEFT keeps it
         raise NotImplementedError
@@ -393,20 +393,20 @@ def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
     failed = adapter_trial.try_out(SimpleNamespace(model_type="odd"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert failed.pop("tuple_").startswith("an adapter there fails: ")
-    nothing = adapter_trial.LEARNS_NOTHING
+    nothing = adapter_trial.NO_GRADIENT
     without = adapter_trial._try_in_full(SimpleNamespace(model_type="odd"))
     assert sorted(without) == ["lost.bias", "lost.weight", "past.bias", "zero.bias", "zero.weight"]
-    assert failed == {"past": adapter_trial.PAST_ADAPTER, "zero": nothing, "lost": nothing, "blocks.*.*": nothing}
+    assert failed == {"past": adapter_trial.BYPASSES_ADAPTER, "zero": nothing, "lost": nothing, "blocks.*.*": nothing}
 
 
 def test_a_class_that_cannot_be_tried_says_so_and_leaves_out_what_its_source_shows(monkeypatch):
-    monkeypatch.setattr(adapter_trial, "on_small_model", lambda *args, **options: (None, "it is too large"))
+    monkeypatch.setattr(adapter_trial, "measure_small_model", lambda *args, **options: (None, "it is too large"))
     config = SimpleNamespace(model_type="odd", to_dict=lambda: {"model_type": "odd"})
-    places, lost = adapter_trial.adapter_places(Odd(config))
+    places, lost = adapter_trial.find_adapter_places(Odd(config))
     assert lost == {"past"}
     assert set(places.targets) == {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"}
     assert places.notes == [
-        f"none on past ({adapter_trial.PAST_ADAPTER})",
+        f"none on past ({adapter_trial.BYPASSES_ADAPTER})",
         "on every linear layer: odd could not be tried: it is too large",
     ]  # fmt: skip
 
@@ -418,20 +418,20 @@ def test_a_trial_is_remembered_unless_the_code_is_the_models_own(monkeypatch):
         tried["small"] += 1
         return {"good": "why"}, ""
 
-    monkeypatch.setattr(adapter_trial, "on_small_model", once)
+    monkeypatch.setattr(adapter_trial, "measure_small_model", once)
     fields = {"model_type": "odd", "vocab_size": random.random()}
     model = Odd(SimpleNamespace(model_type="odd", to_dict=lambda: dict(fields)))
-    first = adapter_trial.adapter_places(model)
+    first = adapter_trial.find_adapter_places(model)
     fields["_name_or_path"] = "elsewhere"  # says nothing of the class
-    assert adapter_trial.adapter_places(model) == first
+    assert adapter_trial.find_adapter_places(model) == first
     assert tried["small"] == 1
-    adapter_trial.adapter_places(model, trust_remote_code=True)
+    adapter_trial.find_adapter_places(model, trust_remote_code=True)
     fields["vocab_size"] = 3
-    adapter_trial.adapter_places(model)
+    adapter_trial.find_adapter_places(model)
     assert tried["small"] == 3
     newest = max((cache_dir() / "adapters").glob("*.json"), key=lambda place: place.stat().st_mtime_ns)
     newest.write_text("{")
-    assert adapter_trial.adapter_places(model) == first
+    assert adapter_trial.find_adapter_places(model) == first
     assert tried["small"] == 4
 
 
@@ -443,7 +443,7 @@ def test_targets_match_the_chosen_layers_and_no_others():
             {".".join(["model", *chance.choices(words, k=chance.randint(1, 4))]) for _ in range(chance.randint(1, 30))}
         )
         wanted = [name for name in modules if chance.random() < 0.5]
-        targets = adapter_trial.shortest(wanted, modules)
+        targets = adapter_trial.shortest_suffixes(wanted, modules)
         # as PEFT compares: the whole name, or its end behind a dot
         matched = {name for name in modules if any(name == one or name.endswith(f".{one}") for one in targets)}
         assert matched == set(wanted), (wanted, modules)
@@ -473,7 +473,7 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
         model = AutoModelForCausalLM.from_config(config)
     for _ in range(2):  # measured, and remembered
         with pytest.raises(ModelError, match=f"model_type {kind}: its tokens see those after them .* teach it to copy"):
-            adapter_trial.adapter_places(model)
+            adapter_trial.find_adapter_places(model)
     fields = {"model_type": kind, **config.to_dict()}
     with pytest.raises(ModelError, match="tokens see those after them"):  # by its name, before any library loads
         measure_shape_on_meta(fields, name="m")
@@ -483,11 +483,11 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
 def test_tokens_of_known_classes_see_only_those_before_them(kind):
     from transformers import AutoConfig
 
-    from sft_play.training.class_checks.small_model import on_small_model
+    from sft_play.training.class_checks.small_model import measure_small_model
 
     def moved(small, *, trust_remote_code):
-        return adapter_trial._moved_from_behind(adapter_trial._small_random(small, trust_remote_code))
+        return adapter_trial._lookahead(adapter_trial._random_small_model(small, trust_remote_code))
 
-    found, problem = on_small_model(AutoConfig.for_model(kind, **NEEDED.get(kind, {})), moved)
+    found, problem = measure_small_model(AutoConfig.for_model(kind, **NEEDED.get(kind, {})), moved)
     assert found is not None, problem
-    assert found < adapter_trial.AHEAD / 10
+    assert found < adapter_trial.LOOKAHEAD_TOLERANCE / 10

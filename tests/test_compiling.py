@@ -33,7 +33,7 @@ LENGTHS = (23, 31, 40, 57, 5)
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
     """No C++ compiler, unless a test says so, and nothing that another test has compiled."""
-    monkeypatch.setattr(compiling, "BACKEND", WITHOUT_INDUCTOR)
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", WITHOUT_INDUCTOR)
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -80,7 +80,7 @@ def plan(compute: str = "float32") -> Any:
 
 
 def graphs() -> int:
-    return compiling._counted()[0]
+    return compiling._dynamo_counts()[0]
 
 
 ALL = [(kind, checkpointing) for kind in ("full", "lora", "qlora") for checkpointing in (False, True)]
@@ -169,7 +169,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(t
     kept = []
     for is_compiled in (False, True):
         if is_compiled:
-            block.compile(backend=compiling.BACKEND, dynamic=True)
+            block.compile(backend=compiling.COMPILE_BACKEND, dynamic=True)
         held: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(t
 
 
 def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
     model = AutoModelForCausalLM.from_config(llama())
     ids = torch.arange(3, 20)[None]
     model.eval()
@@ -229,7 +229,7 @@ def failing(graph: Any, inputs: Any) -> Any:
      (failing, "not proven: BackendCompilerFailed: ")],
 )  # fmt: skip
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
-    monkeypatch.setattr(compiling, "BACKEND", backend)
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
     assert compiling.compile_blocks(model, config(), plan("bfloat16"), device=CPU) is None
     (record,) = [one for one in caplog.records if "Compiled blocks" in one.message]
@@ -241,12 +241,12 @@ def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, ba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
     state = torch.get_rng_state()
-    found = compiling.prove(llama(), attention="sdpa", device=CPU, dtype=dtype)
+    found = compiling.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.holds
-    assert found.fp32 < 1e-5
-    assert (found.half == 0) == (dtype == torch.float32)
-    assert found.half < proof.HALF_RATIO
+    assert found.is_rounding
+    assert found.fp32_difference < 1e-5
+    assert (found.half_precision_ratio == 0) == (dtype == torch.float32)
+    assert found.half_precision_ratio < proof.HALF_RATIO
 
 
 def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
@@ -275,9 +275,9 @@ def watched():
     """A function that compiles a model and watches it; closed at the end."""
     open_ones = []
 
-    def watch(model: Any) -> compiling.Compiler:
+    def watch(model: Any) -> compiling.CompileMonitor:
         compiling.compile_in_place(model)
-        compiler = compiling.Compiler()
+        compiler = compiling.CompileMonitor()
         open_ones.append(compiler)
         return compiler
 
@@ -287,18 +287,18 @@ def watched():
 
 
 def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch):
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
     caplog.set_level(logging.DEBUG)
     handler = torch._dynamo.callback.callback_handler
     listening = len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
     model = AutoModelForCausalLM.from_config(llama())
     compiler = watched(model)
     waited: list[float] = []
-    compiler.waiting.append(waited.append)
+    compiler.on_compiled.append(waited.append)
     for length in (9, 12):
         passed(model, length=length)
         compiler.on_step_end()
-    facts = compiler.facts()
+    facts = compiler.figures()
     assert (facts["graphs"], facts["breaks"]) == (1, 0)
     assert facts["seconds"] == pytest.approx(sum(waited), abs=0.01)
     compiler.on_train_end()
@@ -314,7 +314,7 @@ def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch)
 
 
 def test_what_is_not_compiled_is_said_once(watched, caplog, monkeypatch):
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4))
     forward = type(model.model.layers[0].mlp).forward
 
@@ -327,7 +327,7 @@ def test_what_is_not_compiled_is_said_once(watched, caplog, monkeypatch):
     for length in (9, 12):
         passed(model, length=length)
         compiler.on_step_end()
-    assert compiler.facts()["breaks"] > 0
+    assert compiler.figures()["breaks"] > 0
     assert caplog.text.count("plain code runs at ") == 1
 
 
@@ -341,7 +341,7 @@ def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched
     for length in (9, 12):
         passed(model, length=length)
         compiler.on_step_end()
-    assert compiler.facts()["graphs"] == 0
+    assert compiler.figures()["graphs"] == 0
     assert caplog.text.count("Compiled blocks: 0 graphs, and plain code runs at ") == 1
 
 
@@ -408,8 +408,8 @@ def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(command,
 
 @pytest.mark.slow
 def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
-    monkeypatch.setattr(compiling, "BACKEND", "inductor")
-    assert compiling.prove(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16).holds
+    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "inductor")
+    assert compiling.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16).is_rounding
     model = model_of(tiny_llama, "lora", checkpointing=True)
     names = list(get_peft_model_state_dict(model))
     plain = [passed(model, length=length) for length in LENGTHS]

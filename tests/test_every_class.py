@@ -21,8 +21,8 @@ from sft_play.planner.memory.measured_walk import MeasuredPass
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import read_json
 from sft_play.trace.meta_shape import measure_shape
-from sft_play.training.class_checks.masking import _PADDED
-from sft_play.training.class_checks.small_model import field_of, small_config
+from sft_play.training.class_checks.masking import _PADDED_LENGTHS
+from sft_play.training.class_checks.small_model import config_field, small_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
 
 NOT_BUILT = {"emu3", "mllama"}
@@ -121,7 +121,7 @@ def test_a_small_config_is_one_that_its_class_reads(kinds):
         small = small_config(config)
         again = type(small)(**{key: value for key, value in small.to_dict().items() if key != "model_type"})
         for name in ("num_hidden_layers", "head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim"):
-            assert field_of(again, name) == field_of(small, name), (kind, name)
+            assert config_field(again, name) == config_field(small, name), (kind, name)
         seen += 1
     assert seen == 3 if kinds else seen > 140
 
@@ -153,7 +153,7 @@ def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
         for name, value in fields.items():
             if isinstance(value, dict):
                 yield from sizes(value)
-            elif isinstance(value, int) and not isinstance(value, bool) and value > max(_PADDED):
+            elif isinstance(value, int) and not isinstance(value, bool) and value > max(_PADDED_LENGTHS):
                 yield name
 
     found, seen = {}, 0
@@ -184,7 +184,7 @@ def test_a_small_head_turns_with_all_axes_of_a_large_one(kind, parts):
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
     config = CONFIG_MAPPING[kind](text_config={**sizes, "rope_parameters": rotation}).get_text_config()
     small = small_config(config)
-    head = field_of(small, "head_dim") or small.hidden_size // small.num_attention_heads
+    head = config_field(small, "head_dim") or small.hidden_size // small.num_attention_heads
     assert len(small.rope_parameters["mrope_section"]) == parts
     assert sum(small.rope_parameters["mrope_section"]) == head // 2 < 64
 

@@ -536,7 +536,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from benchmarks.registry import NEEDED, kinds
-    from sft_play.training.class_checks.small_model import on_small_model, small_model
+    from sft_play.training.class_checks.small_model import measure_small_model, small_model
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
@@ -558,7 +558,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
             continue
         if balance_coefficient(config):
             fit_balance_loss(config)
-            found, problem = on_small_model(config, computes, whole_depth=layers is not None)
+            found, problem = measure_small_model(config, computes, all_layers=layers is not None)
             assert found is not None or "IndexError" not in problem, (kind, problem)
             tried += found is not None
     assert tried > 20
@@ -570,7 +570,7 @@ def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch
     from sft_play.training.prepare import experts as module
 
     config = AutoConfig.for_model("mixtral")
-    monkeypatch.setattr(module, "on_small_model", lambda *args, **options: (None, "too large"))
+    monkeypatch.setattr(module, "measure_small_model", lambda *args, **options: (None, "too large"))
     module.fit_balance_loss(config)
     assert module.balance_coefficient(config) == config.router_aux_loss_coef > 0
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from benchmarks.registry import CannotBuild, kinds, small_base, wide_config
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.training.class_checks import adapter_trial
-from sft_play.training.class_checks.small_model import VOCABULARY, on_small_model, small_config, small_model
+from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, measure_small_model, small_config, small_model
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.language_model import locate_text_tower, prepare_text_config
 
@@ -85,7 +85,7 @@ def shows(kind: str) -> bool | None:
     try:
         config = small_base(kind).config
         text = prepare_text_config(config, config.to_dict())
-        found, _ = on_small_model(text, adapter_trial._try_head)
+        found, _ = measure_small_model(text, adapter_trial._try_head)
     except CannotBuild:
         return None
     return None if found is None else bool(found)
@@ -104,8 +104,8 @@ def test_inkling_2_is_an_exception_no_more_where_its_head_has_as_many_rows_as_wo
 
     monkeypatch.setattr(kind, "__init__", as_later)
     config = AutoConfig.for_model("inkling2_text")
-    assert small_model(small_config(config), "eager", False).lm_head.weight.shape[0] == VOCABULARY
-    assert on_small_model(config, adapter_trial._try_head) == ({}, "")
+    assert small_model(small_config(config), "eager", False).lm_head.weight.shape[0] == VOCABULARY_SIZE
+    assert measure_small_model(config, adapter_trial._try_head) == ({}, "")
 
 
 @pytest.mark.parametrize("kind", FEW)
@@ -163,7 +163,7 @@ def test_a_language_model_answers_text_as_its_whole_class(kind: str, caplog: pyt
     model.load_state_dict({name: weights[tower.to_full_name(name)] for name in model.state_dict()})
     with torch.no_grad():
         ours = model(input_ids=ids, use_cache=False).logits.float()
-        with fused_head(model, from_class_logits=adapter_trial.own_logits(config)):
+        with fused_head(model, from_class_logits=adapter_trial.has_custom_logits(config)):
             log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     ours, theirs = (ours, theirs * config.logit_scale) if kind in UNSCALED else (ours, theirs)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

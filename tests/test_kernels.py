@@ -101,7 +101,7 @@ def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:
     for name, module in (("liger_kernel", package), ("liger_kernel.transformers", ModuleType("transformers")),
                          ("liger_kernel.transformers.monkey_patch", inner)):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernels, "_left_by", [])
+    monkeypatch.setattr(kernels, "_replaced_modules", [])
     return asked
 
 
@@ -127,14 +127,14 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     model = AutoModelForCausalLM.from_config(llama())
     module = sys.modules[type(model).__module__]
     names, forwards = dict(vars(module)), [one.forward for one in model.modules()]
-    taken = kernels.take_kernels(model, config("auto"), plan(), device=CPU)
+    taken = kernels.activate_kernels(model, config("auto"), plan(), device=CPU)
     assert all(one == {"loss": False, "norm": True, "mlp": True} for one in asked)
     if formula == "right":
-        assert taken == kernels.Taken(("rms_norm", "swiglu", "rope"))
+        assert taken == kernels.ActiveKernels(("rms_norm", "swiglu", "rope"))
         assert len(asked) == 3  # two small models, and this one
         assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
         assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
-        kernels.take_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
+        kernels.activate_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
     else:
         assert taken.replaced == ()
         assert taken.reason.startswith("they differ on a small model of this class")
@@ -146,17 +146,17 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
 def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula):
     stand_in(monkeypatch, formula)
     state = torch.get_rng_state()
-    proof = kernels.prove(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16)
+    proof = kernels.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), state)
-    assert proof.holds == (formula == "right")
+    assert proof.is_rounding == (formula == "right")
     if formula == "right":
-        assert proof.fp32 < 1e-5
-        assert 0.5 < proof.half < 1.3
+        assert proof.fp32_difference < 1e-5
+        assert 0.5 < proof.half_precision_ratio < 1.3
     elif formula == "worse in 16 bits":
-        assert proof.fp32 < 1e-5
-        assert proof.half > 2 * HALF_RATIO
+        assert proof.fp32_difference < 1e-5
+        assert proof.half_precision_ratio > 2 * HALF_RATIO
     elif formula.startswith("wrong"):
-        assert proof.fp32 > 5 * FP32_GAP
+        assert proof.fp32_difference > 5 * FP32_GAP
 
 
 def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
@@ -166,7 +166,7 @@ def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     monkeypatch.setattr(
         kernels, "small_model", lambda small, *rest, **options: (seen.append(small), real(small, *rest, **options))[1]
     )
-    kernels.prove(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
+    kernels.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
     assert [(one.hidden_size, one.intermediate_size) for one in seen] == [(96, 64), (64, 320)]
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
     with pytest.raises(ConfigError, match=rf"train.kernels: liger: .*{words}.*; use train.kernels=auto, or none"):
         kernels.check_kernels(config("liger"), plan(**given))
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
-    taken = kernels.take_kernels(model, config("auto"), plan(**given), device=CPU)
+    taken = kernels.activate_kernels(model, config("auto"), plan(**given), device=CPU)
     assert not taken.replaced
     assert words in taken.reason
     assert words in caplog.text
@@ -196,7 +196,7 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(kernels, "PACKAGE", "liger_kernel_that_is_not_there")
+    monkeypatch.setattr(kernels, "LIGER_PACKAGE", "liger_kernel_that_is_not_there")
     with pytest.raises(ConfigError, match=r"liger-kernel is not installed here \(pip install liger-kernel==0\.8\.5\)"):
         kernels.check_kernels(config("liger"), plan())
 
@@ -212,7 +212,7 @@ def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones_or_s
         model.config.model_type = kind
         if formula is not None:
             monkeypatch.setitem(FORMULAS, "right", formula)
-        assert not kernels.take_kernels(model, config("auto"), plan(), device=CPU).replaced
+        assert not kernels.activate_kernels(model, config("auto"), plan(), device=CPU).replaced
         assert why in caplog.text
         with pytest.raises(ConfigError, match=f"train.kernels: liger: .*{why}.*use train.kernels=auto, or none"):
-            kernels.take_kernels(model, config("liger"), plan(), device=CPU)
+            kernels.activate_kernels(model, config("liger"), plan(), device=CPU)

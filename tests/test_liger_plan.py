@@ -393,10 +393,10 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_a_summary_says_what_was_used_and_counted() -> None:
-    from sft_play.training.class_checks.kernels import Taken
+    from sft_play.training.class_checks.kernels import ActiveKernels
 
     plan = plan_of("auto")
-    assert Taken(reason="they differ").as_json(plan) == {
+    assert ActiveKernels(reason="they differ").as_json(plan) == {
         "used": [], "counted": plan.as_json()["kernels"], "reason": "they differ",
     }  # fmt: skip
 
@@ -412,12 +412,12 @@ def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     def swap(model: Any, rms_norm: bool = True, swiglu: bool = True, rope: bool = True, loss: bool = True) -> None:
         asked.append({"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "loss": loss})
 
-    monkeypatch.setattr(kernels, "_functions", lambda: {"kind": swap})
+    monkeypatch.setattr(kernels, "_liger_functions", lambda: {"kind": swap})
     for name in ("experts", "expertise"):
         model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({name: nn.Identity()})})
         model.config = SimpleNamespace(model_type="kind")
         has_experts = name == "experts"
-        assert kernels._swap(model) == (("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope"))
+        assert kernels._apply_liger(model) == (("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope"))
         assert asked[-1] == {"rms_norm": True, "swiglu": not has_experts, "rope": True, "loss": False}
 
 

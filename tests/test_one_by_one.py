@@ -256,7 +256,7 @@ def test_values_may_have_another_width_than_keys(dtype):
 
 # --- which kernel is trusted ------------------------------------------------------------------------------------------
 def prepared(**changes: Any) -> tuple[Any, Any]:
-    """A model's spec and a plan, as far as `trust_kernel` reads them."""
+    """A model's spec and a plan, as far as `verify_varlen_kernel` reads them."""
     from transformers import MistralConfig
 
     from sft_play.training.model import varlen
@@ -331,20 +331,20 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     monkeypatch.setattr(varlen, "flash_attention", watched)
     caplog.set_level(logging.DEBUG)
     state = torch.get_rng_state()
-    proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
+    proof.verify_varlen_kernel(*prepared(compute=compute), device=torch.device("cpu"))
     assert varlen._uses_flash
     assert not varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
-    assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, proof.WINDOW)]
+    assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, proof.LONGEST_WINDOW)]
     assert "PyTorch's varlen kernel is within" in caplog.text
     # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
     asked.clear()
-    proof.trust_kernel(*prepared(parts=2), device=torch.device("cpu"))
+    proof.verify_varlen_kernel(*prepared(parts=2), device=torch.device("cpu"))
     assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
     asked.clear()
     for changes in ({"name": "sdpa"}, {"one_by_one": True}):
         varlen.enable_flash(enabled=True)
-        proof.trust_kernel(*prepared(**changes), device=torch.device("cpu"))
+        proof.verify_varlen_kernel(*prepared(**changes), device=torch.device("cpu"))
         assert not varlen._uses_flash
         assert varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
         assert not varlen.needs_chat_lengths("sdpa")
@@ -368,7 +368,7 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     from sft_play.training.model import varlen
 
     monkeypatch.setattr(varlen, "flash_attention", kernel)
-    proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
     assert not varlen._uses_flash
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith(
@@ -390,12 +390,12 @@ def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     told = []
     monkeypatch.setattr(varlen, "flash_attention", right)
     monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False]
     assert not varlen._uses_flash
     assert "another rank cannot" in caplog.text
     monkeypatch.setattr(varlen, "flash_attention", None)
-    proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False, True]
     assert "not proven: TypeError" in caplog.text
 
@@ -422,15 +422,15 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
 def test_the_heads_that_are_tried_are_the_models():
     from transformers import GPT2Config, LlamaConfig, MistralConfig
 
-    from sft_play.training.class_checks.proof import _cases
+    from sft_play.training.class_checks.proof import _kernel_cases
 
-    assert _cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
+    assert _kernel_cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
     llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
-    assert _cases(llama, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
+    assert _kernel_cases(llama, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
     short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
-    assert _cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
+    assert _kernel_cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
     wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
     wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
-    assert [heads for heads, _ in _cases(wide, 1)] == [
+    assert [heads for heads, _ in _kernel_cases(wide, 1)] == [
         (8, 1, 32), (8, 1, 64), (8, 4, 32), (8, 4, 64)
     ]  # fmt: skip

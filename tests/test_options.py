@@ -275,12 +275,12 @@ def kernels(config: RunConfig) -> Facts:
 
     model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_problem", lambda plan: None)
-        patch.setattr(module, "_unknown", lambda model: None)
-        patch.setattr(module, "prove", lambda *_, **__: module.Proof(1e-7, 1.0))
-        patch.setattr(module, "_swap", lambda model: ("rms_norm",))
-        patch.setattr(module, "_left_by", [])
-        return {"kernels": module.take_kernels(model, config, on_cpu(config), device=None).replaced}
+        patch.setattr(module, "_liger_problem", lambda plan: None)
+        patch.setattr(module, "_unknown_class_problem", lambda model: None)
+        patch.setattr(module, "check_liger_kernels", lambda *_, **__: module.ClassCheck(1e-7, 1.0))
+        patch.setattr(module, "_apply_liger", lambda model: ("rms_norm",))
+        patch.setattr(module, "_replaced_modules", [])
+        return {"kernels": module.activate_kernels(model, config, on_cpu(config), device=None).replaced}
 
 
 def _splits(config: RunConfig) -> Any:

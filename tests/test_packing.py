@@ -374,10 +374,10 @@ def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
     size = random.Random(kind).randrange(64, 4096)
     config = CONFIG_MAPPING[kind](**{name: size})
     for longest in (16, size):
-        assert "apart" in require_packable(config, attention="sdpa", longest=longest)
+        assert "apart" in require_packable(config, attention="sdpa", longest_row=longest)
     for longest in (size + 1, 10 * size, None):
         with pytest.raises(ConfigError, match=f"{kind} does not keep .*; use model.max_seq_len={size}, up to which it"):
-            require_packable(config, attention="sdpa", longest=longest)
+            require_packable(config, attention="sdpa", longest_row=longest)
 
 
 @pytest.mark.parametrize(
@@ -405,13 +405,13 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
 
-    monkeypatch.setattr(masking, "measure_apart", refuse)
+    monkeypatch.setattr(masking, "measure_packing_leak", refuse)
     with pytest.raises(
         ConfigError, match=r"whether llama keeps .* cannot be measured \(.*RuntimeError: heads"
     ) as error:
         masking.require_packable(LlamaConfig(), attention="sdpa")
     assert "\x1b" not in str(error.value)
-    monkeypatch.setattr(masking, "measure_apart", lambda *_, **__: (0.0, 0.001))
+    monkeypatch.setattr(masking, "measure_packing_leak", lambda *_, **__: (0.0, 0.001))
     with pytest.raises(ConfigError, match="hardly depends on those before it"):
         masking.require_packable(LlamaConfig(), attention="sdpa")
 

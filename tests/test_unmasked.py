@@ -109,11 +109,11 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.class_checks.masking import padding_of
+    from sft_play.training.class_checks.masking import check_padding
 
     state = torch.random.get_rng_state()
-    padding = padding_of(CONFIG_MAPPING[kind](), attention="sdpa")
-    assert not padding.needed, padding.reason
+    padding = check_padding(CONFIG_MAPPING[kind](), attention="sdpa")
+    assert not padding.is_needed, padding.reason
     assert f"on a small model of {kind}'s class logits differ by" in padding.reason
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -132,11 +132,11 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
 def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.class_checks.masking import padding_of
+    from sft_play.training.class_checks.masking import check_padding
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
-    padding = padding_of(CONFIG_MAPPING[kind](**options), attention=attention)
-    assert padding.needed
+    padding = check_padding(CONFIG_MAPPING[kind](**options), attention=attention)
+    assert padding.is_needed
     assert padding.reason.startswith("padded rows keep their mask: ")
     assert any(word in padding.reason for word in says.split("|")), padding.reason
 
@@ -154,7 +154,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
         return len(seen)
 
     def ask(config, **options):
-        return small_model.on_small_model(config, look, **options)
+        return small_model.measure_small_model(config, look, **options)
 
     assert ask(LlamaConfig(), attention="sdpa") == ask(LlamaConfig(), attention="sdpa") == (1, "")
     assert ask(LlamaConfig(rope_theta=5.0), attention="sdpa") == (2, "")
@@ -172,23 +172,23 @@ def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
         raise RuntimeError("heads\x1b[31m and tails")
 
     monkeypatch.setattr(masking, "measure_padding", refuse)
-    padding = masking.padding_of(LlamaConfig(), attention="sdpa")
-    assert padding.needed
+    padding = masking.check_padding(LlamaConfig(), attention="sdpa")
+    assert padding.is_needed
     assert "what llama does without cannot be measured" in padding.reason
     assert "\x1b" not in padding.reason
-    differing = partial(masking.Difference, tolerance=masking.PADDING_TOLERANCE)
+    differing = partial(masking.MaskDifference, tolerance=masking.PADDING_TOLERANCE)
     for found, is_masked in (
-        (differing(logits=0.0, gradients=0.0, half=-0.1, seen=0.001), True),  # nothing would show
-        (differing(logits=0.0, gradients=0.0, half=-0.1, seen=float("nan")), True),
-        (differing(logits=float("nan"), gradients=0.0, half=-0.1, seen=1.0), True),
-        (differing(logits=0.0, gradients=0.0, half=float("nan"), seen=1.0), True),
-        (differing(logits=1e-3, gradients=0.0, half=-0.1, seen=1.0), True),
-        (differing(logits=0.0, gradients=1e-3, half=-0.1, seen=1.0), True),
-        (differing(logits=0.0, gradients=0.0, half=0.1, seen=1.0), True),  # worse than rounding in bf16 alone
-        (differing(logits=1e-6, gradients=1e-6, half=-0.1, seen=1.0), False),
+        (differing(logits=0.0, gradients=0.0, half_excess=-0.1, influence=0.001), True),  # nothing would show
+        (differing(logits=0.0, gradients=0.0, half_excess=-0.1, influence=float("nan")), True),
+        (differing(logits=float("nan"), gradients=0.0, half_excess=-0.1, influence=1.0), True),
+        (differing(logits=0.0, gradients=0.0, half_excess=float("nan"), influence=1.0), True),
+        (differing(logits=1e-3, gradients=0.0, half_excess=-0.1, influence=1.0), True),
+        (differing(logits=0.0, gradients=1e-3, half_excess=-0.1, influence=1.0), True),
+        (differing(logits=0.0, gradients=0.0, half_excess=0.1, influence=1.0), True),  # worse in bf16 alone
+        (differing(logits=1e-6, gradients=1e-6, half_excess=-0.1, influence=1.0), False),
     ):
         monkeypatch.setattr(masking, "measure_padding", lambda *_, found=found, **__: found)
-        assert masking.padding_of(LlamaConfig(), attention="sdpa").needed == is_masked, found
+        assert masking.check_padding(LlamaConfig(), attention="sdpa").is_needed == is_masked, found
 
 
 # --- batches and runs -------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(model_spec, "padding_of", lambda *_, **__: masking.Mask(True, "a test says so"))
+            monkeypatch.setattr(model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so"))
         code, said = command("train", "--config", str(path), f"output.name={name}")
         assert code == 0, said
         lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()

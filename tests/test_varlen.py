@@ -155,10 +155,10 @@ def test_what_it_does_not_compute_is_refused(options, says):
 def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.class_checks.masking import boundaries_of
+    from sft_play.training.class_checks.masking import check_boundaries
 
-    found = boundaries_of(CONFIG_MAPPING[kind]())
-    assert not found.needed, found.reason
+    found = check_boundaries(CONFIG_MAPPING[kind]())
+    assert not found.is_needed, found.reason
     assert found.reason.startswith("chats of one row need no mask: they are told apart by their boundaries")
 
 
@@ -168,19 +168,19 @@ def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     from sft_play.training.class_checks import masking
 
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
-        found = masking.boundaries_of(CONFIG_MAPPING[kind]())
-        assert found.needed
+        found = masking.check_boundaries(CONFIG_MAPPING[kind]())
+        assert found.is_needed
         assert found.reason.startswith("chats of one row keep a mask between them: ")
         assert says in found.reason
-    dropping = masking.boundaries_of(LlamaConfig(attention_dropout=0.1))
-    assert dropping.needed
+    dropping = masking.check_boundaries(LlamaConfig(attention_dropout=0.1))
+    assert dropping.is_needed
     assert "varlen attention has no dropout" in dropping.reason
-    assert not masking.boundaries_of(LlamaConfig()).needed
+    assert not masking.check_boundaries(LlamaConfig()).is_needed
     tolerance = masking.BOUNDARIES_TOLERANCE
     for numbers in ((1e-3, 0, 1), (0, 1e-3, 1), (float("nan"), 0, 1), (0, float("nan"), 1), (0, 0, 1e-3)):
-        found = masking.Difference(*numbers, tolerance)
+        found = masking.MaskDifference(*numbers, tolerance)
         monkeypatch.setattr(masking, "measure_boundaries", lambda *_, found=found, **__: found)
-        assert masking.boundaries_of(LlamaConfig()).needed, numbers
+        assert masking.check_boundaries(LlamaConfig()).is_needed, numbers
 
 
 def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
@@ -214,7 +214,7 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     monkeypatch.setattr(varlen, "packed_attention", counted)
     tried: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        load_trainer, "trust_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
+        load_trainer, "verify_varlen_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
     )
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):

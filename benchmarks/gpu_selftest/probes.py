@@ -110,7 +110,7 @@ def varlen() -> dict[str, Any]:
     there is none.
     """
     from sft_play.planner.attention import FLASH_SINCE
-    from sft_play.training.class_checks.proof import relative_error
+    from sft_play.training.class_checks.proof import kernel_error
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
 
@@ -124,7 +124,7 @@ def varlen() -> dict[str, Any]:
         for window in (None, 48):
             for width in (HEAD_DIM, 60):
                 case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
-                errors[case] = relative_error(
+                errors[case] = kernel_error(
                     ours.flash_attention if on_gpu else ours.packed_attention, (QUERY_HEADS, count, width),
                     window=window, dtype=torch.bfloat16, device=torch.device(device()),
                 )  # fmt: skip

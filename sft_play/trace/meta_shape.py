@@ -28,11 +28,11 @@ from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearSh
 from sft_play.log import one_line
 from sft_play.trace.build import find_block_list, count_parameters, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
-    adapter_places,
-    any_number,
+    find_adapter_places,
+    has_custom_logits,
     keeps_graphs,
-    own_logits,
-    without_gradient,
+    parameters_without_gradient,
+    wildcard_name,
 )
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.model.nf4_experts import ExpertQuantizer
@@ -91,13 +91,13 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
             f"{one_line(str(config.get('model_type')))}): {type(error).__name__}: {one_line(str(error))}"
         ) from None
-    placement, without_adapter = adapter_places(model, trust_remote_code=trust_remote_code)
+    placement, without_adapter = find_adapter_places(model, trust_remote_code=trust_remote_code)
     shape = measure_shape(model, hf_config, name=name, without_adapter=without_adapter)
     if shape.model_type in MODEL_FAMILIES:
         return shape
-    untrained_names = without_gradient(model, trust_remote_code=trust_remote_code)
-    untrained_params = sum(one.numel() for name, one in model.named_parameters() if any_number(name) in untrained_names)
-    has_custom_logits = own_logits(hf_config, trust_remote_code=trust_remote_code)
+    untrained_names = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
+    untrained_params = sum(one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names)
+    has_custom_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
         shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=has_custom_logits,
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
@@ -196,7 +196,7 @@ def _mark_linears(kind: LayerKind, prefix: str, without_adapter: Container[str],
         replace(
             one,
             adaptable=prefix + one.path not in without_adapter,
-            is_packable=one.is_packable and prefix + one.path not in unpacked and any_number(prefix + one.path) not in unpacked,
+            is_packable=one.is_packable and prefix + one.path not in unpacked and wildcard_name(prefix + one.path) not in unpacked,
         )
         for one in kind.linears
     )

@@ -132,7 +132,7 @@ def _train(
     progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: to_come(trainer, before.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
-        compiler.waiting.append(progress.wait)
+        compiler.on_compiled.append(progress.wait)
     lines = MetricsFile(job.folder.metrics_path, started=watch.started, stage=job.folder.stage)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (

@@ -16,7 +16,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 
 from sft_play.finished.run import FinishedRun
-from sft_play.training.class_checks.adapter_trial import own_logits
+from sft_play.training.class_checks.adapter_trial import has_custom_logits
 from sft_play.training.loop.collate import Collator
 from sft_play.training.loop.rows import lengths_of
 from sft_play.training.model.fused_head import fused_head
@@ -60,7 +60,7 @@ def score_rows(
     was_training, start = model.training, 0
     model.eval()
     try:
-        with fused_head(model, from_class_logits=own_logits(model.config)):
+        with fused_head(model, from_class_logits=has_custom_logits(model.config)):
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, most_tokens // longest)]

@@ -29,31 +29,31 @@ from sft_play.facts.models.families import MODEL_FAMILIES, no_adapter_reason
 from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.log import one_line
 from sft_play.training.class_checks.small_model import (
-    MOST_PARAMETERS,
-    VOCABULARY,
-    kind_of,
-    longest_usual,
-    on_small_model,
+    MAX_PARAMETERS,
+    VOCABULARY_SIZE,
+    length_threshold,
+    measure_small_model,
+    model_type_name,
     small_model,
 )
 from sft_play.training.model.fused_head import fused_head
 
-_FOUND = TypeAdapter(dict[str, str])
+_REASONS = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.
-VERSION = 6
-LEARNS_NOTHING = "it gets no gradient"
-PAST_ADAPTER = "the class reads its weight past the adapter"
+TRIAL_VERSION = 6
+NO_GRADIENT = "it gets no gradient"
+BYPASSES_ADAPTER = "the class reads its weight past the adapter"
 # How far, of their spread, the last token of a row may move the outputs before it: rounding (of the causal classes of
 # transformers 5.23 below 1e-4 in fp32; XLNet 0.04, CPMAnt 4.7).
-AHEAD = 1e-3
+LOOKAHEAD_TOLERANCE = 1e-3
 # Tokens and rows of a batch, and batches until every expert should have had a token.
-_LENGTH, _ROWS, _DRAWS = 24, 2, 4
+_LENGTH, _ROWS, _MAX_DRAWS = 24, 2, 4
 # Tokens of rows that are too short for what reads them in groups.
-_FEW = 3
+_SHORT_LENGTH = 3
 # Spread of what moves a small model's first values: those at zero would pass no gradient on.
-_SPREAD = 0.02
+_NOISE_SPREAD = 0.02
 # Fields of a config that say nothing of the class's code.
-_VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
+_IRRELEVANT_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -71,255 +71,258 @@ def output_head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
+def find_adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
     """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none. Raises
     ModelError: tokens of its class see those after them."""
-    kind, layers = str(model.config.model_type), list(linear_layers(model))
-    failed, untried = dict[str, str](), ""
-    if kind not in MODEL_FAMILIES:
+    model_type, layers = str(model.config.model_type), list(linear_layers(model))
+    reasons, untried_reason = dict[str, str](), ""
+    if model_type not in MODEL_FAMILIES:
         try:
-            failed = dict(_tried(model.config, try_out, trust_remote_code))
-            if ahead := failed.pop(_EVERY_LAYER, ""):
-                raise ModelError(f"model_type {one_line(kind)}: {ahead}; take a causal language model")
-        except _Untried as why:
-            failed, untried = read_past(model), str(why)
-    recorded = {any_number(layer): no_adapter_reason(kind, layer.rpartition(".")[2]) for layer in layers}
-    failed |= {pattern: why for pattern, why in recorded.items() if why}
-    lost = frozenset(layer for layer in layers if any_number(layer) in failed)
-    modules = [name for name, _ in model.named_modules() if name]
-    targets = shortest([layer for layer in layers if layer not in lost], modules)
-    there = {any_number(layer) for layer in lost}
-    reasons = sorted((pattern, why) for pattern, why in failed.items() if pattern in there)
-    return AdapterPlacement(tuple(targets), tuple(reasons), untried), lost
+            reasons = dict(_cached_trial(model.config, try_out, trust_remote_code))
+            if lookahead_problem := reasons.pop(_EVERY_LAYER, ""):
+                raise ModelError(
+                    f"model_type {one_line(model_type)}: {lookahead_problem}; take a causal language model"
+                )
+        except _TrialFailed as reason:
+            reasons, untried_reason = direct_weight_reads(model), str(reason)
+    recorded = {wildcard_name(layer): no_adapter_reason(model_type, layer.rpartition(".")[2]) for layer in layers}
+    reasons |= {pattern: reason for pattern, reason in recorded.items() if reason}
+    without_adapter = frozenset(layer for layer in layers if wildcard_name(layer) in reasons)
+    module_names = [name for name, _ in model.named_modules() if name]
+    targets = shortest_suffixes([layer for layer in layers if layer not in without_adapter], module_names)
+    lost_patterns = {wildcard_name(layer) for layer in without_adapter}
+    listed_reasons = sorted((pattern, reason) for pattern, reason in reasons.items() if pattern in lost_patterns)
+    return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), without_adapter
 
 
-def any_number(path: str) -> str:
+def wildcard_name(path: str) -> str:
     """A layer's name with * for numbers: the same layer of every block, and of every expert."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def shortest(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
+def shortest_suffixes(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
     """The shortest ends of names that match these layers and no other module, as PEFT compares them."""
-    wanted, left, every, targets = set(layers), sorted(layers), list(modules), []
+    selected, remaining, all_modules, targets = set(layers), sorted(layers), list(modules), []
     for length in range(1, 2 + max((name.count(".") for name in layers), default=0)):
-        ends = dict.fromkeys(_end(name, length) for name in left)
-        taken = {_end(name, length) for name in every if name not in wanted}
-        clean = {end for end in ends if end not in taken}
-        targets += sorted(clean)
-        left = [name for name in left if _end(name, length) not in clean]
+        suffixes = dict.fromkeys(_suffix(name, length) for name in remaining)
+        other_suffixes = {_suffix(name, length) for name in all_modules if name not in selected}
+        unique = {suffix for suffix in suffixes if suffix not in other_suffixes}
+        targets += sorted(unique)
+        remaining = [name for name in remaining if _suffix(name, length) not in unique]
     return sorted(targets)
 
 
-def _end(name: str, length: int) -> str:
+def _suffix(name: str, length: int) -> str:
     return ".".join(name.split(".")[-length:])
 
 
-def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
+def parameters_without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
     """Names (* for numbers) of parameters that a step of the class gives no gradient: biases that only choose experts,
     indexers, parts that text does not pass; none where no small model computes."""
-    return frozenset(_shown(model.config, _try_in_full, trust_remote_code))
+    return frozenset(_trial_result(model.config, _try_in_full, trust_remote_code))
 
 
 def late_gradients(model: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """Names (* for numbers) of parameters that some steps give no gradient and later ones do, for which a run waits:
     what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
     what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
-    never = without_gradient(model, trust_remote_code=trust_remote_code)
-    return {name: why for name, why in _shown(model.config, _try_late, trust_remote_code).items() if name not in never}
+    untrained = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
+    return {name: reason for name, reason in _trial_result(model.config, _try_late, trust_remote_code).items() if name not in untrained}
 
 
-def own_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
+def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether a class's logits are others than TRL's head computes of its last hidden states (a layer between, a factor
     or a cap that TRL does not know, words left out); False where no small model computes."""
-    return bool(_shown(hf_config, _try_head, trust_remote_code))
+    return bool(_trial_result(hf_config, _try_head, trust_remote_code))
 
 
 def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether the class keeps what it computed in a pass, with all that its gradient needs, on its modules
     (RecurrentGemma's states): checkpointing would free none of it. False where no small model computes."""
-    return bool(_shown(hf_config, _try_keeping, trust_remote_code))
+    return bool(_trial_result(hf_config, _try_keeping, trust_remote_code))
 
 
-def _shown(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
+def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """What a trial shows; nothing of the table's classes, nor where no small model computes."""
     try:
-        return {} if str(hf_config.model_type) in MODEL_FAMILIES else _tried(hf_config, trial, trust_remote_code)
-    except _Untried:
+        return {} if str(hf_config.model_type) in MODEL_FAMILIES else _cached_trial(hf_config, trial, trust_remote_code)
+    except _TrialFailed:
         return {}
 
 
-def _try_head(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    if getattr(small, "unpadded_vocab_size", None):
-        small.unpadded_vocab_size = VOCABULARY - 8  # below the vocabulary, as in the model itself
-    model = small_model(small, "flash", trust_remote_code)
-    ids = torch.randint(3, VOCABULARY - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
-    found = []
-    for whole in (True, False):
-        with torch.no_grad(), fused_head(model, from_class_logits=whole):
-            found.append(model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs)
-    apart = float((found[0] - found[1]).abs().max() / found[0].std())
-    return {"": f"log-probabilities differ by {apart:.2g} of their spread"} if apart > AHEAD else {}
+def _try_head(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    if getattr(config, "unpadded_vocab_size", None):
+        config.unpadded_vocab_size = VOCABULARY_SIZE - 8  # below the vocabulary, as in the model itself
+    model = small_model(config, "flash", trust_remote_code)
+    ids = torch.randint(3, VOCABULARY_SIZE - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
+    log_probs = []
+    for from_class_logits in (True, False):
+        with torch.no_grad(), fused_head(model, from_class_logits=from_class_logits):
+            log_probs.append(model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs)
+    difference = float((log_probs[0] - log_probs[1]).abs().max() / log_probs[0].std())
+    reason = f"log-probabilities differ by {difference:.2g} of their spread"
+    return {"": reason} if difference > LOOKAHEAD_TOLERANCE else {}
 
 
-def pattern_of(trained: str) -> str:
+def trained_pattern(trained: str) -> str:
     """The name, with * for numbers, of the parameter that a trained tensor is or adapts."""
     adapted, adapter, _ = trained.removeprefix("base_model.model.").partition(".lora_")
-    return any_number(adapted) + (".weight" if adapter else "")
+    return wildcard_name(adapted) + (".weight" if adapter else "")
 
 
-def freeze(model: nn.Module, patterns: Collection[str]) -> None:
+def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
     """Take the parameters of these names, with * for numbers, out of training."""
     for name, parameter in model.named_parameters():
-        if any_number(name) in patterns:
+        if wildcard_name(name) in patterns:
             parameter.requires_grad_(False)
 
 
-def _try_late(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    short = _try_in_full(small, length=_FEW, trust_remote_code=trust_remote_code) if longest_usual(small) else {}
-    return dict.fromkeys(_try_in_full(small, spread=0.0, trust_remote_code=trust_remote_code), "") | short
+def _try_late(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    short = _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code) if length_threshold(config) else {}
+    return dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "") | short
 
 
 def _try_in_full(
-    small: Any, *, length: int = _LENGTH, spread: float = _SPREAD, trust_remote_code: bool = False
+    config: Any, *, length: int = _LENGTH, noise_spread: float = _NOISE_SPREAD, trust_remote_code: bool = False
 ) -> dict[str, str]:
     with torch.random.fork_rng(devices=[]):
-        model = _small_random(small, trust_remote_code, spread)
-        every = dict(model.named_parameters())
-        for draw in range(_DRAWS):
-            _step(model, draw, length)
-            learns = {any_number(name) for name, one in every.items() if one.grad is not None and bool(one.grad.any())}
-            without = {any_number(name) for name in every} - learns
-            if not without:
+        model = _random_small_model(config, trust_remote_code, noise_spread)
+        parameters = dict(model.named_parameters())
+        for draw in range(_MAX_DRAWS):
+            _run_step(model, draw, length)
+            trained = {wildcard_name(name) for name, parameter in parameters.items() if parameter.grad is not None and bool(parameter.grad.any())}
+            untrained = {wildcard_name(name) for name in parameters} - trained
+            if not untrained:
                 break
-    return dict.fromkeys(sorted(without), LEARNS_NOTHING)
+    return dict.fromkeys(sorted(untrained), NO_GRADIENT)
 
 
-def _try_keeping(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+def _try_keeping(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     with torch.random.fork_rng(devices=[]):
-        model = _small_random(small, trust_remote_code)
-        _step(model, 0)
+        model = _random_small_model(config, trust_remote_code)
+        _run_step(model, 0)
     values = (value for module in model.modules() for value in tree_iter(vars(module)))
-    keeps = any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
-    return {"": "it keeps tensors that need a gradient"} if keeps else {}
+    keeps_graph = any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+    return {"": "it keeps tensors that need a gradient"} if keeps_graph else {}
 
 
-class _Untried(Exception):
+class _TrialFailed(Exception):
     """No small model of the class computes; the text says why."""
 
 
-def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
+def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """From the cache where it was tried before; a model's own code is tried anew."""
-    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
-    decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
-    decides |= {} if trial is try_out else {"trial": trial.__name__}
+    fields = {name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_FIELDS}
+    cache_key = {"config": json.loads(json.dumps(fields, default=repr)), "version": TRIAL_VERSION}
+    cache_key |= {} if trial is try_out else {"trial": trial.__name__}
 
-    def tried() -> dict[str, str]:
-        found, problem = on_small_model(
-            hf_config, trial, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
+    def run_trial() -> dict[str, str]:
+        reasons, problem = measure_small_model(
+            hf_config, trial, trust_remote_code=trust_remote_code, max_parameters=MAX_PARAMETERS, all_layers=True
         )
-        if found is None:
-            raise _Untried(f"{kind_of(hf_config)} could not be tried: {problem}")
-        return found
+        if reasons is None:
+            raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
+        return reasons
 
-    found: dict[str, str] = load_or_measure("adapters", decides, _FOUND, tried, cacheable=not trust_remote_code)
-    return found
+    reasons: dict[str, str] = load_or_measure("adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code)
+    return reasons
 
 
-def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+def try_out(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """The linear layers on which an adapter fails in any block, and why; raises where the class does not compute."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
-        model = _small_random(small, trust_remote_code)
-        _step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
-        if (moved := _moved_from_behind(copy.deepcopy(model))) > AHEAD:
+        model = _random_small_model(config, trust_remote_code)
+        _run_step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
+        if (lookahead := _lookahead(copy.deepcopy(model))) > LOOKAHEAD_TOLERANCE:
             return {_EVERY_LAYER: f"its tokens see those after them (the last one of a row moves outputs before it by "
-                                  f"{moved:.2g} of their spread), and training would teach it to copy"}  # fmt: skip
-        failed = read_past(model)
+                                  f"{lookahead:.2g} of their spread), and training would teach it to copy"}  # fmt: skip
+        reasons = direct_weight_reads(model)
         groups: dict[str, list[str]] = {}
         for name in linear_layers(model):
-            if any_number(name) not in failed:
-                groups.setdefault(any_number(name), []).append(name)
-        if _attempt(model, groups):  # at once is quicker, and the rule
+            if wildcard_name(name) not in reasons:
+                groups.setdefault(wildcard_name(name), []).append(name)
+        if _try_adapters(model, groups):  # at once is quicker, and the rule
             for pattern, group in groups.items():
-                failed |= _attempt(model, {pattern: group})
-            failed |= _attempt(model, {pattern: group for pattern, group in groups.items() if pattern not in failed})
-    return failed
+                reasons |= _try_adapters(model, {pattern: group})
+            reasons |= _try_adapters(model, {pattern: group for pattern, group in groups.items() if pattern not in reasons})
+    return reasons
 
 
 # The name under which a trial says why a class cannot be trained at all.
 _EVERY_LAYER = ""
 
 
-def _moved_from_behind(model: Any) -> float:
+def _lookahead(model: Any) -> float:
     """How far the last token of a row moves the outputs before it, over their spread."""
-    ids = torch.randint(3, VOCABULARY, (1, _LENGTH), generator=torch.Generator().manual_seed(_DRAWS))
-    other = ids.clone()
-    other[0, -1] = 3 + (ids[0, -1] - 2) % (VOCABULARY - 3)  # another one
+    ids = torch.randint(3, VOCABULARY_SIZE, (1, _LENGTH), generator=torch.Generator().manual_seed(_MAX_DRAWS))
+    changed_ids = ids.clone()
+    changed_ids[0, -1] = 3 + (ids[0, -1] - 2) % (VOCABULARY_SIZE - 3)  # another one
     model.eval()
     with torch.no_grad():
-        one, two = (model(input_ids=given, use_cache=False).logits[0, :-1].float() for given in (ids, other))
-    return float((one - two).abs().max() / one.std())
+        logits, changed_logits = (model(input_ids=input_ids, use_cache=False).logits[0, :-1].float() for input_ids in (ids, changed_ids))
+    return float((logits - changed_logits).abs().max() / logits.std())
 
 
-def _small_random(small: Any, trust_remote_code: bool, spread: float = _SPREAD) -> Any:
+def _random_small_model(config: Any, trust_remote_code: bool, noise_spread: float = _NOISE_SPREAD) -> Any:
     torch.manual_seed(0)
-    config = copy.deepcopy(small)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model_config = copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * spread)
+            parameter.add_(torch.randn_like(parameter) * noise_spread)
     return model
 
 
-def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
     names = [name for group in groups.values() for name in group]
     if not names:
         return {}
     model = copy.deepcopy(model)
     try:
-        transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
-        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=names, fan_in_fan_out=transposed)
-        adapted = get_peft_model(model, lora)
-        waiting = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        is_transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=names, fan_in_fan_out=is_transposed)
+        peft_model = get_peft_model(model, lora)
+        untrained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
-            for name, parameter in waiting.items():
+            for name, parameter in untrained.items():
                 if ".lora_B." in name:  # zero at first, and then lora_A has no gradient
                     parameter.normal_(std=0.02)
-        for draw in range(_DRAWS):
-            _step(adapted, draw)
-            waiting = {name: one for name, one in waiting.items() if one.grad is None or not one.grad.any()}
-            if not waiting:
+        for draw in range(_MAX_DRAWS):
+            _run_step(peft_model, draw)
+            untrained = {name: one for name, one in untrained.items() if one.grad is None or not one.grad.any()}
+            if not untrained:
                 return {}
     except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
-    without = {any_number(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in waiting}
-    return dict.fromkeys(sorted(without), LEARNS_NOTHING)
+    untrained_patterns = {wildcard_name(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in untrained}
+    return dict.fromkeys(sorted(untrained_patterns), NO_GRADIENT)
 
 
-def _step(model: Any, draw: int, length: int = _LENGTH) -> None:
-    ids = torch.randint(3, VOCABULARY, (_ROWS, length), generator=torch.Generator().manual_seed(draw))
+def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:
+    ids = torch.randint(3, VOCABULARY_SIZE, (_ROWS, length), generator=torch.Generator().manual_seed(draw))
     model.train()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     if loss.requires_grad:
         loss.backward()
 
 
-def read_past(model: nn.Module) -> dict[str, str]:
+def direct_weight_reads(model: nn.Module) -> dict[str, str]:
     """The linear layers (* for numbers) whose weight their owner's code reads itself, which would not see an adapter,
     nor can it read 4 bits. Slices are those of tensor-parallel pretraining (BLOOM), which no run has."""
     sources: dict[type, str] = {}
-    found = {}
+    reasons = {}
     for name in linear_layers(model):
-        parent, _, leaf = name.rpartition(".")
+        parent, _, attribute = name.rpartition(".")
         owner = type(model.get_submodule(parent))
         if owner not in sources:
-            sources[owner] = _forward_code(owner)
-        if re.search(rf"\bself\.{re.escape(leaf)}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
-            found[any_number(name)] = PAST_ADAPTER
-    return found
+            sources[owner] = _methods_source(owner)
+        if re.search(rf"\bself\.{re.escape(attribute)}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
+            reasons[wildcard_name(name)] = BYPASSES_ADAPTER
+    return reasons
 
 
-def _forward_code(owner: type) -> str:
+def _methods_source(owner: type) -> str:
     methods = [
         method for name, method in inspect.getmembers(owner, inspect.isfunction)
         if name != "__init__" and "init" not in name and method.__module__ == owner.__module__

@@ -17,19 +17,19 @@ import torch
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.training.class_checks.small_model import (
-    MOST_TRAINED,
-    VOCABULARY,
-    kind_of,
-    longest_usual,
-    on_small_model,
-    passed,
+    MAX_TRAINED_PARAMETERS,
+    VOCABULARY_SIZE,
+    length_threshold,
+    measure_small_model,
+    model_type_name,
+    run_model,
     small_model,
 )
 from sft_play.training.model import varlen
 from sft_play.training.prepare.experts import balance_coefficient
 
 # Least difference that a chat's beginning must make to its end: in a model below it, no leak would show.
-TELLING = 0.05
+MIN_INFLUENCE = 0.05
 # Difference of logits over their spread that counts as rounding: of 151 classes of transformers 5.23, 94 differ by
 # 2e-4 at most (93 of them by 2e-5), the others by 0.19 and more (fp32, 2026-11-21).
 APART_TOLERANCE = 1e-3
@@ -39,72 +39,75 @@ PADDING_TOLERANCE = 2e-6
 # The same of logits and gradients with boundaries in place of a mask.
 BOUNDARIES_TOLERANCE = 1e-4
 # In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask.
-AS_ROUNDED = 2.0
+HALF_ERROR_RATIO = 2.0
 # Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact.
-_ROUNDED = 1e-2
+_HALF_ERROR_FLOOR = 1e-2
 # Tokens of two chats: longer than the small windows, so that windows and chunks cross the border.
-_CHATS = (19, 23)
+_CHAT_LENGTHS = (19, 23)
 # Tokens of two rows: the second has more padding than the small windows are long.
-_PADDED = (42, 19)
+_PADDED_LENGTHS = (42, 19)
 # Tokens of the chats of each row: some longer than the small windows, so that these begin inside them.
-_PACKS = ((19, 23), (30,), (11, 9, 5))
-_INSTEAD = "data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
+_PACK_LENGTHS = ((19, 23), (30,), (11, 9, 5))
+_WITHOUT_PACKING = "data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 
 def require_packable(
-    hf_config: Any, *, attention: str, longest: int | None = None, trust_remote_code: bool = False
+    hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False
 ) -> str:
-    """A line that a model of this config keeps the chats of one row (of at most `longest` tokens) apart, with the
+    """A line that a model of this config keeps the chats of one row (of at most `longest_row` tokens) apart, with the
     measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be
     measured."""
-    kind = kind_of(hf_config)
+    model_type = model_type_name(hf_config)
 
-    def measured_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
-        return on_small_model(
-            hf_config, measure_apart, attention=attention, longest=tokens, trust_remote_code=trust_remote_code
+    def measure_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
+        return measure_small_model(
+            hf_config, measure_packing_leak, attention=attention, longest_row=tokens, trust_remote_code=trust_remote_code
         )
 
-    found, problem = measured_up_to(longest)
-    leak, seen = found or (0.0, 0.0)
-    if found is not None and not seen >= TELLING:
-        problem = f"a token hardly depends on those before it there, by {seen:.1g} of the spread"
+    measurement, problem = measure_up_to(longest_row)
+    leak, influence = measurement or (0.0, 0.0)
+    if measurement is not None and not influence >= MIN_INFLUENCE:
+        problem = f"a token hardly depends on those before it there, by {influence:.1g} of the spread"
     elif not math.isfinite(leak):
         problem = "a small model of its class computes numbers that are not finite"
     if problem:
-        raise ConfigError(f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured "
-                          f"({problem}); use {_INSTEAD}")  # fmt: skip
-    measured = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
+        raise ConfigError(f"data.packing=best_fit: whether {model_type} keeps the chats of a row apart cannot be "
+                          f"measured ({problem}); use {_WITHOUT_PACKING}")  # fmt: skip
+    leak_words = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
     if leak < APART_TOLERANCE:
-        return f"Packing: {kind} keeps the chats of a row apart ({measured}, alone, packed, or after another chat)"
-    first = longest_usual(hf_config)
-    shorter, _ = measured_up_to(first) if first and (longest is None or first < longest) else (None, "")
-    keeps = f"model.max_seq_len={first}, up to which it does, or " if shorter and shorter[0] < APART_TOLERANCE else ""
-    raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}; "
-                      f"use {keeps}{_INSTEAD}")  # fmt: skip
+        return (
+            f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
+        )
+    threshold = length_threshold(hf_config)
+    shorter_measurement, _ = measure_up_to(threshold) if threshold and (longest_row is None or threshold < longest_row) else (None, "")
+    is_apart_when_shorter = shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE
+    length_hint = f"model.max_seq_len={threshold}, up to which it does, or " if is_apart_when_shorter else ""
+    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
+                      f"use {length_hint}{_WITHOUT_PACKING}")  # fmt: skip
 
 
-def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
+def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
     """How far the second chat's logits in a row of two are, over their spread, from those of the same chat alone or
     after another one, in one row or a padded batch; and what a leak looks like: the same where both are one chat. In
     fp32 on the CPU; no random state is changed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = small_model(small, attention, trust_remote_code)
-        draw = torch.Generator().manual_seed(1)
-        begin, length = _CHATS
-        first, other, second = (
-            torch.randint(3, VOCABULARY, (size,), generator=draw).numpy() for size in (begin, begin, length)
+        model = small_model(config, attention, trust_remote_code)
+        generator = torch.Generator().manual_seed(1)
+        start, length = _CHAT_LENGTHS
+        first, other_first, second = (
+            torch.randint(3, VOCABULARY_SIZE, (size,), generator=generator).numpy() for size in (start, start, length)
         )
 
         def logits(*packs: list[Any]) -> torch.Tensor:
-            return passed(model, [_pack(pack) for pack in packs], trains=False).logits
+            return run_model(model, [_pack(pack) for pack in packs], needs_gradients=False).logits
 
         alone = logits([second])
-        packed, changed = (logits([chat, second])[begin:] for chat in (first, other))
-        one, another = (logits([np.concatenate([chat, second])])[begin:] for chat in (first, other))
-        batch = logits([first, second], [second])[begin:]  # the second chat, behind the first and alone
+        packed, other_packed = (logits([chat, second])[start:] for chat in (first, other_first))
+        joined, other_joined = (logits([np.concatenate([chat, second])])[start:] for chat in (first, other_first))
+        batch = logits([first, second], [second])[start:]  # the second chat, behind the first and alone
     spread = float(alone.std()) or 1.0
-    gaps = torch.cat([packed - changed, packed - alone, batch - torch.cat([alone, alone])])
-    return float(gaps.abs().max()) / spread, float((one - another).abs().max()) / spread
+    gaps = torch.cat([packed - other_packed, packed - alone, batch - torch.cat([alone, alone])])
+    return float(gaps.abs().max()) / spread, float((joined - other_joined).abs().max()) / spread
 
 
 def _pack(chats: list[Any]) -> dict[str, Any]:
@@ -115,128 +118,132 @@ def _pack(chats: list[Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Mask:
+class MaskRequirement:
     """Whether rows come with a mask, and why."""
 
-    needed: bool
+    is_needed: bool
     reason: str
 
 
 @dataclass(frozen=True)
-class Difference:
+class MaskDifference:
     """What leaving out a mask changes in a model."""
 
     logits: float
     """Largest difference of a logit at a real place in fp32, over the logits' spread."""
     gradients: float
     """Distance of all gradients in fp32, over their length."""
-    seen: float
+    influence: float
     """What an influence looks like that should be none, in logits over their spread."""
     tolerance: float
     """How much of the first two is rounding."""
-    half: float = 0.0
-    """In bf16, by the larger of logits and gradients: distance from fp32 without a mask, beyond `AS_ROUNDED` times that
-    with one; at most 0 where the mask makes nothing more exact."""
+    half_excess: float = 0.0
+    """In bf16, by the larger of logits and gradients: distance from fp32 without a mask, beyond `HALF_ERROR_RATIO`
+    times that with one; at most 0 where the mask makes nothing more exact."""
 
     @property
-    def is_none(self) -> bool:
+    def is_rounding(self) -> bool:
         """Whether it is no more than rounding; NaN is more."""
-        return self.logits <= self.tolerance and self.gradients <= self.tolerance and self.half <= 0
+        return self.logits <= self.tolerance and self.gradients <= self.tolerance and self.half_excess <= 0
 
 
-def padding_of(hf_config: Any, *, attention: str, longest: int | None = None, trust_remote_code: bool = False) -> Mask:
-    """Whether padded rows, of at most `longest` tokens, of a model of this config need their mask; what cannot be
+def check_padding(hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False) -> MaskRequirement:
+    """Whether padded rows, of at most `longest_row` tokens, of a model of this config need their mask; what cannot be
     measured keeps it."""
-    found = on_small_model(
-        hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, longest=longest,
-        attention=attention,
+    measurement = measure_small_model(
+        hf_config, measure_padding, trust_remote_code=trust_remote_code, max_parameters=MAX_TRAINED_PARAMETERS,
+        longest_row=longest_row, attention=attention,
     )  # fmt: skip
-    return _judged(
-        kind_of(hf_config), *found, kept="padded rows keep their mask",
-        freed="padded rows need no mask, as attention is causal and padding at the end",
+    return _mask_requirement(
+        model_type_name(hf_config), *measurement, kept_reason="padded rows keep their mask",
+        freed_reason="padded rows need no mask, as attention is causal and padding at the end",
     )  # fmt: skip
 
 
-def boundaries_of(hf_config: Any, *, longest: int | None = None, trust_remote_code: bool = False) -> Mask:
-    """Whether packs, of at most `longest` tokens, need a mask beside their boundaries (`varlen`); what cannot be
+def check_boundaries(hf_config: Any, *, longest_row: int | None = None, trust_remote_code: bool = False) -> MaskRequirement:
+    """Whether packs, of at most `longest_row` tokens, need a mask beside their boundaries (`varlen`); what cannot be
     measured keeps it."""
-    found = on_small_model(
-        hf_config, measure_boundaries, trust_remote_code=trust_remote_code, most=MOST_TRAINED, longest=longest
+    measurement = measure_small_model(
+        hf_config, measure_boundaries, trust_remote_code=trust_remote_code, max_parameters=MAX_TRAINED_PARAMETERS, longest_row=longest_row
     )
-    return _judged(
-        kind_of(hf_config), *found, kept="chats of one row keep a mask between them",
-        freed="chats of one row need no mask: they are told apart by their boundaries",
+    return _mask_requirement(
+        model_type_name(hf_config), *measurement, kept_reason="chats of one row keep a mask between them",
+        freed_reason="chats of one row need no mask: they are told apart by their boundaries",
     )  # fmt: skip
 
 
-def _judged(kind: str, found: Difference | None, problem: str, *, kept: str, freed: str) -> Mask:
-    if found is None:
-        return Mask(True, f"{kept}: what {kind} does without cannot be measured ({problem})")
-    if not found.seen >= TELLING:
-        return Mask(True, f"{kept}: in a small model of {kind}'s class nothing would show what they do without")
-    if not found.is_none:
-        return Mask(True, f"{kept}: without one a small model of {kind}'s class differs, logits by {found.logits:.1g} "
-                          f"of their spread, gradients by {found.gradients:.1g} of their length")  # fmt: skip
-    return Mask(False, f"{freed} (on a small model of {kind}'s class logits differ by {found.logits:.0e} of their "
-                       f"spread, gradients by {found.gradients:.0e} of their length)")  # fmt: skip
+def _mask_requirement(model_type: str, difference: MaskDifference | None, problem: str, *, kept_reason: str, freed_reason: str) -> MaskRequirement:
+    if difference is None:
+        return MaskRequirement(True, f"{kept_reason}: what {model_type} does without cannot be measured ({problem})")
+    if not difference.influence >= MIN_INFLUENCE:
+        return MaskRequirement(
+            True, f"{kept_reason}: in a small model of {model_type}'s class nothing would show what they do without"
+        )
+    if not difference.is_rounding:
+        return MaskRequirement(True, f"{kept_reason}: without one a small model of {model_type}'s class differs, "
+                                     f"logits by {difference.logits:.1g} of their spread, gradients by "
+                                     f"{difference.gradients:.1g} of their length")  # fmt: skip
+    return MaskRequirement(False, f"{freed_reason} (on a small model of {model_type}'s class logits differ by "
+                                  f"{difference.logits:.0e} of their spread, gradients by "
+                                  f"{difference.gradients:.0e} of their length)")  # fmt: skip
 
 
-def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = False) -> Difference:
+def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = False) -> MaskDifference:
     """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it."""
     with torch.random.fork_rng(devices=[]):
-        model = small_model(small, attention, trust_remote_code)
-        balance = {"output_router_logits": True} if balance_coefficient(model.config.get_text_config()) else {}
-        draw, rows = np.random.default_rng(1), []
-        for length in _PADDED:
-            ids = draw.integers(4, VOCABULARY, size=length)
+        model = small_model(config, attention, trust_remote_code)
+        balance_inputs = {"output_router_logits": True} if balance_coefficient(model.config.get_text_config()) else {}
+        generator, rows = np.random.default_rng(1), []
+        for length in _PADDED_LENGTHS:
+            ids = generator.integers(4, VOCABULARY_SIZE, size=length)
             rows.append({"input_ids": ids, "labels": np.where(np.arange(length) < length // 3, IGNORED, ids)})
         # another first token: what a row's end owes to its beginning
-        changed = [{**row, "input_ids": np.concatenate([[3], row["input_ids"][1:]])} for row in rows]
-        masked, plain = (passed(model, rows, masks=masks, **balance) for masks in (True, False))
-        other = passed(model, changed, **balance)
-        half = copy.deepcopy(model).to(torch.bfloat16)
-        half_masked, half_plain = (passed(half, rows, masks=masks, **balance) for masks in (True, False))
-    ends = torch.tensor([_PADDED[0] - 1, sum(_PADDED) - 1])  # the rows' last real places
+        changed_rows = [{**row, "input_ids": np.concatenate([[3], row["input_ids"][1:]])} for row in rows]
+        masked, unmasked = (run_model(model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False))
+        changed_outputs = run_model(model, changed_rows, **balance_inputs)
+        half_model = copy.deepcopy(model).to(torch.bfloat16)
+        half_masked, half_unmasked = (run_model(half_model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False))
+    last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])  # the rows' last real places
     spread = float(masked.logits.std()) or 1.0
-    return Difference(
-        logits=float((masked.logits - plain.logits).abs().max()) / spread,
-        gradients=_distance(plain.gradients, masked.gradients),
-        seen=float((masked.logits - other.logits)[ends].abs().max()) / spread,
+    return MaskDifference(
+        logits=float((masked.logits - unmasked.logits).abs().max()) / spread,
+        gradients=_relative_distance(unmasked.gradients, masked.gradients),
+        influence=float((masked.logits - changed_outputs.logits)[last_positions].abs().max()) / spread,
         tolerance=PADDING_TOLERANCE,
-        half=max(
-            _distance(getattr(half_plain, name), getattr(masked, name))
-            - max(_ROUNDED, AS_ROUNDED * _distance(getattr(half_masked, name), getattr(masked, name)))
+        half_excess=max(
+            _relative_distance(getattr(half_unmasked, name), getattr(masked, name))
+            - max(_HALF_ERROR_FLOOR, HALF_ERROR_RATIO * _relative_distance(getattr(half_masked, name), getattr(masked, name)))
             for name in ("logits", "gradients")
         ),
     )
 
 
-def measure_boundaries(small: Any, *, trust_remote_code: bool = False) -> Difference:
+def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskDifference:
     """How the same chats differ as packs with sdpa and its mask, and one behind the other with `varlen`, in fp32 on the
     CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
-        usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION))
-        draw = np.random.default_rng(2)
-        chats = [[draw.integers(3, VOCABULARY, size=length) for length in lengths] for lengths in _PACKS]
+        sdpa_model, varlen_model = (small_model(config, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION))
+        generator = np.random.default_rng(2)
+        chats = [[generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS]
         packs = [_pack(chats_of_row) for chats_of_row in chats]
-        masked, apart = passed(usual, packs), passed(own, packs, flat=True)
+        masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)
         # each row as one chat: what a model computes that cannot tell them apart
-        joined = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]
-        leaking = passed(own, joined, flat=True)
-        own.train()  # raises ValueError for a class that drops attention probabilities
-        passed(own, packs, flat=True)
-        own.eval()
-        alone = [{name: _pack([chat])[name] for name in ("input_ids", "labels")} for row in chats for chat in row]
-        of_rows, of_own = passed(usual, alone), passed(own, alone, masks=False)
+        joined_rows = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]
+        leaking = run_model(varlen_model, joined_rows, flat=True)
+        varlen_model.train()  # raises ValueError for a class that drops attention probabilities
+        run_model(varlen_model, packs, flat=True)
+        varlen_model.eval()
+        single_rows = [{name: _pack([chat])[name] for name in ("input_ids", "labels")} for row in chats for chat in row]
+        sdpa_rows, varlen_rows = run_model(sdpa_model, single_rows), run_model(varlen_model, single_rows, uses_masks=False)
     spread = float(masked.logits.std()) or 1.0
-    differences = torch.cat([masked.logits - apart.logits, of_rows.logits - of_own.logits])
-    return Difference(
+    differences = torch.cat([masked.logits - separated.logits, sdpa_rows.logits - varlen_rows.logits])
+    return MaskDifference(
         logits=float(differences.abs().max()) / spread,
-        gradients=_distance(apart.gradients, masked.gradients),
-        seen=float((leaking.logits - apart.logits).abs().max()) / spread,
+        gradients=_relative_distance(separated.gradients, masked.gradients),
+        influence=float((leaking.logits - separated.logits).abs().max()) / spread,
         tolerance=BOUNDARIES_TOLERANCE,
     )
 
 
-def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
-    return float((one - two).norm() / two.norm().clamp(min=1e-30))
+def _relative_distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((tensor - reference).norm() / reference.norm().clamp(min=1e-30))

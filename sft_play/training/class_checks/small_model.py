@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM
 from sft_play.log import one_line
 from sft_play.training.loop.collate import COUNTS, Collator
 
-VOCABULARY = 128
+VOCABULARY_SIZE = 128
 # Of a model at full width with few layers: more would take longer than a few seconds.
-MOST_PARAMETERS = 200_000_000
+MAX_PARAMETERS = 200_000_000
 # The same where it also runs backwards, in bf16 too: more would take minutes on a CPU (Falcon-H1 at full width:
 # five).
-MOST_TRAINED = 20_000_000
-_WINDOW = 8
+MAX_TRAINED_PARAMETERS = 20_000_000
+_MAX_WINDOW = 8
 
 # Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so.
-_NARROW = {
+_NARROW_SIZES = {
     "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
     "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "num_attention_heads": 4, "head_dim": 16, "d_head": 16, "kv_lora_rank": 16, "q_lora_rank": 16,
@@ -36,65 +36,65 @@ _NARROW = {
     "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
     "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
 }  # fmt: skip
-_HEADS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
+_HEAD_SIZE_FIELDS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
 # Size of the part of a head that turns with the position, where the config has one apart.
-_TURNED = 8
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+_ROTARY_SIZE = 8
+_EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 # Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
 # their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer.
-_REACHES = {
+_LENGTH_THRESHOLDS = {
     "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 4, "keep_window_size": 8,
     "block_size": 8, "floor_scale": 8, "log_scaling_n_floor": 8, "rel_extent": 8, "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6).
-_MOST_LAYERS = 12
-Found = TypeVar("Found")
+_MAX_LAYERS = 12
+Measurement = TypeVar("Measurement")
 
 
-def kind_of(hf_config: Any) -> str:
+def model_type_name(hf_config: Any) -> str:
     """The model's type, as it is named in messages."""
     return one_line(str(getattr(hf_config, "model_type", type(hf_config).__name__)))
 
 
-def on_small_model(
+def measure_small_model(
     hf_config: Any,
-    look: Callable[..., Found],
+    measure: Callable[..., Measurement],
     *,
     trust_remote_code: bool = False,
-    most: int = MOST_PARAMETERS,
-    whole_depth: bool = False,
-    longest: int | None = None,
+    max_parameters: int = MAX_PARAMETERS,
+    all_layers: bool = False,
+    longest_row: int | None = None,
     **options: Any,
-) -> tuple[Found | None, str]:
-    """What `look` finds with the config of a small model of the class: few narrow layers of every kind, or full width
-    where the class refuses; None where none of at most `most` parameters computes, and why. Once a process. `longest`:
-    tokens of the longest row, where what the class does with longer ones is not asked."""
+) -> tuple[Measurement | None, str]:
+    """What `measure` finds with the config of a small model of the class: few narrow layers of every kind, or full
+    width where the class refuses; None where none of at most `max_parameters` computes, and why. Once a process.
+    `longest_row`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = look, type(hf_config), settings, most, whole_depth, longest, tuple(sorted(options.items()))
-    if key not in _looked_at:
-        _looked_at[key] = _look(hf_config, look, most, options, whole_depth, longest)
-    found: tuple[Found | None, str] = _looked_at[key]
-    return found
+    key = measure, type(hf_config), settings, max_parameters, all_layers, longest_row, tuple(sorted(options.items()))
+    if key not in _measurements:
+        _measurements[key] = _measure(hf_config, measure, max_parameters, options, all_layers, longest_row)
+    measurement: tuple[Measurement | None, str] = _measurements[key]
+    return measurement
 
 
-_looked_at: dict[Hashable, Any] = {}
+_measurements: dict[Hashable, Any] = {}
 
 
-def _look(
-    hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any], whole_depth: bool, longest: int | None
+def _measure(
+    hf_config: Any, measure: Callable[..., Any], max_parameters: int, options: dict[str, Any], all_layers: bool, longest_row: int | None
 ) -> tuple[Any, str]:
     problem = "no small model of its class computes"
-    for is_whole, is_narrow in [(True, True)] * whole_depth + [(False, True), (False, False)]:
+    for has_all_layers, is_narrow in [(True, True)] * all_layers + [(False, True), (False, False)]:
         try:
-            small = _short(hf_config, is_whole=is_whole, longest=longest)
+            config = _shorten(hf_config, has_all_layers=has_all_layers, longest_row=longest_row)
             if is_narrow:
-                _narrow(small)
-            _require_small(small, options["trust_remote_code"], most)
-            return look(small, **options), ""
+                _shrink_widths(config)
+            _require_small(config, options["trust_remote_code"], max_parameters)
+            return measure(config, **options), ""
         except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
             problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
     return None, problem
@@ -102,35 +102,35 @@ def _look(
 
 def small_config(hf_config: Any) -> Any:
     """A config of the same class with few narrow layers, at least one of every kind, and a vocabulary of 128."""
-    small = _short(hf_config)
-    _narrow(small)
-    return small
+    config = _shorten(hf_config)
+    _shrink_widths(config)
+    return config
 
 
-def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
+def small_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
     """A model in fp32, the same at every call, with weights so large that any influence shows; in evaluation mode."""
-    wanted = ["sdpa", "eager"] if "flash" in attention else [attention]
-    for name in wanted:
+    implementations = ["sdpa", "eager"] if "flash" in attention else [attention]
+    for implementation in implementations:
         try:
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(small), attn_implementation=name, dtype=torch.float32, trust_remote_code=trust_remote_code
+                copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
             break
         except ValueError:
-            if name == wanted[-1]:
+            if implementation == implementations[-1]:
                 raise
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 scale = 1.0 if id(parameter) in tables else 1.5 / math.sqrt(parameter.shape[-1])
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return model.eval()
 
 
 @dataclass(frozen=True)
-class Passed:
+class ModelOutputs:
     """What a model computed of rows, in fp32."""
 
     logits: torch.Tensor
@@ -139,203 +139,204 @@ class Passed:
     """Of all weights, one after the other; none where it did not train."""
 
 
-def passed(
-    model: Any, rows: list[dict[str, Any]], *, flat: bool = False, masks: bool = True, trains: bool = True, **more: Any
-) -> Passed:
-    """A pass over rows as in training, backward too where it `trains`; `flat`: packs lie one behind the other, told
-    apart by boundaries; `masks`: padded rows come with theirs; `more`: what else the model is given."""
-    batch = Collator(pad_id=0, flat=flat, masks=masks, tells_lengths=flat)(rows)
-    left_out = COUNTS if trains else (*COUNTS, "labels")
-    inputs = {name: value for name, value in batch.items() if name not in left_out}
+def run_model(
+    model: Any, rows: list[dict[str, Any]], *, flat: bool = False, uses_masks: bool = True, needs_gradients: bool = True, **extra_inputs: Any
+) -> ModelOutputs:
+    """A pass over rows as in training, backward too where it `needs_gradients`; `flat`: packs lie one behind the other,
+    told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
+    given."""
+    batch = Collator(pad_id=0, flat=flat, masks=uses_masks, tells_lengths=flat)(rows)
+    excluded = COUNTS if needs_gradients else (*COUNTS, "labels")
+    inputs = {name: value for name, value in batch.items() if name not in excluded}
     model.zero_grad(set_to_none=True)
-    output = model(**inputs, **more, use_cache=False)
-    if trains:
+    output = model(**inputs, **extra_inputs, use_cache=False)
+    if needs_gradients:
         output.loss.backward()
     lengths = [len(row["input_ids"]) for row in rows]
     is_joined = flat and "chat_lengths" in rows[0]
-    real = output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
-    gradients = [one.grad.flatten() for one in model.parameters() if one.grad is not None]
-    return Passed(real.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
+    real_logits = output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return ModelOutputs(real_logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
 
 
-def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
+def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) -> None:
     """Raises ValueError for a model that would take long: nested configs have sizes of their own."""
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(small), trust_remote_code=trust_remote_code)
-    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    if parameters > most:
-        raise ValueError(f"its smallest model here has {parameters:,} parameters, too many to try")
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    parameter_count = sum(parameter.numel() for parameter in skeleton.parameters())
+    if parameter_count > max_parameters:
+        raise ValueError(f"its smallest model here has {parameter_count:,} parameters, too many to try")
 
 
-def _short(hf_config: Any, *, is_whole: bool = False, longest: int | None = None) -> Any:
+def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int | None = None) -> Any:
     """With a small vocabulary and short windows; all layers, or enough of the first to have one of every kind."""
-    small = copy.deepcopy(hf_config)
-    if hasattr(small, "quantization_config"):
-        del small.quantization_config
+    config = copy.deepcopy(hf_config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
     # config.json may ask for, is an IndexError
-    _set(
-        small,
-        {"vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "output_router_logits": False, **_SPECIAL},
+    _set_fields(
+        config,
+        {"vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False, **_SPECIAL_TOKENS},
     )
-    layers = int(getattr(small, "num_hidden_layers", 0) or 0)
-    if layers and not is_whole:
-        _cut_layers(small, layers)
-    for name in _WINDOWS:
-        value = field_of(small, name)
+    layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
+    if layer_count and not has_all_layers:
+        _cut_layers(config, layer_count)
+    for name in _WINDOW_FIELDS:
+        value = config_field(config, name)
         if isinstance(value, int) and not isinstance(value, bool):
-            setattr(small, name, min(value, _WINDOW))
-    _set(small, {name: size for name, size in _REACHES.items() if _binds(field_of(small, name), longest)})
-    if rates := _rates(small):
-        small.compress_rates = {
-            kind: min(rate, _WINDOW) if _binds(rate, longest) else rate for kind, rate in rates.items()
+            setattr(config, name, min(value, _MAX_WINDOW))
+    _set_fields(config, {name: size for name, size in _LENGTH_THRESHOLDS.items() if _is_exceeded(config_field(config, name), longest_row)})
+    if rates := _compress_rates(config):
+        config.compress_rates = {
+            kind: min(rate, _MAX_WINDOW) if _is_exceeded(rate, longest_row) else rate for kind, rate in rates.items()
         }
-    return small
+    return config
 
 
-def longest_usual(hf_config: Any) -> int | None:
+def length_threshold(hf_config: Any) -> int | None:
     """Tokens of the longest row of which a class computes as of short ones; None where it does so of any."""
-    sizes = [field_of(hf_config, name) for name in _REACHES] + list(_rates(hf_config).values())
-    return min((size for size in sizes if _binds(size, None)), default=None)
+    sizes = [config_field(hf_config, name) for name in _LENGTH_THRESHOLDS] + list(_compress_rates(hf_config).values())
+    return min((size for size in sizes if _is_exceeded(size, None)), default=None)
 
 
-def _binds(size: Any, longest: int | None) -> bool:
-    """Whether a size of `_REACHES` is set, and rows are longer."""
-    return isinstance(size, int) and size > 0 and (longest is None or size < longest)
+def _is_exceeded(size: Any, longest_row: int | None) -> bool:
+    """Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer."""
+    return isinstance(size, int) and size > 0 and (longest_row is None or size < longest_row)
 
 
-def _rates(config: Any) -> dict[str, int]:
-    rates = field_of(config, "compress_rates")
+def _compress_rates(config: Any) -> dict[str, int]:
+    rates = config_field(config, "compress_rates")
     return rates if isinstance(rates, dict) else {}
 
 
-def _cut_layers(small: Any, layers: int) -> None:
+def _cut_layers(config: Any, layer_count: int) -> None:
     lists = {
-        name: value for name, value in vars(small).items() if isinstance(value, list | tuple) and len(value) == layers
+        name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == layer_count
     }
-    kinds = [[str(item) for item in value] for value in lists.values()]
-    firsts = [_shown_by(value, item) for value in kinds for item in set(value)] if kinds else [_MOST_LAYERS]
-    kept = min(layers, max(2, min(_MOST_LAYERS, max(firsts))))
-    if field_of(small, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
-        shared = max(value.index(item) + 1 for value in kinds for item in set(value)) if kinds else 1
-        small.num_kv_shared_layers, kept = shared, 2 * shared
+    layer_kinds = [[str(item) for item in value] for value in lists.values()]
+    needed_layers = [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)] if layer_kinds else [_MAX_LAYERS]
+    kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers))))
+    if config_field(config, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
+        shared = max(value.index(item) + 1 for value in layer_kinds for item in set(value)) if layer_kinds else 1
+        config.num_kv_shared_layers, kept_layers = shared, 2 * shared
     for name, value in lists.items():
-        setattr(small, name, value[:kept])
-    for name, value in vars(small).items():
+        setattr(config, name, value[:kept_layers])
+    for name, value in vars(config).items():
         if name.endswith("layer_ids") and isinstance(value, list | tuple):  # numbers of layers
-            setattr(small, name, [layer for layer in value if layer < kept])
-    overrides = _own_sizes(small)
+            setattr(config, name, [layer for layer in value if layer < kept_layers])
+    overrides = _per_layer_sizes(config)
     if overrides:
-        small.per_layer_config = None
-    small.num_hidden_layers = kept
+        config.per_layer_config = None
+    config.num_hidden_layers = kept_layers
     if overrides:
-        small.per_layer_config = {layer: sizes for layer, sizes in overrides.items() if layer < kept}
-    if isinstance(getattr(small, "attention_types", None), list):  # gpt-neo: [[kinds, times]]
-        small.attention_types = [[[kind for kinds, _ in small.attention_types for kind in kinds][:kept], 1]]
-        small.num_hidden_layers = len(small.attention_types[0][0])
-        small.attention_layers = small.attention_types[0][0]
+        config.per_layer_config = {layer: sizes for layer, sizes in overrides.items() if layer < kept_layers}
+    if isinstance(getattr(config, "attention_types", None), list):  # gpt-neo: [[kinds, times]]
+        config.attention_types = [[[kind for layer_kinds, _ in config.attention_types for kind in layer_kinds][:kept_layers], 1]]
+        config.num_hidden_layers = len(config.attention_types[0][0])
+        config.attention_layers = config.attention_types[0][0]
 
 
-def _shown_by(kinds: list[str], kind: str) -> int:
+def _layers_until_kind(kinds: list[str], kind: str) -> int:
     """How many of the first layers show one of a kind: two of Zamba's hybrid ones, which share their weights."""
     first = kinds.index(kind) + 1
     is_shared = kind == "hybrid" and "linear_attention" in kinds
     return kinds.index(kind, first) + 1 if is_shared and kind in kinds[first:] else first
 
 
-def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
-    if not getattr(small, "is_heterogeneous", False):
+def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
+    if not getattr(config, "is_heterogeneous", False):
         return {}
-    return {int(layer): dict(sizes) for layer, sizes in small.to_dict()["per_layer_config"].items()}
+    return {int(layer): dict(sizes) for layer, sizes in config.to_dict()["per_layer_config"].items()}
 
 
-def _narrow(small: Any) -> None:
+def _shrink_widths(config: Any) -> None:
     """The kind of attention (one, some or all key heads) stays; absent sizes stay absent."""
-    overrides = _own_sizes(small)
+    overrides = _per_layer_sizes(config)
     if overrides:  # which hide the config's own sizes of the same names
-        small.per_layer_config = None
-    heads = field_of(small, "num_attention_heads")
-    groups = field_of(small, "num_key_value_heads") or field_of(small, "num_kv_heads")
-    sizes = dict(_NARROW)
-    if isinstance(heads, int) and isinstance(groups, int):
+        config.per_layer_config = None
+    heads = config_field(config, "num_attention_heads")
+    key_heads = config_field(config, "num_key_value_heads") or config_field(config, "num_kv_heads")
+    sizes = dict(_NARROW_SIZES)
+    if isinstance(heads, int) and isinstance(key_heads, int):
         sizes |= dict.fromkeys(
-            ("num_key_value_heads", "num_kv_heads"), 4 if groups == heads else 1 if groups == 1 else 2
+            ("num_key_value_heads", "num_kv_heads"), 4 if key_heads == heads else 1 if key_heads == 1 else 2
         )
-    turned = field_of(small, "qk_rope_head_dim")
-    heads = {name: value for name in _HEADS if isinstance(value := field_of(small, name), int)} if turned else {}
-    sizes |= {name: _in_proportion(value, turned) for name, value in heads.items()}
-    for name in _EXPERTS:
-        value = field_of(small, name)
+    rotary_size = config_field(config, "qk_rope_head_dim")
+    heads = {name: value for name in _HEAD_SIZE_FIELDS if isinstance(value := config_field(config, name), int)} if rotary_size else {}
+    sizes |= {name: _scale_head_part(value, rotary_size) for name, value in heads.items()}
+    for name in _EXPERT_COUNT_FIELDS:
+        value = config_field(config, name)
         if isinstance(value, int) and value:
-            sizes[name] = min(value, 8 * int(getattr(small, "n_group", None) or 1))
-    chosen = field_of(small, "num_experts_per_tok")
-    if isinstance(chosen, int):
-        sizes["num_experts_per_tok"] = min(chosen, 4)
-    _set(small, {**sizes, **_states(small)})
+            sizes[name] = min(value, 8 * int(getattr(config, "n_group", None) or 1))
+    experts_per_token = config_field(config, "num_experts_per_tok")
+    if isinstance(experts_per_token, int):
+        sizes["num_experts_per_tok"] = min(experts_per_token, 4)
+    _set_fields(config, {**sizes, **_state_space_sizes(config)})
     if overrides:
-        small.per_layer_config = {
-            layer: {name: _in_proportion(value, turned) if name in heads
+        config.per_layer_config = {
+            layer: {name: _scale_head_part(value, rotary_size) if name in heads
                     else 2 * sizes[name] if name in sizes and isinstance(value, int) else value
-                    for name, value in own.items()}
-            for layer, own in overrides.items()
+                    for name, value in layer_sizes.items()}
+            for layer, layer_sizes in overrides.items()
         }  # fmt: skip
-    rotation = getattr(small, "rope_parameters", None)
+    rotation = getattr(config, "rope_parameters", None)
     if isinstance(rotation, dict):
-        by_kind = [one for one in rotation.values() if isinstance(one, dict)]  # of layers
-        for one in by_kind or [rotation]:
-            share = float(one.get("partial_rotary_factor", None) or 1.0)
-            _narrow_rotation(small, one, (_TURNED if turned else int(sizes["head_dim"] * share)) // 2)
+        by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]  # of layers
+        for parameters in by_kind or [rotation]:
+            rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
+            _shrink_rotation(config, parameters, (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2)
 
 
-def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> None:
+def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) -> None:
     for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
         if isinstance(rotation.get(name), list):
             rotation[name] = rotation[name][:frequencies]
-    if "mrope_section" in {*rotation, *getattr(small, "ignore_keys_at_rope_validation", ())}:
+    if "mrope_section" in {*rotation, *getattr(config, "ignore_keys_at_rope_validation", ())}:
         # how many frequencies turn with each of time, height and width; HunYuan's with the number of the image, too
-        others = [frequencies // 4] * (len(rotation.get("mrope_section") or "thw") - 1)
-        rotation["mrope_section"] = [*others, frequencies - sum(others)]
+        equal_parts = [frequencies // 4] * (len(rotation.get("mrope_section") or "thw") - 1)
+        rotation["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
 
 
-def _in_proportion(size: int, turned: int) -> int:
+def _scale_head_part(size: int, rotary_size: int) -> int:
     """Classes check that the parts add up to heads, and keep how large a share of a head turns."""
-    return max(1, size * _TURNED // turned)
+    return max(1, size * _ROTARY_SIZE // rotary_size)
 
 
-def _states(small: Any) -> dict[str, int]:
+def _state_space_sizes(config: Any) -> dict[str, int]:
     """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
-    times = next((value for name in ("mamba_expand", "expand") if isinstance(value := field_of(small, name), int)), 2)
-    inner = times * _NARROW["hidden_size"]
+    expansion = next((value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2)
+    inner_width = expansion * _NARROW_SIZES["hidden_size"]
     sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8)
     # Zamba's, of no size of their own, are computed head by head and token by token
-    sizes["n_mamba_heads"] = 8 if field_of(small, "mamba_headdim") else 2
-    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner // 8)
+    sizes["n_mamba_heads"] = 8 if config_field(config, "mamba_headdim") else 2
+    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
     sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
-    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner}
+    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner_width}
     sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
-    if field_of(small, "attention_hidden_size"):  # Zamba's: of twice the hidden width
-        width = 2 * _NARROW["hidden_size"]
-        sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW["num_attention_heads"]}
+    if config_field(config, "attention_hidden_size"):  # Zamba's: of twice the hidden width
+        width = 2 * _NARROW_SIZES["hidden_size"]
+        sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW_SIZES["num_attention_heads"]}
     for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
-        value = field_of(small, name)
+        value = config_field(config, name)
         sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
-    if field_of(small, "num_attention_heads") is None and isinstance(field_of(small, "state_size"), int):
-        sizes["intermediate_size"] = inner  # of mamba itself, all of whose heads are states
-        if isinstance(field_of(small, "num_heads"), int):
-            sizes |= {"num_heads": 8, "head_dim": inner // 8}
+    if config_field(config, "num_attention_heads") is None and isinstance(config_field(config, "state_size"), int):
+        sizes["intermediate_size"] = inner_width  # of mamba itself, all of whose heads are states
+        if isinstance(config_field(config, "num_heads"), int):
+            sizes |= {"num_heads": 8, "head_dim": inner_width // 8}
     return sizes
 
 
-def _set(small: Any, sizes: dict[str, int]) -> None:
+def _set_fields(config: Any, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
-        value = field_of(small, name)
-        if not value and name not in _SPECIAL:
+        value = config_field(config, name)
+        if not value and name not in _SPECIAL_TOKENS:
             continue
         with contextlib.suppress(AttributeError):  # a property computed from other fields
-            setattr(small, name, [size] * len(value) if isinstance(value, list) else size)
+            setattr(config, name, [size] * len(value) if isinstance(value, list) else size)
 
 
-def field_of(config: Any, name: str) -> Any:
+def config_field(config: Any, name: str) -> Any:
     """A field of the config; None where it is missing, or differs by layer."""
     try:
         return getattr(config, name, None)

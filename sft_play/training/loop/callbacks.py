@@ -21,7 +21,7 @@ from sft_play.errors import TrainingError
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, has_begun, interrupt
 from sft_play.process.waiting import waiting
-from sft_play.training.class_checks.adapter_trial import pattern_of
+from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.loop.finite import fp16_fault as _fp16_fault
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
@@ -71,7 +71,7 @@ class GradientCheck(TrainerCallback):
         # any_rank is a collective: all ranks walk through the same names in the same order
         ready = [name for name in self._waiting if not self._is_early(name, named)]
         without = [name for name in ready if not _has_gradient(self._waiting[name])]
-        late = {name for name in without if pattern_of(name) in self._late_gradients}
+        late = {name for name in without if trained_pattern(name) in self._late_gradients}
         without, ready = ([name for name in names if name not in late] for names in (without, ready))
         if without:
             learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
@@ -88,7 +88,7 @@ class GradientCheck(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Say what no row was long enough for, or stayed beside a tensor of zeros."""
-        if late := [name for name in self._waiting or {} if pattern_of(name) in self._late_gradients]:
+        if late := [name for name in self._waiting or {} if trained_pattern(name) in self._late_gradients]:
             logger.warning("%d trainable tensors had no gradient, and are as they were: this class gives them one only "
                            "in longer rows, or once what it multiplies them by has left zero (%s)",
                            len(late), ", ".join(late[:3]))  # fmt: skip

@@ -13,10 +13,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import fill_adapter
-from sft_play.training.class_checks.adapter_trial import freeze
+from sft_play.training.class_checks.adapter_trial import freeze_parameters
 from sft_play.training.class_checks.compiling import compile_blocks
-from sft_play.training.class_checks.kernels import take_kernels
-from sft_play.training.class_checks.proof import trust_kernel
+from sft_play.training.class_checks.kernels import activate_kernels
+from sft_play.training.class_checks.proof import verify_varlen_kernel
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import SOURCES
@@ -58,9 +58,9 @@ def load_trainer(
     model, source = _model(job, model_spec, begins_from)
     set_backbone_prefix(model)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
-    taken = take_kernels(model, config, plan, device=arguments.device)
+    taken = activate_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
-    trust_kernel(model_spec, plan, device=arguments.device)
+    verify_varlen_kernel(model_spec, plan, device=arguments.device)
     sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
@@ -78,7 +78,7 @@ def load_trainer(
             trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, read_base_weights=read
         )
     freeze_unmatched(trainer.model, config.tuning.trainable)
-    freeze(trainer.model, model_spec.untrained_parameters)
+    freeze_parameters(trainer.model, model_spec.untrained_parameters)
     trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     widens = plan.precision.compute != "float32"

@@ -30,8 +30,8 @@ from sft_play.process.signals import leave_with
 from sft_play.process.waiting import Waiting, waiting
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
-from sft_play.training.class_checks.compiling import Compiler
-from sft_play.training.class_checks.kernels import Taken
+from sft_play.training.class_checks.compiling import CompileMonitor
+from sft_play.training.class_checks.kernels import ActiveKernels
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums, evaluations_without_a_better
 from sft_play.training.loop.memory import TRAINING, StepMemory
@@ -75,9 +75,9 @@ class PlannedLoop(CheckpointedLoop):
 
     upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
-    kernels = Taken()
+    kernels = ActiveKernels()
     """What the model computes norms, gated activations and rotations with."""
-    compiler: Compiler | None = None
+    compiler: CompileMonitor | None = None
     """Of compiled blocks; None for plain ones."""
     passes_reduced_together = 1
     """Passes after which ranks reduce gradients, where the Trainer would after each."""
@@ -211,7 +211,7 @@ class PlannedLoop(CheckpointedLoop):
                 self._early.early_stopping_patience_counter = evaluations_without_a_better(Path(checkpoint))
             callbacks.append(RestoreSums(self, Path(checkpoint)))
         if self.compiler is not None:
-            self.compiler.waiting.append(self._monitor.wait)
+            self.compiler.on_compiled.append(self._monitor.wait)
             callbacks.append(self.compiler)
         for callback in callbacks:
             self.add_callback(callback)

@@ -70,7 +70,7 @@ def summary_of(
         "exit": Interrupted.exit_code if told_to_stop else 0,
         "engine_proof": before.engine_check.as_json(),
         "updates": trained.updates.facts.as_json() if trained.updates.facts else None,
-        "compile": compiler.facts() if compiler else None,
+        "compile": compiler.figures() if compiler else None,
         "evaluations": evaluations(metrics, stage=job.folder.stage) if distributed.is_first() else [],
         "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),

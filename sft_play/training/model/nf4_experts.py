@@ -21,7 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from sft_play.training.class_checks.adapter_trial import read_past
+from sft_play.training.class_checks.adapter_trial import direct_weight_reads
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 
 
@@ -145,7 +145,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     def get_modules_to_not_convert(model: Any, *args: Any, **options: Any) -> list[str]:
         """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
         excluded = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options)
-        return [*excluded, *read_past(model)]
+        return [*excluded, *direct_weight_reads(model)]
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         """Whether a tensor of this name is packed when it is read."""

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.config_fields import FIELD_ALIASES, EXPERT_COUNT_FIELDS
 from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
-from sft_play.training.class_checks.small_model import on_small_model, small_model
+from sft_play.training.class_checks.small_model import measure_small_model, small_model
 
 # The name under which `grouped_mm_in_autocast` is registered in transformers.
 CASTING_GROUPED_MM = "sft_play_grouped_mm"
@@ -77,7 +77,7 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if not hasattr(hf_config, name) and alias is not None:
             config_class.attribute_map = {**config_class.attribute_map, name: config_class.attribute_map.get(alias, alias)}
     # of all layers: the first ones may be dense, or choose their experts without a router
-    reason, _ = on_small_model(hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, whole_depth=True)
+    reason, _ = measure_small_model(hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, all_layers=True)
     if not reason:  # also where no small model computes
         return []
     hf_config.router_aux_loss_coef, hf_config.output_router_logits = 0.0, False

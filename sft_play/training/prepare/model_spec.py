@@ -33,8 +33,8 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import adapter_names
 from sft_play.training.checkpoints.tensor_files import tensors_in
-from sft_play.training.class_checks.adapter_trial import late_gradients, without_gradient
-from sft_play.training.class_checks.masking import boundaries_of, padding_of, require_packable
+from sft_play.training.class_checks.adapter_trial import late_gradients, parameters_without_gradient
+from sft_play.training.class_checks.masking import check_boundaries, check_padding, require_packable
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.language_model import (
     TextTower,
@@ -176,7 +176,7 @@ def _choose_trained_parameters(
     if config.tuning.mode != "full":
         peft_config, notes = build_peft_config(config, skeleton, new_rows=new_rows)
         return peft_config, frozenset(), notes
-    untrained_parameters = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+    untrained_parameters = parameters_without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
     names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
     notes = [f"Trainable: all but {names}, which get no gradient by their class"] * bool(untrained_parameters)
     return None, untrained_parameters, notes
@@ -187,16 +187,16 @@ def _measure_attention(
 ) -> tuple[AttentionChoice, bool, list[str]]:
     notes, trust_remote_code, longest = [], config.model.trust_remote_code, config.model.max_seq_len
     if wants_packing(config):
-        notes.append(require_packable(hf_config, attention=attention.name, longest=longest, trust_remote_code=trust_remote_code))
+        notes.append(require_packable(hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code))
     if uses_boundaries and attention.name == "sdpa":
-        boundaries = boundaries_of(hf_config, longest=longest, trust_remote_code=trust_remote_code)
+        boundaries = check_boundaries(hf_config, longest_row=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
-        attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.needed else attention
+        attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.is_needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
-        padding = padding_of(hf_config, attention=attention.name, longest=longest, trust_remote_code=trust_remote_code)
+        padding = check_padding(hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {padding.reason}")
-        uses_masks = padding.needed
+        uses_masks = padding.is_needed
     return attention, uses_masks, notes
 
 
