@@ -129,7 +129,7 @@ def disturb(kind):
     import time
     from sft_play.training.checkpoints import sharded_checkpoints
 
-    write, mark = sharded_checkpoints.save, pathlib.Path(os.environ["MARK"])
+    write, mark = sharded_checkpoints.save_part, pathlib.Path(os.environ["MARK"])
 
     def save(part, checkpoint, **options):
         assert threading.current_thread() is not threading.main_thread()
@@ -146,10 +146,10 @@ def disturb(kind):
     def no_room(self, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    sharded_checkpoints.save = save
+    sharded_checkpoints.save_part = save
     if kind == "full" and os.environ["RANK"] == "1":
-        real = sharded_checkpoints._Writer.write_data
-        sharded_checkpoints._Writer.write_data = lambda self, *args: (
+        real = sharded_checkpoints._CountedWriter.write_data
+        sharded_checkpoints._CountedWriter.write_data = lambda self, *args: (
             no_room(self) if "checkpoint-4" in str(self.path) else real(self, *args)
         )
 
@@ -184,8 +184,8 @@ def run(world: Path, command: str, name: str, *words: str, **environ: str) -> su
 def whole_steps(folder: Path) -> list[int]:
     """The steps of all checkpoints, each as it was written; fails where anything else lies beside them."""
     found = sorted((folder / "checkpoints").iterdir())
-    assert [checkpoints.fault(path) for path in found] == [None] * len(found)
-    return [checkpoints.step_of(path) for path in found]
+    assert [checkpoints.find_damage(path) for path in found] == [None] * len(found)
+    return [checkpoints.checkpoint_step(path) for path in found]
 
 
 @pytest.fixture(scope="module")

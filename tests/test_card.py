@@ -21,7 +21,14 @@ from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import upload_of
 from sft_play.finished.load import load_as_trained, load_folder, renderer_of
 from sft_play.finished.run import find_finished
-from sft_play.training.checkpoints.card import HERE, Base, CardFacts, base_of, card_of, stops_of
+from sft_play.training.checkpoints.card import (
+    REPOSITORY_PLACEHOLDER,
+    CardBase,
+    CardFacts,
+    answer_stop_ids,
+    describe_base,
+    render_card,
+)
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_token_rows, load_tokenizer
 from tests.conftest import chat
@@ -46,12 +53,12 @@ def facts_of(run) -> CardFacts:
     tokenizer = load_tokenizer(run.config).tokenizer
     size, new_rows = len(tokenizer), added_token_rows(tokenizer, run.config)
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
-    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
+    stop = answer_stop_ids(run.config, tokenizer, renderer_of(run, tokenizer))
     return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")
 
 
 def card(run) -> str:
-    return card_of(facts_of(run), base_of(run.config))
+    return render_card(facts_of(run), describe_base(run.config))
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +192,11 @@ def test_a_run_writes_its_card_with_figures_and_without_rows_paths_or_secrets(
 def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = make_base(tmp_path / "models--Some-Org--Some.Model-1B" / "snapshots" / "0123", llama())
-    named = lambda folder: base_of(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
-    assert named(base) == Base("Some-Org/Some.Model-1B", True, {})
+    named = lambda folder: describe_base(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
+    assert named(base) == CardBase("Some-Org/Some.Model-1B", True, {})
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
-    assert named(plain) == Base("plain", False, {})
+    assert named(plain) == CardBase("plain", False, {})
     config = json.loads((plain / "config.json").read_text())
     for recorded, wanted in (
         ("Org/Model-7B", ("Org/Model-7B", True)),
@@ -205,23 +212,23 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     assert named(plain).license == {}
     (plain / "config.json").write_text(json.dumps(config | {"license": "apache-2.0"}))
     assert named(plain).license == {"license": "apache-2.0"}
-    assert base_of(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
+    assert describe_base(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
     starter = SimpleNamespace(model=SimpleNamespace(name="sft-play/starter-base"))
-    assert base_of(starter) == Base("sft-play/starter-base", False, {})
+    assert describe_base(starter) == CardBase("sft-play/starter-base", False, {})
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world):
     run = find_finished(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
-    text = card_of(facts_of(changed), Base("Org/Base", True, {"license": "apache-2.0"}))
+    text = render_card(facts_of(changed), CardBase("Org/Base", True, {"license": "apache-2.0"}))
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == "Org/Base"
     assert front["license"] == "apache-2.0"
     assert front["datasets"] == ["org/rows"]
     assert front["pipeline_tag"] == "text-generation"
     assert 'base = "Org/Base"\n' in text
-    assert HERE in text
+    assert REPOSITORY_PLACEHOLDER in text
 
 
 # --- push -------------------------------------------------------------------------------------------------------------

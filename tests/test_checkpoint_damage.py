@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
+from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.ranks.heartbeat import Heartbeat
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
@@ -52,39 +52,39 @@ def of_all_kinds(tmp_path_factory) -> Path:
     """A checkpoint with files of many sizes, some below a folder, one of zeros, one empty."""
     folder = tmp_path_factory.mktemp("checkpoints")
     rng = random.Random(0)
-    written = folder / checkpoints.STAGING / "checkpoint-7"
-    for name in (*checkpoints.NEEDED, "adapter_model.safetensors", "shards/__0_0.distcp", "shards/.metadata"):
+    written = folder / checkpoints.STAGING_NAME / "checkpoint-7"
+    for name in (*checkpoints.RESUME_FILES, "adapter_model.safetensors", "shards/__0_0.distcp", "shards/.metadata"):
         (written / name).parent.mkdir(parents=True, exist_ok=True)
         (written / name).write_bytes(rng.randbytes(rng.randrange(1, 5000)))
     (written / "zeros.bin").write_bytes(bytes(1000) + b"\1")
     (written / "empty.txt").write_bytes(b"")
-    return checkpoints.commit(written, folder)
+    return checkpoints.commit_checkpoint(written, folder)
 
 
-@pytest.mark.parametrize("piece", [1000, checkpoints.PIECE_BYTES])
+@pytest.mark.parametrize("piece", [1000, checkpoints.HASH_PIECE_BYTES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, kind, piece):
-    if piece != checkpoints.PIECE_BYTES:
-        monkeypatch.setattr(checkpoints, "PIECE_BYTES", piece)
+    if piece != checkpoints.HASH_PIECE_BYTES:
+        monkeypatch.setattr(checkpoints, "HASH_PIECE_BYTES", piece)
         monkeypatch.setattr(checkpoints, "MIB", 100)
-        monkeypatch.setattr(checkpoints, "HASHING_THREADS", 3)
-    (tmp_path / checkpoints.STAGING).mkdir()
-    shutil.copytree(of_all_kinds, tmp_path / checkpoints.STAGING / "checkpoint-7")
-    (tmp_path / checkpoints.STAGING / "checkpoint-7" / checkpoints.COMPLETE).unlink()
-    one = checkpoints.commit(tmp_path / checkpoints.STAGING / "checkpoint-7", tmp_path)
-    assert not (tmp_path / checkpoints.STAGING).exists()
+        monkeypatch.setattr(checkpoints, "HASH_THREADS", 3)
+    (tmp_path / checkpoints.STAGING_NAME).mkdir()
+    shutil.copytree(of_all_kinds, tmp_path / checkpoints.STAGING_NAME / "checkpoint-7")
+    (tmp_path / checkpoints.STAGING_NAME / "checkpoint-7" / checkpoints.COMPLETE_FILE).unlink()
+    one = checkpoints.commit_checkpoint(tmp_path / checkpoints.STAGING_NAME / "checkpoint-7", tmp_path)
+    assert not (tmp_path / checkpoints.STAGING_NAME).exists()
     rng = random.Random(f"{kind} {piece}")
     for _ in range(100):
         path = rng.choice(files(one))
         kept = path.read_bytes()
         damage(path, kind, rng)
-        found = checkpoints.fault(one)
+        found = checkpoints.find_damage(one)
         assert found is not None, path
-        assert path.name in found or path.name == checkpoints.COMPLETE
+        assert path.name in found or path.name == checkpoints.COMPLETE_FILE
         path.write_bytes(kept)
-        assert checkpoints.fault(one) is None
+        assert checkpoints.find_damage(one) is None
     (one / "more.bin").write_bytes(b"1")
-    assert "files that it was not written with" in checkpoints.fault(one)
+    assert "files that it was not written with" in checkpoints.find_damage(one)
 
 
 def test_what_cannot_be_read_counts_as_damaged(of_all_kinds, monkeypatch):
@@ -96,11 +96,11 @@ def test_what_cannot_be_read_counts_as_damaged(of_all_kinds, monkeypatch):
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    assert "scheduler.pt cannot be read: Input/output error" in checkpoints.fault(of_all_kinds)
+    assert "scheduler.pt cannot be read: Input/output error" in checkpoints.find_damage(of_all_kinds)
 
 
 def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of_all_kinds, tmp_path, monkeypatch):
-    written = tmp_path / checkpoints.STAGING / "checkpoint-7"
+    written = tmp_path / checkpoints.STAGING_NAME / "checkpoint-7"
     shutil.copytree(of_all_kinds, written)
     done: list[str] = []
     fsync, rename = os.fsync, Path.rename
@@ -115,7 +115,7 @@ def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
-    final = checkpoints.commit(written, tmp_path)
+    final = checkpoints.commit_checkpoint(written, tmp_path)
     monkeypatch.undo()
     at = done.index("rename")
     expected = {str(written), *(str(written / path.relative_to(final)) for path in final.rglob("*"))}
@@ -134,11 +134,11 @@ def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  #
     for number in range(100):
         path = newest / names[number % len(names)]
         damage(path, KINDS[number % 3], rng)
-        assert last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-2", path
-        assert not (newest / checkpoints.COMPLETE).exists()  # it counts no more
+        assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-2", path
+        assert not (newest / checkpoints.COMPLETE_FILE).exists()  # it counts no more
         shutil.rmtree(newest)
         shutil.copytree(aside, newest)
-    assert last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-3"
+    assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-3"
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", "rng_state.pth", "trainer_state.json"])
@@ -153,7 +153,7 @@ def test_a_resume_after_damage_repeats_the_run(train, name):  # noqa: F811
     assert "Resuming bnb run from step 2" in printed
     assert losses(folder) == losses(whole)
     assert_same_bits(weights(folder), weights(whole))
-    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-4"]
+    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-4"]
 
 
 def test_a_damaged_checkpoint_does_not_push_out_the_good_one(train):  # noqa: F811
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(train):  # noqa: F8
     shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
     same = [*SAME, "train.save_total_limit=1"]
     assert train("one", *same, "train.stop_after_steps=1", verb="resume")[0] == 0
-    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-2"]
+    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-2"]
     code, printed, _ = train("one", *same, verb="resume")
     assert (code, "from step 2" in printed) == (0, True), printed
 
@@ -205,10 +205,10 @@ def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  
 
 
 def test_every_rank_has_to_find_the_checkpoint(tmp_path):
-    assert last_checkpoint(tmp_path, Heartbeat(0.0)) is None
+    assert find_last_checkpoint(tmp_path, Heartbeat(0.0)) is None
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(RunFolderError, match="it was never finished"):
-        last_checkpoint(tmp_path, Heartbeat(0.0))
+        find_last_checkpoint(tmp_path, Heartbeat(0.0))
 
 
 # --- the weights of a finished run ------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished,
     is_adapter = (run / "adapter").is_dir()
     weights = run / ("adapter" if is_adapter else "model")
     assert {"config.json" if not is_adapter else "adapter_config.json", "tokenizer.json"} <= set(
-        json.loads((weights / checkpoints.COMPLETE).read_text())["digests"]
+        json.loads((weights / checkpoints.COMPLETE_FILE).read_text())["digests"]
     )
     (tmp_path / "prompts.txt").write_text("what is 1 + 1?\n")
     monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
@@ -292,9 +292,9 @@ def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command,
         monkeypatch.setenv("OUTPUT", str(tmp_path / f"{place}.jsonl"))
         code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
         assert code == 0, printed
-        (weights / checkpoints.COMPLETE).unlink(missing_ok=True)
+        (weights / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
     # a record that is damaged itself says so
-    (weights / checkpoints.COMPLETE).write_text("{")
+    (weights / checkpoints.COMPLETE_FILE).write_text("{")
     monkeypatch.setenv("OUTPUT", str(tmp_path / "damaged.jsonl"))
     code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
     assert (code, "complete.json is damaged" in printed) == (2, True), printed
@@ -323,9 +323,9 @@ def test_comparing_large_weights_says_so(of_all_kinds, monkeypatch, caplog):
 
     from sft_play.process import waiting
 
-    real = checkpoints._digests
+    real = checkpoints._file_digests
     monkeypatch.setattr(waiting, "FIRST_S", 0.01)
-    monkeypatch.setattr(checkpoints, "_digests", lambda *given: time.sleep(0.3) or real(*given))
+    monkeypatch.setattr(checkpoints, "_file_digests", lambda *given: time.sleep(0.3) or real(*given))
     with caplog.at_level(logging.INFO):
-        checkpoints.require_sealed(of_all_kinds)
+        checkpoints.require_unchanged(of_all_kinds)
     assert f"Comparing {of_all_kinds} with its digests" in caplog.text

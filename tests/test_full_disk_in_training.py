@@ -112,7 +112,7 @@ def assert_kept(folder: Path, code: int, printed: str, *, steps: tuple[int, ...]
     assert "a bug in sft_play" not in printed
     names = [f"checkpoint-{step}" for step in steps]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
-    assert all(checkpoints.fault(path) is None for path in (folder / "checkpoints").iterdir())
+    assert all(checkpoints.find_damage(path) is None for path in (folder / "checkpoints").iterdir())
     assert [line["step"] for line in metrics(folder) if "loss" in line][: len(steps)] == list(steps)
 
 
@@ -266,7 +266,7 @@ def fill():
     import torch
     from sft_play.training.checkpoints import sharded_checkpoints
 
-    save, write = torch.save, sharded_checkpoints._Counted.write
+    save, write = torch.save, sharded_checkpoints._CountedFile.write
 
     def saved(value, path, *arguments, **options):
         if "checkpoint-2" in str(path):
@@ -280,7 +280,7 @@ def fill():
         return write(self, data)
 
     torch.save = saved
-    sharded_checkpoints._Counted.write = written
+    sharded_checkpoints._CountedFile.write = written
 
 
 if os.environ.get("RANK") == os.environ.get("FULL_FOR", "none"):
@@ -317,8 +317,8 @@ def test_ranks_end_with_one_message(tmp_path, tiny_llama, strategy, rank):
         assert answer.returncode == 2, printed
         assert "the last checkpoint is that of step 1; that of step 2 cannot be written into" in printed
         assert "Traceback" not in printed
-        assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-1"]
-        assert not (folder / "checkpoints" / checkpoints.STAGING).exists()
+        assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
+        assert not (folder / "checkpoints" / checkpoints.STAGING_NAME).exists()
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["status"] == "failed"
         if rank == "0":

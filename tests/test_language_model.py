@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from benchmarks.registry import small_base
 from sft_play.finished.load import load_folder
 from sft_play.training.checkpoints.full_state_dict import load_adapter
-from sft_play.training.checkpoints.model_saving import put_into_whole, write_weights
+from sft_play.training.checkpoints.model_saving import expand_to_full_class, write_weights
 from sft_play.training.class_checks.adapter_trial import linear_layers
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.model import language_model
@@ -78,7 +78,7 @@ def test_trained_weights_are_written_as_the_whole_class_reads_them(kind, tmp_pat
         for parameter in alone.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     write_weights(alone, tmp_path / "saved")
-    put_into_whole(alone, tmp_path / "saved", tmp_path / "base")
+    expand_to_full_class(alone, tmp_path / "saved", tmp_path / "base")
     again, found = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]

@@ -363,7 +363,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
 )
 def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, lost, message):
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
-    write = merged_weights.write_one_by_one
+    write = merged_weights.write_tensors
 
     def spoilt(folder, *args, **options):
         write(folder, *args, **options)
@@ -371,7 +371,7 @@ def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatc
         kept = {name: lost(name, tensor) for name, tensor in load_file(file).items()}
         save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file, {"format": "pt"})
 
-    monkeypatch.setattr(merged_weights, "write_one_by_one", spoilt)
+    monkeypatch.setattr(merged_weights, "write_tensors", spoilt)
     with pytest.raises(ModelError, match=message):
         merge_run(run)
     assert not (run.folder.path / "merged").exists()

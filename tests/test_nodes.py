@@ -204,8 +204,8 @@ def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, pri
     assert f"Engine: {strategy} proved: the model is a {wrapped} over 4 ranks" in printed
     assert losses(run) == pytest.approx(alone, rel=1e-5)
     assert len(alone) >= 2
-    (kept,) = checkpoints.complete_ones(run / "checkpoints")
-    assert checkpoints.step_of(kept) == 3
+    (kept,) = checkpoints.complete_checkpoints(run / "checkpoints")
+    assert checkpoints.checkpoint_step(kept) == 3
     with safe_open(run / "adapter" / "adapter_model.safetensors", framework="pt") as tensors:
         names = list(tensors.keys())
         assert len(names) == 2 * 2 * 7  # lora_A and lora_B of seven projections in two layers

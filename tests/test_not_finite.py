@@ -63,7 +63,7 @@ def test_a_step_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     assert "step 8: the gradient norm is nan, so the step was not taken: nothing was changed" in printed
     assert "the last checkpoint is that of step 6" in printed
     assert "train.on_nan=skip" in printed
-    found = checkpoints.complete_ones(folder / "checkpoints")
+    found = checkpoints.complete_checkpoints(folder / "checkpoints")
     assert [path.name for path in found] == ["checkpoint-3", "checkpoint-6"]
     code, printed, _ = train("one", *same, "train.on_nan=skip", verb="resume")  # what the message advises
     assert code == 0, printed
@@ -227,7 +227,7 @@ def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strat
     assert "step 3: the gradient norm is" in printed
     assert "the last checkpoint is that of step 2" in printed
     folder = world / "outputs" / name
-    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-1", "checkpoint-2"]
     code, printed = start(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
     assert code == 0, printed
     assert "from step 2" in printed

@@ -15,7 +15,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.starting.plan_run import kept_of
-from sft_play.training.checkpoints.checkpoints import path_of
+from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.prepare.device_checks import out_of_memory_message
 from sft_play.units import GIB
 
@@ -48,7 +48,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
         manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": vars(started), "layout": "ddp"}
         folder = RunFolder(tmp_path / str(number))
         create_run(folder, loaded, manifest=manifest, plan={"effective_batch": whole}).close()
-        path_of(folder.checkpoints, 1).mkdir(parents=True)
+        checkpoint_path(folder.checkpoints, 1).mkdir(parents=True)
         checkpointing = draw.choice([False, True, "selective"])
         advice = advised(started, checkpointing)
         found = re.search(r"SET=(\S+|'[^']*'), which resume takes too", advice)

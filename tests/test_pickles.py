@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.last_checkpoint import without_code
+from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -40,10 +40,10 @@ class Bad:
 
 def recommit(checkpoint: Path) -> None:
     """Make the record of a checkpoint true of its present files, as whoever crafts a folder can."""
-    sizes = checkpoints._sizes(checkpoint)
-    record = {"files": sizes, "digests": checkpoints._digests(checkpoint, sizes)}
-    (checkpoint / checkpoints.COMPLETE).write_text(checkpoints._text(record))
-    assert checkpoints.fault(checkpoint) is None
+    sizes = checkpoints._file_sizes(checkpoint)
+    record = {"files": sizes, "digests": checkpoints._file_digests(checkpoint, sizes)}
+    (checkpoint / checkpoints.COMPLETE_FILE).write_text(checkpoints._format_record(record))
+    assert checkpoints.find_damage(checkpoint) is None
 
 
 def craft(path: Path, made: Path) -> None:
@@ -66,17 +66,17 @@ def test_libraries_that_ask_for_everything_get_tensors_only(tmp_path, monkeypatc
         monkeypatch.setenv(variable, "1")
     torch.save({"tensor": torch.ones(2, dtype=torch.bfloat16), "number": 3}, tmp_path / "fine.pt")
     torch.save({"more": Bad(tmp_path / "made")}, tmp_path / "bad.pt")
-    with without_code(tmp_path):
+    with forbid_pickled_code(tmp_path):
         assert torch.load(tmp_path / "fine.pt", weights_only=False)["number"] == 3
-    with pytest.raises(RunFolderError, match=r"holds exec, which could run code$"), without_code(tmp_path):
+    with pytest.raises(RunFolderError, match=r"holds exec, which could run code$"), forbid_pickled_code(tmp_path):
         torch.load(tmp_path / "bad.pt", weights_only=False)
     monkeypatch.setenv("TRUST", "1")  # is about DeepSpeed's files
-    with pytest.raises(RunFolderError), without_code(tmp_path):
+    with pytest.raises(RunFolderError), forbid_pickled_code(tmp_path):
         torch.load(tmp_path / "bad.pt", weights_only=False)
     assert not (tmp_path / "made").exists()
     (tmp_path / "latest").write_text("global_step1")
     monkeypatch.setenv("TRUST", "0")
-    with pytest.raises(RunFolderError, match="TRUST=1"), without_code(tmp_path):
+    with pytest.raises(RunFolderError, match="TRUST=1"), forbid_pickled_code(tmp_path):
         torch.load(tmp_path / "bad.pt", weights_only=False)
     assert not (tmp_path / "made").exists()
     assert os.environ.get(variable or "none") == (None if variable is None else "1")
@@ -157,11 +157,11 @@ def test_a_table_of_contents_names_its_own_classes_only(name):
     import io
     import pickle
 
-    from sft_play.training.checkpoints.sharded_checkpoints import _Plain
+    from sft_play.training.checkpoints.sharded_checkpoints import _ContentsUnpickler
 
     module, _, one = name.rpartition(".")
     with pytest.raises(pickle.UnpicklingError, match="which no table of contents has"):
-        _Plain(io.BytesIO()).find_class(module, one)
+        _ContentsUnpickler(io.BytesIO()).find_class(module, one)
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from sft_play.finished.report.report import report, report_at_end, reported, sec
 from sft_play.finished.run import find_any
 from sft_play.runs.files import evaluations, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.training.checkpoints.card import figures_of
+from sft_play.training.checkpoints.card import result_figures
 from sft_play.training.loop.curriculum import _whole
 from sft_play.training.measure.evaluate import Figures
 from sft_play.training.measure.exact_match import Answer, Question
@@ -222,7 +222,7 @@ def test_a_value_of_another_kind_in_a_runs_file_is_no_traceback(tmp_path, plan_o
         assert lead_of(record)
         assert results_of([record, read_record(other)])
         assert list(sections_of(record, [], None))
-        assert len(list(figures_of(record.summary))) <= 2
+        assert len(list(result_figures(record.summary))) <= 2
 
 
 def test_a_number_that_is_none_is_left_out_with_a_warning_and_the_rest_is_shown(tmp_path, plan_of, caplog):

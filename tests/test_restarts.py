@@ -70,10 +70,10 @@ def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
-    written = checkpoints.path_of(checkpoints.staging(folder.checkpoints), step)
+    written = checkpoints.checkpoint_path(checkpoints.create_staging(folder.checkpoints), step)
     written.mkdir()
     (written / "model.safetensors").write_bytes(b"weights")
-    checkpoints.commit(written, folder.checkpoints, needed=())
+    checkpoints.commit_checkpoint(written, folder.checkpoints, required_files=())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -112,7 +112,7 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     assert restarts.wanted(folder, loaded)
     checkpoint(folder, 4)
     checkpoint(folder, 6)
-    (checkpoints.path_of(folder.checkpoints, 6) / checkpoints.COMPLETE).unlink()  # not whole
+    (checkpoints.checkpoint_path(folder.checkpoints, 6) / checkpoints.COMPLETE_FILE).unlink()  # not whole
     folder.update_manifest(died="rank 0 died")
     assert restarts.wanted(folder, loaded)
     folder.update_manifest(died="again")

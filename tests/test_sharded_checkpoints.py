@@ -47,7 +47,7 @@ from pathlib import Path
 if os.environ.get("RANK") == "1":
     from sft_play.training.checkpoints import sharded_checkpoints
 
-    write = sharded_checkpoints._Counted.write
+    write = sharded_checkpoints._CountedFile.write
 
     def instead(file, data):
         if os.environ["DISK_OF_RANK_1"] == "slow":
@@ -56,7 +56,7 @@ if os.environ.get("RANK") == "1":
             time.sleep(1000)
         return write(file, data)
 
-    sharded_checkpoints._Counted.write = instead
+    sharded_checkpoints._CountedFile.write = instead
 """
 """sitecustomize.py: a disk under rank 1 that is slow, or that stops for ever at the second checkpoint."""
 
@@ -200,7 +200,7 @@ def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, dis
     assert (folder / ".writing" / "checkpoint-2" / "shards").is_dir()  # rank 1 was killed in the midst
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
     assert checkpoints.is_complete(folder / "checkpoint-1")
-    assert checkpoints.last_sound(folder) == (folder / "checkpoint-1", {})
+    assert checkpoints.last_undamaged(folder) == (folder / "checkpoint-1", {})
 
 
 WAITS = """
@@ -290,11 +290,11 @@ def test_a_table_of_contents_runs_nothing(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    (tmp_path / sharded_checkpoints.FOLDER).mkdir()
+    (tmp_path / sharded_checkpoints.SHARDS_FOLDER).mkdir()
     for content in (pickle.dumps(Bad()), b"", b"\x80\x04garbage", pickle.dumps({"a": 1})):
-        (tmp_path / sharded_checkpoints.CONTENTS).write_bytes(content)
+        (tmp_path / sharded_checkpoints.CONTENTS_FILE).write_bytes(content)
         with pytest.raises(TrainingError, match=r"shards/\.metadata"):
-            sharded_checkpoints.stored_weights(tmp_path)
+            sharded_checkpoints.stored_weight_specs(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -302,32 +302,32 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.checkpoints.model_saving import keeps_names, whole_shapes, write_one_by_one
+    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes, write_tensors
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    shapes = whole_shapes(model)
-    assert keeps_names(model, shapes)
+    shapes = saved_shapes(model)
+    assert keeps_tensor_names(model, shapes)
     given = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     model.save_pretrained(tmp_path, state_dict={})
     options = {"shapes": shapes, "dtype_of": lambda _, tensor: tensor.dtype, "file_bytes": 100_000}
-    write_one_by_one(tmp_path, given.items(), **options)
+    write_tensors(tmp_path, given.items(), **options)
     sizes = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
     assert len(sizes) > 1
     assert max(sizes) < 100_000 + 10_000  # no tensor of this model is larger
     read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in given.items())
     with pytest.raises(ModelError, match="1 tensors were not gathered"):
-        write_one_by_one(tmp_path, list(given.items())[1:], **options)
+        write_tensors(tmp_path, list(given.items())[1:], **options)
     name = next(iter(given))
     with pytest.raises(ModelError, match=f"{name} was to be saved with shape"):
-        write_one_by_one(tmp_path, [(name, torch.zeros(3))], **options)
+        write_tensors(tmp_path, [(name, torch.zeros(3))], **options)
 
 
 def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from sft_play.training.checkpoints.model_saving import keeps_names, whole_shapes
+    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes
 
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -335,4 +335,4 @@ def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert not keeps_names(model, whole_shapes(model))
+    assert not keeps_tensor_names(model, saved_shapes(model))

@@ -536,10 +536,10 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
 @pytest.mark.build
 def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
     from sft_play.finished.evaluate import ship as module
-    from sft_play.training.checkpoints.checkpoints import seal
+    from sft_play.training.checkpoints.checkpoints import record_digests
 
     folder = random_run(tmp_path, "full", rows=120)
-    seal(folder / "model")
+    record_digests(folder / "model")
     path = folder / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

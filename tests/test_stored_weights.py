@@ -19,7 +19,7 @@ from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
-from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.finished_runs import finished_run
@@ -104,7 +104,7 @@ def plain_copy(folder: Path) -> Path:
     to.mkdir()
     make_tokenizer(to)
     save_file(
-        {name: one.read().contiguous() for name, one in tensors_in(folder).items()},
+        {name: one.read().contiguous() for name, one in open_tensors(folder).items()},
         to / "model.safetensors",
         {"format": "pt"},
     )
@@ -181,10 +181,10 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
     (tmp_path / "config.json").write_text(
         json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}})
     )
-    found = tensors_in(tmp_path)
+    found = open_tensors(tmp_path)
     assert set(found) == {name, "norm.weight"}
     assert found[name].shape == tuple(expected.shape)
-    assert tensors_in(tmp_path)[name].dtype == "BF16"
+    assert open_tensors(tmp_path)[name].dtype == "BF16"
     assert torch.equal(found[name].read(), expected)
 
 
@@ -192,7 +192,7 @@ def test_quantised_values_without_scales_are_refused(tmp_path):
     save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ModelError, match=r"a\.weight in F8_E4M3, and no scales"):
-        tensors_in(tmp_path)
+        open_tensors(tmp_path)
 
 
 @pytest.mark.build
@@ -204,7 +204,7 @@ def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, store
     merged = merge_run(run, dtype="fp32")
     config = json.loads((merged.path / "config.json").read_text())
     assert "quantization_config" not in config
-    assert {one.dtype for one in tensors_in(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
+    assert {one.dtype for one in open_tensors(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         ours, theirs = load_folder(merged.path)(input_ids=ids).logits, load_as_trained(run)(input_ids=ids).logits

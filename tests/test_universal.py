@@ -18,7 +18,7 @@ import torch
 
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints, universal
-from sft_play.training.checkpoints.last_checkpoint import without_code
+from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -54,9 +54,9 @@ def trainer(*, is_deepspeed: bool = True) -> Any:
 def test_what_as_many_ranks_wrote_is_read_as_it_is(tmp_path):
     checkpoint = written(tmp_path, 1)
     for one in (trainer(), trainer(is_deepspeed=False)):
-        with universal.readable(one, checkpoint) as path:
+        with universal.readable_checkpoint(one, checkpoint) as path:
             assert path == checkpoint
-    with universal.readable(trainer(is_deepspeed=False), written(tmp_path / "two", 2)) as path:
+    with universal.readable_checkpoint(trainer(is_deepspeed=False), written(tmp_path / "two", 2)) as path:
         assert path.parent == tmp_path / "two"
 
 
@@ -67,11 +67,11 @@ def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(t
     monkeypatch.setattr(universal, "free_bytes", lambda _: free)
     monkeypatch.setattr(universal, "_convert", lambda _, path, __: made.append(path) or path.mkdir())
     if fits:
-        with universal.readable(trainer(), checkpoint) as path:
-            assert path == made[0] == checkpoints.path_of(tmp_path / checkpoints.STAGING, 3)
+        with universal.readable_checkpoint(trainer(), checkpoint) as path:
+            assert path == made[0] == checkpoints.checkpoint_path(tmp_path / checkpoints.STAGING_NAME, 3)
     else:
         with pytest.raises(RunFolderError, match=r"checkpoint-3 for another number of ranks .* about 5,300 bytes"):
-            universal.readable(trainer(), checkpoint).__enter__()
+            universal.readable_checkpoint(trainer(), checkpoint).__enter__()
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3"}
     assert before == {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
 
@@ -84,7 +84,7 @@ import os
 def keep():
     from sft_play.training.checkpoints import universal
 
-    read = universal.loaded
+    read = universal.finish_loading
 
     def loaded(trainer, path):
         is_copy = (path / "latest_universal").is_file()
@@ -92,7 +92,7 @@ def keep():
         if is_copy:
             trainer.model_wrapped.save_checkpoint(os.environ["KEPT"], exclude_frozen_parameters=True)
 
-    universal.loaded = loaded
+    universal.finish_loading = loaded
 
 
 def die():
@@ -113,7 +113,7 @@ if os.environ.get("RANK") == "0" and os.environ.get("DIES"):
 def states(checkpoint: Path, aside: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], set[float]]:
     """Of a checkpoint of DeepSpeed: each whole weight and moment, the optimizer's groups, its counts of steps."""
     (parts,) = checkpoint.glob("global_step*")
-    with without_code(checkpoint):
+    with forbid_pickled_code(checkpoint):
         universal._convert(checkpoint, aside, parts)
     (zero,) = aside.glob("*/zero")
     tensors, steps = {}, set()
@@ -210,7 +210,7 @@ def test_a_kill_while_it_is_converted_leaves_the_checkpoint_and_the_next_resume_
     folder = world / "outputs" / name
     broken = run(world, "resume", *words, RUN=name, NPROC="1", DIES="1")
     assert broken.returncode == 1, broken.stdout + broken.stderr
-    assert checkpoints.fault(folder / "checkpoints" / "checkpoint-2") is None
+    assert checkpoints.find_damage(folder / "checkpoints" / "checkpoint-2") is None
     ended = run(world, "resume", *words, RUN=name, NPROC="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert losses(folder) == pytest.approx(unbroken("zero2", *words), rel=1e-5)

@@ -34,7 +34,7 @@ from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.starting.plan_run import plan_for
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.model_saving import whole_shapes
+from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
@@ -392,7 +392,7 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
-    shapes = whole_shapes(build_meta_model(drawn, trust_remote_code=False))
+    shapes = saved_shapes(build_meta_model(drawn, trust_remote_code=False))
     wanted = {name: list(shape) for name, shape in shapes.items()}
 
     def made(**changes: Any) -> Any:
@@ -525,9 +525,9 @@ def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, num
     printed = (tmp_path / "log").read_text()
     assert "saving at the end of this step, then stopping" in printed
     assert "Traceback" not in printed
-    last = checkpoints.last_complete(folder / "checkpoints")
+    last = checkpoints.last_complete_checkpoint(folder / "checkpoints")
     assert last is not None
-    assert f"stopped at step {checkpoints.step_of(last)}, state saved" in printed
+    assert f"stopped at step {checkpoints.checkpoint_step(last)}, state saved" in printed
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
 
 

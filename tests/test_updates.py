@@ -25,7 +25,7 @@ from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import plan_run
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.checkpoints import path_of
+from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.loop.optimizers import round_stochastically, rounding
 from sft_play.training.measure.updates import UpdateFacts
 from tests.models import make_llama
@@ -336,7 +336,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
     folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
-    path_of(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
+    checkpoint_path(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
     stopped = plan_run.stopped_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
@@ -423,7 +423,7 @@ def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
-    found = dict(full_state_dict.saved_with_adapter(model))
+    found = dict(full_state_dict.adapter_parameters(model))
     wanted = get_peft_model_state_dict(model)
     saved = get_peft_model_state_dict(model, state_dict=found)
     assert saved.keys() == wanted.keys()

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from sft_play.errors import RunFolderError, SftPlayError, TrainingError
 from sft_play.files import atomic
 from sft_play.log import one_line
-from sft_play.training.checkpoints.full_state_dict import gathered, saved_with_adapter
-from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights
+from sft_play.training.checkpoints.full_state_dict import adapter_parameters, gather_to_cpu
+from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes, write_weights
 from sft_play.training.ranks.distributed import of_all
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,8 @@ def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[st
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if keep else {}
-    tensors = saved_with_adapter(bare) if hasattr(bare, "peft_config") else bare.state_dict(keep_vars=True).items()
-    return gathered(tensors, keep=keep)
+    tensors = adapter_parameters(bare) if hasattr(bare, "peft_config") else bare.state_dict(keep_vars=True).items()
+    return gather_to_cpu(tensors, keeps_copies=keep)
 
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
@@ -163,4 +163,4 @@ def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: P
             tokenizer.save_pretrained(aside)
     except OSError as error:
         raise RunFolderError(f"{aside} cannot be written: {error.strerror or error}") from error
-    check_saved_weights(aside, expected=whole_shapes(bare) if hasattr(bare, "save_pretrained") else None)
+    check_saved_weights(aside, expected=saved_shapes(bare) if hasattr(bare, "save_pretrained") else None)

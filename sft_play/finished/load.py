@@ -19,7 +19,7 @@ from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.manifest import first_day
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
-from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import fit_tied_embeddings, locate_text_tower, prepare_text_config
 from sft_play.training.model.model_loading import (
@@ -131,7 +131,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             raise ModelError(f"{folder} holds quantised weights, and no run of this toolkit saves such")
         config, key_mapping = prepare_text_config(whole), None
         if config is not whole:  # of an image-text model its language model
-            fit_tied_embeddings(whole, config, lambda: set(tensors_in(folder)))
+            fit_tied_embeddings(whole, config, lambda: set(open_tensors(folder)))
             with torch.device("meta"):
                 tower = locate_text_tower(whole, AutoModelForCausalLM.from_config(config))
             key_mapping = tower.key_mapping if tower is not None else None

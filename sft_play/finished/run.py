@@ -27,7 +27,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.files import refusal
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
-from sft_play.training.checkpoints.checkpoints import require_sealed
+from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.units import gib
 
 
@@ -107,7 +107,7 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
     weights = folder.model_path(adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
-    require_sealed(weights)
+    require_unchanged(weights)
     return FinishedRun(folder, config, manifest, weights)
 
 
@@ -143,9 +143,9 @@ def base_folder(run: FinishedRun) -> Path:
         return folder
     if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
         raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
-    from sft_play.training.checkpoints.tensor_files import base_files
+    from sft_play.training.checkpoints.tensor_files import fetch_base_folder
 
-    return base_files(name, revision=recorded.get("sha256") or run.config.model.revision)
+    return fetch_base_folder(name, revision=recorded.get("sha256") or run.config.model.revision)
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:

@@ -126,9 +126,9 @@ def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutNa
     because = stopped.cannot_become(layout) if stopped else None
     if because is None or stopped is None:
         return
-    from sft_play.training.checkpoints.checkpoints import last_complete
+    from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
 
-    if last_complete(folder.checkpoints) is None:
+    if last_complete_checkpoint(folder.checkpoints) is None:
         return  # without a checkpoint it starts again from the first step
     raise RunFolderError(
         f"{folder.path} cannot be resumed: {because}; resume with STRATEGY={stopped.layout}, "

@@ -321,14 +321,14 @@ def take_death(folder: RunFolder) -> str | None:
 
 
 def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
-    from sft_play.training.checkpoints.checkpoints import last_complete, step_of
+    from sft_play.training.checkpoints.checkpoints import checkpoint_step, last_complete_checkpoint
 
     begun = [stage for one in loaded.config.curriculum if (stage := folder.of_stage(one.name)).has_begun]
     part = begun[-1] if begun else folder
-    last, of = last_complete(part.checkpoints), f" of stage {part.stage}" if part.stage else ""
+    last, of = last_complete_checkpoint(part.checkpoints), f" of stage {part.stage}" if part.stage else ""
     if last is None:
         return 0, f"the beginning{of}: there is no checkpoint"
-    return step_of(last), f"the checkpoint of step {step_of(last)}{of}"
+    return checkpoint_step(last), f"the checkpoint of step {checkpoint_step(last)}{of}"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from sft_play.planner.precision import SHORT
 from sft_play.runs import oom
 from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
+from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.loop.curriculum import Stages
@@ -84,7 +84,7 @@ def train(
     Interrupted: the user stopped the run, and its state was saved."""
     sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
     with explain_out_of_memory(job.plan):
-        checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
+        checkpoint = find_last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
         watch.memory.peaks.forget()  # those of the stage before
         is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
@@ -123,7 +123,7 @@ def _train(
     metrics: Sequence[str],
     check: GradientCheck,
 ) -> Trained:
-    step = checkpoints.step_of(checkpoint) if checkpoint else None
+    step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
     train = job.loaded.config.train
@@ -175,7 +175,7 @@ def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
-                    backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
+                    backend, checkpoints.checkpoint_step(checkpoint), precision, where)  # fmt: skip
     elif job.resume:
         logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
     else:

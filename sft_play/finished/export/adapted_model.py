@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
-from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_duplicate_name
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -89,7 +89,7 @@ class AdaptedModel:
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
         tower = self.model_spec.text_tower
         in_file = str if tower is None else tower.to_full_name
-        saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_saved_twice(name)}
+        saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_duplicate_name(name)}
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
         names = adapter_names(peft_model)
         lost = sorted(set(names) ^ set(saved))

@@ -19,7 +19,7 @@ from sft_play.finished.export.merge import record_test
 from sft_play.finished.export.places import MERGED, require_merged
 from sft_play.finished.load import evenly_spaced, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome, next_line
-from sft_play.training.checkpoints.checkpoints import require_sealed
+from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -86,7 +86,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     merged; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED
     require_merged(run, target)
-    require_sealed(target)
+    require_unchanged(target)
     quiet_libraries()
     data = held_out(run)
     chosen = spaced(data.split.rows, rows)

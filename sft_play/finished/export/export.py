@@ -57,7 +57,7 @@ from sft_play.finished.run import (
     text_only_of,
 )
 from sft_play.runs.files import read_json, write_json
-from sft_play.training.checkpoints.tensor_files import tensors_in, weight_files
+from sft_play.training.checkpoints.tensor_files import open_tensors, weight_files
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -225,7 +225,7 @@ def _quant(model: Path, given: Quant | None) -> Quant:
 
 def _dtype(model: Path) -> str:
     counts: dict[str, int] = {}
-    for one in tensors_in(model).values():
+    for one in open_tensors(model).values():
         counts[one.dtype] = counts.get(one.dtype, 0) + math.prod(one.shape)
     return max(counts, key=lambda dtype: counts[dtype])
 

@@ -46,8 +46,8 @@ from sft_play.finished.run import (
 from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
 from sft_play.runs.locking import lock
-from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
-from sft_play.training.checkpoints.checkpoints import seal
+from sft_play.training.checkpoints.card import CardFacts, WeightsKind, write_card
+from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import set_dtype
 from sft_play.training.prepare.experts import holds_routed_experts
 from sft_play.training.prepare.model_spec import ModelSpec, peft_loading_warning
@@ -114,7 +114,7 @@ def merge_run(
         require_space(building, weights.most_bytes, "the merged model needs")
         weights.write(building, file_bytes)
         stops = _write_configs(adapted, folder, building, weights.dtype)
-        seal(building)
+        record_digests(building)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         adapter = base_weights_identity(str(run.weights), None)["sha256"]
@@ -133,7 +133,7 @@ def merge_run(
 
 
 def card_facts(
-    run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: Kind = "merged", dtype: str = ""
+    run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
     summary = read_summary(run.folder.path)  # the card has fewer lines without one

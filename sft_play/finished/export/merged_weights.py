@@ -15,15 +15,15 @@ from torch import nn
 from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.log import one_line
-from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.checkpoints.full_state_dict import tied_weight_names
 from sft_play.training.checkpoints.model_saving import (
-    put_into_whole,
-    renamed,
-    saved_dtypes,
-    write_one_by_one,
+    apply_key_mapping,
+    expand_to_full_class,
+    saved_dtype_rule,
+    write_tensors,
     write_weights,
 )
-from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model.model_loading import TORCH_DTYPES, read_model, silence_load_report
 from sft_play.units import gib
 
@@ -39,7 +39,7 @@ class MergedWeights:
 
     def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._folder = adapted, folder
-        self._opened = tensors_in(folder)
+        self._opened = open_tensors(folder)
         self._tensors = {name: (one.file, one.shape, one.dtype) for name, one in self._opened.items()}
         self._given = dtype
         self.dtype = dtype or self._dtype_of_files()
@@ -74,10 +74,10 @@ class MergedWeights:
         shapes."""
         if self.is_streamed:
             shapes, tensors = dict(self._shapes()), self._merged_tensors()
-            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+            write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
-        misfit = self._misfit((name, one.shape) for name, one in tensors_in(folder).items())
+        misfit = self._misfit((name, one.shape) for name, one in open_tensors(folder).items())
         if misfit is not None:
             raise ModelError(f"the merged weights are not those of a {type(self._adapted.plain).__name__}: {misfit}")
 
@@ -104,7 +104,7 @@ class MergedWeights:
         except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
             return one_line(str(error), limit=300)
         kinds = {
-            "are missing": set(found["missing_keys"]) - tied_names(model),
+            "are missing": set(found["missing_keys"]) - tied_weight_names(model),
             "have another shape": {str(item[0]) for item in found["mismatched_keys"]},
             "are unknown to it": set(found["unexpected_keys"]) & extra,  # the base's own unused ones are kept
         }
@@ -159,7 +159,7 @@ class MergedWeights:
         return tensor.to(base.dtype) if self._given is None else tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = saved_dtypes(self._adapted.plain, self._given)(name, tensor)
+        dtype = saved_dtype_rule(self._adapted.plain, self._given)(name, tensor)
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
         return dtype
@@ -185,7 +185,7 @@ class MergedWeights:
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, dtype=self.dtype)
-        put_into_whole(model, folder, self._folder, dtype=self._given)
+        expand_to_full_class(model, folder, self._folder, dtype=self._given)
 
 
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
@@ -231,7 +231,7 @@ class _Stack:
         from transformers.core_model_loading import revert_weight_conversion
 
         mapping = _key_mapping(self._adapted) or {}
-        names = {renamed(key, mapping): key for key in self.keys}
+        names = {apply_key_mapping(key, mapping): key for key in self.keys}
         for name, tensor in revert_weight_conversion(self._adapted.plain, {self._target: joined}).items():
             yield names.get(name, name), tensor
 

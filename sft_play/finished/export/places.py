@@ -10,7 +10,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.runs.files import read_json
-from sft_play.training.checkpoints.checkpoints import require_sealed
+from sft_play.training.checkpoints.checkpoints import require_unchanged
 
 Format = Literal["gguf", "ollama", "vllm"]
 # How a GGUF stores weights, the coarsest last: those that need no importance matrix.
@@ -69,7 +69,7 @@ def merge_record(folder: Path) -> dict[str, Any]:
 def refuse_another_model(folder: Path, run: FinishedRun) -> None:
     """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
     than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
-    require_sealed(folder)
+    require_unchanged(folder)
     record = merge_record(folder)
     test = record.get("test") or {}
     again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")

@@ -160,7 +160,7 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
     the stop tokens."""
     settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
     stops = stop_tokens(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
-    set_stop_tokens(folder, stops, tokenizer.pad_token_id, of=source)
+    set_stop_tokens(folder, stops, tokenizer.pad_token_id, source_folder=source)
     return stops
 
 

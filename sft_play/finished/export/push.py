@@ -99,15 +99,15 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     # after what is refused without torch, which this imports
-    from sft_play.training.checkpoints.card import CARD, HERE, base_of
+    from sft_play.training.checkpoints.card import CARD_FILE, REPOSITORY_PLACEHOLDER, describe_base
 
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
-    base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
+    base = describe_base(run.config)  # by the name that others find it under, since a local path means nothing to them
     files = _chosen(folder)
-    if CARD in files:
-        files[CARD] = (folder / CARD).read_text(encoding="utf-8").replace(HERE, name).encode()
+    if CARD_FILE in files:
+        files[CARD_FILE] = (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, name).encode()
     notes = [line for line in [merge_words(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}

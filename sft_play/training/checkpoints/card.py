@@ -26,17 +26,17 @@ from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 # Placeholder for the repository in the card's code, until it is uploaded.
-HERE = "USER/NAME"
-Kind = Literal["adapter", "model", "merged"]
+REPOSITORY_PLACEHOLDER = "USER/NAME"
+WeightsKind = Literal["adapter", "model", "merged"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _VERSIONS = ("sft_play", "torch", "transformers", "peft", "trl", "bitsandbytes", "python")
 
 
 @dataclass(frozen=True)
-class Base:
+class CardBase:
     """The base model as a card names it."""
 
     name: str
@@ -50,7 +50,7 @@ class Base:
 class CardFacts:
     """What a card is about. `stop`: token ids that end an answer. `manifest`, `summary`: the run's."""
 
-    kind: Kind
+    kind: WeightsKind
     name: str
     config: RunConfig
     plan: Plan
@@ -64,29 +64,29 @@ class CardFacts:
 
 def write_card(folder: Path, facts: CardFacts) -> None:
     """Write the card into the folder of the weights."""
-    write_text(folder / CARD, card_of(facts, base_of(facts.config)))
+    write_text(folder / CARD_FILE, render_card(facts, describe_base(facts.config)))
 
 
-def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
+def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
     """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
-    where = model_location(config)
+    location = model_location(config)
     try:
-        of_base = GenerationConfig.from_pretrained(where, revision=config.model.revision).eos_token_id
+        base_stop_ids = GenerationConfig.from_pretrained(location, revision=config.model.revision).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
-        of_base = None
-    return stop_ids(config.task_mode, tokenizer, renderer, of_base)
+        base_stop_ids = None
+    return stop_ids(config.task_mode, tokenizer, renderer, base_stop_ids)
 
 
-def card_of(facts: CardFacts, base: Base) -> str:
+def render_card(facts: CardFacts, base: CardBase) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]
     kwargs, versions = settings_of(config.data.chat_template_kwargs), facts.manifest.get("versions") or {}
-    trust = ["trust_remote_code=True"] * config.model.trust_remote_code
-    classes, options = _loading(facts, base, trust)
-    text = _template().render(
+    trust_arguments = ["trust_remote_code=True"] * config.model.trust_remote_code
+    classes, options = _loading_code(facts, base, trust_arguments)
+    text = _load_template().render(
         front_matter=_front_matter(facts, base).to_yaml(),
         name=facts.name,
         what={
@@ -94,26 +94,26 @@ def card_of(facts: CardFacts, base: Base) -> str:
             "model": f"`{base.name}` after {method}, all weights.",
             "merged": f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype}).",
         }[facts.kind],
-        base=base, here=HERE, is_adapter=is_adapter, classes=classes, options=options, trust=trust,
-        resize_to=facts.model_spec.resize_to, stop=list(facts.stop), plan=facts.plan, config=config,
+        base=base, here=REPOSITORY_PLACEHOLDER, is_adapter=is_adapter, classes=classes, options=options,
+        trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop), plan=facts.plan, config=config,
         template_options=f", **{kwargs!r}" if kwargs else "",
-        results=_results(facts), data=_data(facts), settings=[["method", method], *_settings(facts)],
+        results=_result_rows(facts), data=_data_rows(facts), settings=[["method", method], *_setting_rows(facts)],
         licence=base.license.get("license_name") or base.license.get("license"),
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
     return str(ModelCard(text))
 
 
-def _template() -> Template:
+def _load_template() -> Template:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
     return environment.get_template("card.md.jinja")
 
 
-def _front_matter(facts: CardFacts, base: Base) -> ModelCardData:
+def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
     config = facts.config
-    paths = [config.data.train_path, config.data.text_path, *(one.path for one in config.data.sources)]
+    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
     datasets = sorted(
         {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
     )
@@ -128,42 +128,42 @@ def _front_matter(facts: CardFacts, base: Base) -> ModelCardData:
     )
 
 
-def base_of(config: RunConfig) -> Base:
+def describe_base(config: RunConfig) -> CardBase:
     """What the base is called where others can find it, and its licence where its own card or config tells it."""
     name = config.model.name
     if name == BASE_NAME:
-        return Base(name, False, {})
+        return CardBase(name, False, {})
     folder = find_model_folder(name)
     if folder is None:
-        return Base(name, True, _license_of(name))
+        return CardBase(name, True, _read_license(name))
     settings = read_json(folder / "config.json")
     cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(settings.get("_name_or_path") or "")
     hub_id = "/".join(cached.groups()) if cached else recorded
     is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
-    license_ = _license_of(str(folder / CARD)) if (folder / CARD).is_file() else {}
-    return Base(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _named(settings))
+    license_ = _read_license(str(folder / CARD_FILE)) if (folder / CARD_FILE).is_file() else {}
+    return CardBase(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _license_fields(settings))
 
 
-def _license_of(place: str) -> dict[str, str]:
+def _read_license(card: str) -> dict[str, str]:
     try:
-        return _named(ModelCard.load(place, ignore_metadata_errors=True).data.to_dict())
+        return _license_fields(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
     except Exception:  # no network, no card, not allowed, or other people's YAML: the licence is left out
         return {}
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+def _license_fields(settings: Mapping[str, Any]) -> dict[str, str]:
     keys = ("license", "license_name", "license_link")
-    kept = {key: settings[key] for key in keys if isinstance(settings.get(key), str) and settings[key]}
-    return kept if "license" in kept else {}
+    fields = {key: settings[key] for key in keys if isinstance(settings.get(key), str) and settings[key]}
+    return fields if "license" in fields else {}
 
 
-def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:
+def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     config = facts.config
-    is_tower = facts.model_spec.text_tower is not None
-    classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
+    is_text_tower = facts.model_spec.text_tower is not None
+    classes = ["AutoModelForImageTextToText" if is_text_tower else "AutoModelForCausalLM", "AutoTokenizer"]
     if facts.kind != "adapter":
-        return classes, ['dtype="auto"', 'device_map="auto"', *trust]
-    options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *trust]
+        return classes, ['dtype="auto"', 'device_map="auto"', *trust_arguments]
+    options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *trust_arguments]
     if base.is_on_hub and config.model.revision:
         options.append(f"revision={json.dumps(config.model.revision)}")
     if config.tuning.mode == "qlora":
@@ -172,39 +172,39 @@ def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[s
     return classes, options
 
 
-def _results(facts: CardFacts) -> list[list[str]]:
+def _result_rows(facts: CardFacts) -> list[list[str]]:
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
-    count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
-    rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
-    rows += map(list, figures_of(facts.summary))
+    row_count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
+    rows = [[f"{row_count:,} {'validation' if split == 'val' else split} rows" if row_count else "", "before", "after"]]
+    rows += map(list, result_figures(facts.summary))
     return rows if len(rows) > 1 else []
 
 
-def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Name and values, in words, of each figure that was measured before training or after; exact match with how many
     answers it is of, where they are fewer than the rows."""
-    measured = [summary.get(when) or {} for when in ("before", "after")]
-    fewer = {one["generated_rows"] for one in measured if 0 < one.get("generated_rows", 0) < one["rows"]}
-    match = f"exact match of {max(fewer):,} answers" if fewer else "exact match"
-    for key, name, form in (("loss", "loss", "{:.4f}"), ("exact_match", match, "{:.1%}")):
-        both = [one.get(key) for one in measured]
-        if any(value is not None for value in both):
-            before, after = ("not measured" if value is None else form.format(value) for value in both)
+    measured = [summary.get(moment) or {} for moment in ("before", "after")]
+    answer_counts = {figures["generated_rows"] for figures in measured if 0 < figures.get("generated_rows", 0) < figures["rows"]}
+    match_name = f"exact match of {max(answer_counts):,} answers" if answer_counts else "exact match"
+    for key, name, template in (("loss", "loss", "{:.4f}"), ("exact_match", match_name, "{:.1%}")):
+        values = [figures.get(key) for figures in measured]
+        if any(value is not None for value in values):
+            before, after = ("not measured" if value is None else template.format(value) for value in values)
             yield name, before, after
 
 
-def _data(facts: CardFacts) -> list[list[str]]:
+def _data_rows(facts: CardFacts) -> list[list[str]]:
     """Rows and tokens of each split, as the manifest has them; never a row, a path or a file's name."""
     rows = []
-    for name, fact in (facts.manifest.get("data") or {}).items():
-        report = fact.get("report") if isinstance(fact, Mapping) else None
+    for name, entry in (facts.manifest.get("data") or {}).items():
+        report = entry.get("report") if isinstance(entry, Mapping) else None
         if report and name.split()[-1] in ("train", "val", "test"):
             numbers = [f"{report[key]:,}" for key in ("rows_kept", "tokens", "tokens_trained")]
             rows.append([name, str(report.get("format") or ""), *numbers])
     return rows
 
 
-def _settings(facts: CardFacts) -> list[list[str]]:
+def _setting_rows(facts: CardFacts) -> list[list[str]]:
     config, spec = facts.config, facts.model_spec
     train, lora = config.train, config.tuning.lora
     rows = []

@@ -19,38 +19,38 @@ from sft_play.process.waiting import waiting
 from sft_play.runs.files import flush
 from sft_play.units import MIB
 
-PREFIX = "checkpoint-"
+CHECKPOINT_PREFIX = "checkpoint-"
 # Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.
 # Beside the weights of a finished run it says what they were when they were written.
-COMPLETE = "complete.json"
+COMPLETE_FILE = "complete.json"
 # What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing.
-PIECE_BYTES = 64 * MIB
-HASHING_THREADS = 8
-STAGING = ".writing"
+HASH_PIECE_BYTES = 64 * MIB
+HASH_THREADS = 8
+STAGING_NAME = ".writing"
 # Files without which training cannot be resumed exactly.
-NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+RESUME_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 # Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint.
-WEIGHTS = (".safetensors", ".distcp")
+WEIGHT_SUFFIXES = (".safetensors", ".distcp")
 # files beside trained weights that people may change
-_EDITED = re.compile(r".*\.(md|jinja)|.*config.*\.json")
+_EDITABLE_FILES = re.compile(r".*\.(md|jinja)|.*config.*\.json")
 
 
-def path_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """The path of a step's checkpoint."""
-    return folder / f"{PREFIX}{step}"
+    return folder / f"{CHECKPOINT_PREFIX}{step}"
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The optimizer step that a checkpoint was written at."""
-    return int(checkpoint.name.removeprefix(PREFIX))
+    return int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
 
 
 def staging_path(folder: Path) -> Path:
     """Where the next checkpoint is written."""
-    return folder / STAGING
+    return folder / STAGING_NAME
 
 
-def staging(folder: Path) -> Path:
+def create_staging(folder: Path) -> Path:
     """An empty folder in which the next checkpoint is written."""
     path = staging_path(folder)
     shutil.rmtree(path, ignore_errors=True)
@@ -58,174 +58,175 @@ def staging(folder: Path) -> Path:
     return path
 
 
-def commit(
-    written: Path, folder: Path, *, needed: Sequence[str] = NEEDED, moved: Callable[[int], None] | None = None
+def commit_checkpoint(
+    staged: Path, folder: Path, *, required_files: Sequence[str] = RESUME_FILES, on_bytes: Callable[[int], None] | None = None
 ) -> Path:
-    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path. `moved`
-    is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or empty."""
-    sizes = _sizes(written)
-    lacking = [name for name in needed if not sizes.get(name)]
-    if not any(name.endswith(WEIGHTS) and size > 0 for name, size in sizes.items()):
-        lacking.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
-    if lacking:
-        raise TrainingError(f"the checkpoint {written} was written without {', '.join(lacking)}; is the disk full?")
-    seal(written, moved=moved)
-    flush(written)  # a rename can outlive a power cut that what it names does not
-    final = folder / written.name
-    atomic.move_into_place(written, final, backup=folder / f"{STAGING}-old")
+    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
+    `on_bytes` is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or
+    empty."""
+    sizes = _file_sizes(staged)
+    missing = [name for name in required_files if not sizes.get(name)]
+    if not any(name.endswith(WEIGHT_SUFFIXES) and size > 0 for name, size in sizes.items()):
+        missing.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
+    if missing:
+        raise TrainingError(f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?")
+    record_digests(staged, on_bytes=on_bytes)
+    flush(staged)  # a rename can outlive a power cut that what it names does not
+    final = folder / staged.name
+    atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
     with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
         flush(folder, below=False)
     with contextlib.suppress(OSError):
-        written.parent.rmdir()
+        staged.parent.rmdir()
     return final
 
 
-def seal(folder: Path, *, moved: Callable[[int], None] | None = None) -> None:
-    """Write down the size and digest of each file; `moved` is called with the bytes that were hashed."""
-    sizes = _sizes(folder)
-    record = {"files": sizes, "digests": _digests(folder, sizes, moved)}
-    (folder / COMPLETE).write_text(_text(record), encoding="utf-8")
+def record_digests(folder: Path, *, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Write down the size and digest of each file; `on_bytes` is called with the bytes that were hashed."""
+    sizes = _file_sizes(folder)
+    record = {"files": sizes, "digests": _file_digests(folder, sizes, on_bytes)}
+    (folder / COMPLETE_FILE).write_text(_format_record(record), encoding="utf-8")
 
 
-def require_sealed(folder: Path) -> None:
+def require_unchanged(folder: Path) -> None:
     """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
-    no digests, and what people edit (`_EDITED`) may change."""
+    no digests, and what people edit (`_EDITABLE_FILES`) may change."""
     with waiting(f"Comparing {folder} with its digests"):
-        difference = fault(folder, but=_EDITED) if (folder / COMPLETE).is_file() else None
-    if difference is not None:
+        damage = find_damage(folder, editable=_EDITABLE_FILES) if (folder / COMPLETE_FILE).is_file() else None
+    if damage is not None:
         raise ModelError(
-            f"{folder} is not what was written: {difference}. Put back a copy of it, or write it again (make "
+            f"{folder} is not what was written: {damage}. Put back a copy of it, or write it again (make "
             "consolidate from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove "
-            f"{folder / COMPLETE}"
+            f"{folder / COMPLETE_FILE}"
         )
 
 
-def _sizes(checkpoint: Path) -> dict[str, int]:
+def _file_sizes(checkpoint: Path) -> dict[str, int]:
     return {
         str(item.relative_to(checkpoint)): item.stat().st_size
         for item in sorted(checkpoint.rglob("*"))
-        if item.is_file() and item.name != COMPLETE
+        if item.is_file() and item.name != COMPLETE_FILE
     }
 
 
-def _digests(checkpoint: Path, sizes: Mapping[str, int], moved: Callable[[int], None] | None = None) -> dict[str, str]:
+def _file_digests(checkpoint: Path, sizes: Mapping[str, int], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:
     """For each file the SHA-256 of the SHA-256 digests of its pieces."""
-    pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, PIECE_BYTES)]
-    whole = {name: hashlib.sha256() for name in sizes}
-    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda piece: _hashed(checkpoint / piece[0], piece[1]), pieces)
-        for (name, start), digest in zip(pieces, found, strict=True):
-            whole[name].update(digest)
-            if moved is not None:
-                moved(min(PIECE_BYTES, sizes[name] - start))
-    return {name: digest.hexdigest() for name, digest in whole.items()}
+    pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, HASH_PIECE_BYTES)]
+    hashes = {name: hashlib.sha256() for name in sizes}
+    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
+        piece_digests = pool.map(lambda piece: _hash_piece(checkpoint / piece[0], piece[1]), pieces)
+        for (name, start), digest in zip(pieces, piece_digests, strict=True):
+            hashes[name].update(digest)
+            if on_bytes is not None:
+                on_bytes(min(HASH_PIECE_BYTES, sizes[name] - start))
+    return {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
-def _hashed(path: Path, start: int) -> bytes:
+def _hash_piece(path: Path, start: int) -> bytes:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(start)
-        for _ in range(PIECE_BYTES // MIB):
+        for _ in range(HASH_PIECE_BYTES // MIB):
             digest.update(file.read(MIB))
     return digest.digest()
 
 
-def _text(record: Mapping[str, Any]) -> str:
+def _format_record(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=1)
 
 
-def _record(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def _read_record(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """What was written down when it was finished: `files` and `digests`; empty where that is not what is there."""
     try:
-        text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
+        text = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
         record = json.loads(text)
-        is_ours = set(record) == {"files", "digests"} and _text(record) == text
-        return {key: dict(record[key]) for key in record} if is_ours else {}
+        is_canonical = set(record) == {"files", "digests"} and _format_record(record) == text
+        return {key: dict(record[key]) for key in record} if is_canonical else {}
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether the checkpoint was finished, and all its files still have their sizes. Their contents are not read."""
-    return fault(checkpoint, contents=False) is None
+    return find_damage(checkpoint, reads_contents=False) is None
 
 
-def fault(
+def find_damage(
     checkpoint: Path,
     *,
-    contents: bool = True,
-    but: re.Pattern[str] | None = None,
-    moved: Callable[[int], None] | None = None,
+    reads_contents: bool = True,
+    editable: re.Pattern[str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not. `contents`: all files are read,
-    and their digests compared; `moved` is called with the bytes. With `but`, files of such names may have changed, and
-    more of any name may be there."""
-    record = _record(checkpoint)
+    """How a checkpoint differs from what was written, in words; None where it does not. `reads_contents`: all files are
+    read, and their digests compared; `on_bytes` is called with the bytes. With `editable`, files of such names may have
+    changed, and more of any name may be there."""
+    record = _read_record(checkpoint)
     expected, digests = (
-        {name: one for name, one in record.get(key, {}).items() if but is None or not but.fullmatch(name)}
+        {name: entry for name, entry in record.get(key, {}).items() if editable is None or not editable.fullmatch(name)}
         for key in ("files", "digests")
     )
     if not expected:
-        damaged = (checkpoint / COMPLETE).is_file()
-        return f"{COMPLETE} is damaged" if damaged else f"it was never finished (no {COMPLETE})"
+        is_damaged = (checkpoint / COMPLETE_FILE).is_file()
+        return f"{COMPLETE_FILE} is damaged" if is_damaged else f"it was never finished (no {COMPLETE_FILE})"
     try:
-        sizes = {name: size for name, size in _sizes(checkpoint).items() if but is None or name in expected}
+        sizes = {name: size for name, size in _file_sizes(checkpoint).items() if editable is None or name in expected}
         if sizes != expected:
             wrong = [f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items()
                      if sizes.get(name) != size]  # fmt: skip
             return ", ".join(wrong[:4]) or "it holds files that it was not written with"
-        found = _digests(checkpoint, sizes, moved) if contents else digests
+        actual_digests = _file_digests(checkpoint, sizes, on_bytes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
-    changed = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
+    changed = sorted(name for name in actual_digests.keys() | digests.keys() if actual_digests.get(name) != digests.get(name))
     return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
 
 
-def skipped(checkpoint: Path, found: str) -> str:
+def skipped_line(checkpoint: Path, damage: str) -> str:
     """The line about a checkpoint that is not used."""
-    return f"{checkpoint} is skipped: {found}"
+    return f"{checkpoint} is skipped: {damage}"
 
 
-def last_sound(folder: Path, *, moved: Callable[[int], None] | None = None) -> tuple[Path | None, dict[Path, str]]:
+def last_undamaged(folder: Path, *, on_bytes: Callable[[int], None] | None = None) -> tuple[Path | None, dict[Path, str]]:
     """The last checkpoint without a fault, None where there is none; and those after it, each with its fault."""
-    bad: dict[Path, str] = {}
-    for path in sorted(_numbered(folder), key=step_of, reverse=True):
-        found = fault(path, moved=moved)
-        if found is None:
-            return path, bad
-        bad[path] = found
-    return None, bad
+    damaged: dict[Path, str] = {}
+    for path in sorted(_numbered_checkpoints(folder), key=checkpoint_step, reverse=True):
+        damage = find_damage(path, on_bytes=on_bytes)
+        if damage is None:
+            return path, damaged
+        damaged[path] = damage
+    return None, damaged
 
 
-def _numbered(folder: Path) -> Iterator[Path]:
+def _numbered_checkpoints(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir() if folder.is_dir() else []:
-        if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit():
+        if path.name.startswith(CHECKPOINT_PREFIX) and path.name.removeprefix(CHECKPOINT_PREFIX).isdigit():
             yield path
 
 
-def complete_ones(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints by rising step."""
-    return sorted((path for path in _numbered(folder) if is_complete(path)), key=step_of)
+    return sorted((path for path in _numbered_checkpoints(folder) if is_complete(path)), key=checkpoint_step)
 
 
-def last_complete(folder: Path) -> Path | None:
-    """The last complete checkpoint; `last_sound` reads the contents too."""
-    return next(reversed(complete_ones(folder)), None)
+def last_complete_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint; `last_undamaged` reads the contents too."""
+    return next(reversed(complete_checkpoints(folder)), None)
 
 
-def kept(folder: Path) -> str:
+def resume_note(folder: Path) -> str:
     """Which step a resumed run would continue from, in words."""
-    last = last_complete(folder)
-    return f"the last checkpoint is that of step {step_of(last)}" if last else "there is no checkpoint"
+    last = last_complete_checkpoint(folder)
+    return f"the last checkpoint is that of step {checkpoint_step(last)}" if last else "there is no checkpoint"
 
 
-def rotate(folder: Path, *, keep: int | None, best: Path | None) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond `keep`, never the best one; returns what was removed."""
-    if keep is None:
+def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path | None) -> list[Path]:
+    """Remove the oldest complete checkpoints beyond `limit`, never the best one; returns what was removed."""
+    if limit is None:
         return []
-    candidates = [path for path in complete_ones(folder) if best is None or path.name != best.name]
-    removed = candidates[:-keep]
+    candidates = [path for path in complete_checkpoints(folder) if best_checkpoint is None or path.name != best_checkpoint.name]
+    removed = candidates[:-limit]
     for path in removed:
-        (path / COMPLETE).unlink()  # first, so that a kill in between leaves nothing that looks complete
+        (path / COMPLETE_FILE).unlink()  # first, so that a kill in between leaves nothing that looks complete
         shutil.rmtree(path)
     return removed

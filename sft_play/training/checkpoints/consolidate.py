@@ -22,10 +22,10 @@ from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
-from sft_play.training.checkpoints.full_state_dict import adapter_names, read_weights
-from sft_play.training.checkpoints.last_checkpoint import without_code
-from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
-from sft_play.training.checkpoints.tensor_files import base_files
+from sft_play.training.checkpoints.full_state_dict import adapter_names, read_checkpoint_weights
+from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
+from sft_play.training.checkpoints.model_saving import save_model, saved_shapes
+from sft_play.training.checkpoints.tensor_files import fetch_base_folder
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec, model_location, resized_spec
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import added_token_rows
@@ -34,7 +34,7 @@ from sft_play.units import GIB, MIB
 logger = logging.getLogger(__name__)
 
 # Weights that are read at once: fewer would read the table of contents too often.
-_READ_BYTES = GIB
+_BATCH_BYTES = GIB
 
 
 def consolidate(
@@ -47,19 +47,19 @@ def consolidate(
     run.manifest()  # raises where the folder is not a run's
     config = run.settings(trusts=trusts)
     stages = [run.of_stage(stage.name) for stage in config.curriculum]
-    begun = [stage for stage in stages if checkpoints.last_complete(stage.checkpoints) is not None]
-    run = begun[-1] if begun else run
+    started_stages = [stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints) is not None]
+    run = started_stages[-1] if started_stages else run
     if out is not None and run.whole.path.resolve() not in (out.resolve(), *out.resolve().parents):
-        return _consolidated(run, config, checkpoint, out)  # the run is only read: no lock
+        return _write_consolidated(run, config, checkpoint, out)  # the run is only read: no lock
     with lock(run.whole):
-        return _consolidated(run, config, checkpoint, out)
+        return _write_consolidated(run, config, checkpoint, out)
 
 
-def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
+def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
     quiet_libraries()
     transformers_logging.disable_progress_bar()
-    source = _sound(run, checkpoint)
-    target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
+    source = _select_checkpoint(run, checkpoint)
+    target = out or run.path / f"consolidated-{checkpoints.checkpoint_step(source)}"
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
@@ -71,17 +71,18 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     if model_spec.peft_config is not None:
         model_spec.peft_config.base_model_name_or_path = model_location(config)
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
-    in_parts = sharded_checkpoints.is_sharded(source)
+    is_sharded = sharded_checkpoints.is_sharded(source)
     logger.info("Checkpoint: %s", source)
-    base = None
+    base_folder = None
     if model_spec.text_tower is not None and not is_adapter:
-        base = base_files(config.model.name, revision=config.model.revision)
-    weights = None if in_parts else _weights(source, model)  # not below: a fault of what is read is none of OUT
+        base_folder = fetch_base_folder(config.model.name, revision=config.model.revision)
+    # not below: a fault of what is read is none of OUT
+    weights = None if is_sharded else _read_full_weights(source, model)
     try:
         size = save_model(
-            model, tokenizer, target, base=base, state_dict=weights,
-            tensors=_one_by_one(source, model) if in_parts else None,
-            dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.step_of(source),
+            model, tokenizer, target, base=base_folder, state_dict=weights,
+            tensors=_iterate_weights(source, model) if is_sharded else None,
+            dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.checkpoint_step(source),
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
@@ -89,53 +90,53 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     return target
 
 
-def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
+def _select_checkpoint(run: RunFolder, checkpoint: Path | None) -> Path:
     if checkpoint is not None:
-        found = checkpoints.fault(checkpoint)
-        if found is not None:
-            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {found}")
+        damage = checkpoints.find_damage(checkpoint)
+        if damage is not None:
+            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {damage}")
         return checkpoint
-    source, bad = checkpoints.last_sound(run.checkpoints)
-    skipped = "; ".join(map(checkpoints.skipped, bad, bad.values()))
+    source, damaged = checkpoints.last_undamaged(run.checkpoints)
+    skipped_lines = "; ".join(map(checkpoints.skipped_line, damaged, damaged.values()))
     if source is None:
-        why = skipped or f"{run.checkpoints} holds none"
-        raise RunFolderError(f"there is no complete checkpoint to consolidate: {why}")
-    if skipped:
-        logger.warning("%s", skipped)
+        reason = skipped_lines or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reason}")
+    if skipped_lines:
+        logger.warning("%s", skipped_lines)
     return source
 
 
-def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    stored = sharded_checkpoints.stored_weights(source)
+def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    specs = sharded_checkpoints.stored_weight_specs(source)
     names: list[str] = []
     size = 0
-    for name in _require(source, model, stored):
-        shape, dtype = stored[name]
+    for name in _require_weights(source, model, specs):
+        shape, dtype = specs[name]
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
-        if size >= _READ_BYTES:
-            yield from sharded_checkpoints.read_weights(source, names).items()
+        if size >= _BATCH_BYTES:
+            yield from sharded_checkpoints.read_sharded_weights(source, names).items()
             names, size = [], 0
-    yield from sharded_checkpoints.read_weights(source, names).items()
+    yield from sharded_checkpoints.read_sharded_weights(source, names).items()
 
 
-def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
-    wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
-    missing = sorted(name for name in wanted if name not in stored)
+def _require_weights(source: Path, model: Any, stored: Container[str]) -> list[str]:
+    expected = list(adapter_names(model).values() if hasattr(model, "peft_config") else saved_shapes(model))
+    missing = sorted(name for name in expected if name not in stored)
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
-    return wanted
+    return expected
 
 
-def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
+def _read_full_weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
     if (source / "latest").is_file():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        printed = io.StringIO()
-        with without_code(source), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        output = io.StringIO()
+        with forbid_pickled_code(source), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
         # its tensors are views of one flat tensor, which safetensors refuses
         weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
     else:
-        weights = read_weights(source, model)
-    return {name: weights[name] for name in _require(source, model, weights)}
+        weights = read_checkpoint_weights(source, model)
+    return {name: weights[name] for name in _require_weights(source, model, weights)}

@@ -25,12 +25,12 @@ from sft_play.training.model.language_model import PEFT_PREFIX, find_text_tower,
 from sft_play.training.ranks.distributed import is_first
 
 ADAPTER_FILE = "adapter_model.safetensors"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # not strict: an adapter's checkpoint lacks the base's tensors
-_FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
 
 
-def is_adapter(model: Any) -> bool:
+def has_adapter(model: Any) -> bool:
     """Whether this is a PEFT model. Without accelerate, which PEFT imports, there is none."""
     try:
         from accelerate.utils import is_peft_model
@@ -39,99 +39,102 @@ def is_adapter(model: Any) -> bool:
     return bool(is_peft_model(model))
 
 
-def tied_names(model: Any) -> set[str]:
+def tied_weight_names(model: Any) -> set[str]:
     """Names of tied weights, which are saved once: under the name that is not among these."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
+def parameter_names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
     """Names of the parameters of each optimizer group, in order."""
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+def states_by_number(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """Optimizer states keyed by name, keyed by number as in `Optimizer.state_dict`."""
-    number_of = {name: number for number, name in enumerate(itertools.chain(*names))}
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {number_of[name]: state for name, state in states["state"].items()}, "param_groups": groups}
+    indexes = {name: index for index, name in enumerate(itertools.chain(*names))}
+    groups = [{**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {indexes[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
-def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+def states_by_name(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """The same keyed by name; raises TrainingError where they belong to another set of parameters."""
-    flat = list(itertools.chain(*names))
+    all_names = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
                             f"{list(map(len, names))}: it was written for other trained weights")  # fmt: skip
-    groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
-    return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
+    groups = [{**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names, strict=True)]
+    return {"state": {all_names[index]: state for index, state in states["state"].items()}, "param_groups": groups}
 
 
-def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """States of an FSDP optimizer, gathered, keyed by number; empty on all ranks but the first. All ranks call it."""
-    names = names_by_group(model, optimizer)
-    states = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-    return numbered(states, names) if states.get("state") else {}  # torch leaves the dict empty on the other ranks
+    names = parameter_names_by_group(model, optimizer)
+    states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
+    # torch leaves the dict empty on the other ranks
+    return states_by_number(states, names) if states.get("state") else {}
 
 
-def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
+def load_optimizer_states(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
     """Load whole states, which the first rank read, into an FSDP optimizer. All ranks call it, others with None."""
-    by_name = named(states, names_by_group(model, optimizer)) if states is not None else {}
-    set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_FIRST)
+    by_name = states_by_name(states, parameter_names_by_group(model, optimizer)) if states is not None else {}
+    set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_RANK_0)
 
 
-def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def read_checkpoint_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole trained weights of a checkpoint, by their names in the model."""
-    if is_adapter(model):
-        names, saved = adapter_names(model), load_file(checkpoint / ADAPTER_FILE)
-        tower = find_text_tower(model)
-        if tower is not None:  # a checkpoint of the Trainer has PEFT's own names
-            saved = {tower.to_full_name(name): tensor for name, tensor in saved.items()}
-        return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
+    if has_adapter(model):
+        names, tensors = adapter_names(model), load_file(checkpoint / ADAPTER_FILE)
+        text_tower = find_text_tower(model)
+        if text_tower is not None:  # a checkpoint of the Trainer has PEFT's own names
+            tensors = {text_tower.to_full_name(name): tensor for name, tensor in tensors.items()}
+        return {names.get(name, name): tensor for name, tensor in tensors.items() if not is_duplicate_name(name)}
     weights: dict[str, torch.Tensor] = {}
-    for file in _whole_files(checkpoint):
+    for file in _model_files(checkpoint):
         weights |= load_file(file)
     return weights
 
 
-def _whole_files(checkpoint: Path) -> list[Path]:
+def _model_files(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.glob("model*.safetensors"))
 
 
-def fill_whole(model: nn.Module, checkpoint: Path) -> None:
+def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
     """Load whole weights into a model that is not divided, file by file; raises TrainingError where they differ."""
     missing, unexpected = set(model.state_dict()), list[str]()
-    for file in _whole_files(checkpoint):
+    for file in _model_files(checkpoint):
         weights = load_file(file)
         missing -= set(weights)
         unexpected += model.load_state_dict(weights, strict=False).unexpected_keys
-    require_all(model, missing, unexpected)
+    require_same_names(model, missing, unexpected)
 
 
-def require_all(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+def require_same_names(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Raises TrainingError where a checkpoint lacks a tensor of the model, other than a tied one, or has another."""
-    if names := [*sorted(set(missing) - tied_names(model)), *unexpected]:
-        shown = ", ".join(names[:4])
-        raise TrainingError(f"the checkpoint does not match the model: {shown}; it was written by another version")
+    if names := [*sorted(set(missing) - tied_weight_names(model)), *unexpected]:
+        listed_names = ", ".join(names[:4])
+        raise TrainingError(
+            f"the checkpoint does not match the model: {listed_names}; it was written by another version"
+        )
 
 
-def is_saved_twice(name: str) -> bool:
+def is_duplicate_name(name: str) -> bool:
     """Whether a name in an adapter's file is a copy's, which PEFT writes where the vocabulary was resized."""
     return ".original_module." in name or ".modules_to_save." in name
 
 
-def fill_adapter(model: Any, folder: Path) -> None:
+def load_adapter_weights(model: Any, folder: Path) -> None:
     """Load an earlier adapter into a model that is not divided yet; raises TrainingError where it has other tensors."""
-    weights = read_weights(folder, model)
+    weights = read_checkpoint_weights(folder, model)
     parameters = dict(model.named_parameters())
-    wanted = set(adapter_names(model).values())
-    unmatched = sorted((set(weights) - set(parameters)) | (wanted - set(weights)))
+    expected = set(adapter_names(model).values())
+    unmatched = sorted((set(weights) - set(parameters)) | (expected - set(weights)))
     if unmatched:
         raise TrainingError(f"{folder / ADAPTER_FILE} is not this model's: {unmatched[0]} is in one of them only")
     for name, tensor in weights.items():
         # ZeRO-3 divides parameters as soon as they are created, before there is an engine
-        with gathered_by_zero3(parameters[name], writer=0), torch.no_grad():
+        with gather_zero3_parameter(parameters[name], writer=0), torch.no_grad():
             parameters[name].copy_(tensor)
 
 
@@ -139,26 +142,26 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """A model with the adapter in a folder, in eval mode; a language model's may be named as in its whole class."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
-    tower, names = find_text_tower(model), list(load_file(folder / ADAPTER_FILE))
+    text_tower, names = find_text_tower(model), list(load_file(folder / ADAPTER_FILE))
     config = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != "LORA":  # of other kinds PEFT would fetch parts that the file names
         raise ModelError(f"{folder} holds an adapter of another kind than LORA (peft_type in its adapter_config.json)")
-    if tower is None and not names_lost_by_peft(model, names):
+    if text_tower is None and not names_lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()
-    if tower is not None:
-        config.target_parameters = [tower.to_text_name(name) for name in config.target_parameters or ()] or None
+    if text_tower is not None:
+        config.target_parameters = [text_tower.to_text_name(name) for name in config.target_parameters or ()] or None
         rows: Any = config.trainable_token_indices or {}
-        config.trainable_token_indices = {tower.to_text_name(name): numbers for name, numbers in rows.items()} or None
-        experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
-        inside = map(tower.to_text_name, names)
-        layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in inside if ".lora_A." in name}
-        config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in experts}
-    adapted = get_peft_model(model, config)
-    fill_adapter(adapted, folder)
-    return adapted.eval()
+        config.trainable_token_indices = {text_tower.to_text_name(name): row_ids for name, row_ids in rows.items()} or None
+        expert_modules = {name.rpartition(".")[0] for name in config.target_parameters or ()}
+        text_names = map(text_tower.to_text_name, names)
+        layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in text_names if ".lora_A." in name}
+        config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in expert_modules}
+    peft_model = get_peft_model(model, config)
+    load_adapter_weights(peft_model, folder)
+    return peft_model.eval()
 
 
-def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
+def gather_zero3_parameter(parameter: Any, *, writer: int | None = None) -> Any:
     """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it. What the
     rank `writer` writes into it is kept on every rank; None: it is only read."""
     if not hasattr(parameter, "ds_id"):
@@ -168,23 +171,23 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
 
 
-def gathered(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole copies in RAM of tensors that ZeRO-3 or FSDP2 divided, one at a time; empty where not `keep`."""
+def gather_to_cpu(tensors: Iterable[tuple[str, Any]], *, keeps_copies: bool) -> dict[str, torch.Tensor]:
+    """Whole copies in RAM of tensors that ZeRO-3 or FSDP2 divided, one at a time; empty where not `keeps_copies`."""
     copies: dict[int, torch.Tensor] = {}
     names: dict[str, int] = {}
     for name, tensor in tensors:
         names[name] = id(tensor)
         if id(tensor) not in copies:
-            with gathered_by_zero3(tensor):
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                copies[id(tensor)] = whole.detach().to("cpu", copy=True).contiguous() if keep else torch.empty(0)
-    return {name: copies[number] for name, number in names.items()} if keep else {}
+            with gather_zero3_parameter(tensor):
+                full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                copies[id(tensor)] = full_tensor.detach().to("cpu", copy=True).contiguous() if keeps_copies else torch.empty(0)
+    return {name: copies[identity] for name, identity in names.items()} if keeps_copies else {}
 
 
-def saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
+def adapter_parameters(model: Any) -> list[tuple[str, Any]]:
     """Names and parameters that saving an adapter reads: what trains, and the embeddings, which PEFT saves beside it
     where rows were added. The base is not gathered: for a 70B model it would be 141 GB at each checkpoint."""
-    tables = [layer.weight for layer in embeddings_of(model)]
+    tables = [layer.weight for layer in embedding_layers(model)]
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -194,10 +197,10 @@ def saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def embeddings_of(model: Any) -> list[Any]:
+def embedding_layers(model: Any) -> list[Any]:
     """Input and output embeddings, as far as a model has them."""
-    found = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return [layer for layer in found if layer is not None]
+    layers = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    return [layer for layer in layers if layer is not None]
 
 
 def adapter_names(model: Any) -> dict[str, str]:
@@ -205,70 +208,70 @@ def adapter_names(model: Any) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()
-    by_identity = {id(tensor): name for name, tensor in tensors.items()}
+    names_by_id = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
-    tower = find_text_tower(model)
-    in_file = tower.to_full_name if tower is not None else str
-    return {in_file(name): by_identity[id(tensor)] for name, tensor in saved.items()}
+    text_tower = find_text_tower(model)
+    to_saved_name = text_tower.to_full_name if text_tower is not None else str
+    return {to_saved_name(name): names_by_id[id(tensor)] for name, tensor in saved.items()}
 
 
-def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def load_fsdp_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Load whole weights of the first rank into an FSDP model; all call it. Raises TrainingError: unknown ones."""
     unknown = sorted(set(weights) - set(model.state_dict()))
     if unknown:
         raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
-    set_model_state_dict(model, dict(weights), options=_FROM_FIRST)
+    set_model_state_dict(model, dict(weights), options=_FROM_RANK_0)
 
 
 # --- gathered from all ranks to the first, to be saved whole ----------------------------------------------------------
-def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None:
+def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: every rank holds the whole model.
-    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are."""
-    of_adapter = is_adapter(trainer.model)
+    `from_fp32_masters`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are."""
+    is_adapter = has_adapter(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
     if getattr(trainer, "is_fsdp_enabled", False):
-        gather = _gathered_adapter if of_adapter else trainer.accelerator.get_state_dict
+        gather = _gather_adapter if is_adapter else trainer.accelerator.get_state_dict
         state: dict[str, Any] = gather(trainer.model)
     elif engine is not None:
         is_divided = int(engine.zero_optimization_stage()) == 3
-        if of_adapter:
-            state = _gathered_adapter(engine.module) if is_divided else dict(saved_with_adapter(engine.module))
+        if is_adapter:
+            state = _gather_adapter(engine.module) if is_divided else dict(adapter_parameters(engine.module))
         else:
             # transformers' Trainer.save_model calls this private method of DeepSpeed's too (5.23)
             state = engine._zero3_consolidated_16bit_state_dict() or {} if is_divided else engine.module.state_dict()
         is_half = next(engine.module.parameters()).dtype != torch.float32
-        state |= _from_masters(engine.module) if is_half and (of_adapter or in_fp32) else {}
+        state |= _fp32_master_weights(engine.module) if is_half and (is_adapter or from_fp32_masters) else {}
     else:
         return None
-    if of_adapter:
+    if is_adapter:
         return state
-    tied = tied_names(trainer.model)
+    tied = tied_weight_names(trainer.model)
     return {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
 
 
-def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Names and whole tensors of an FSDP model, one at a time, on the first rank; all iterate to the end."""
-    tied = tied_names(model)
+    tied = tied_weight_names(model)
     for name, tensor in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
         if name not in tied:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, whole.detach().cpu() if is_first() else None
+            full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, full_tensor.detach().cpu() if is_first() else None
 
 
-def _from_masters(model: Any) -> dict[str, Any]:
+def _fp32_master_weights(model: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     copies: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            whole = safe_get_full_fp32_param(parameter)
-            if is_first() and whole is not None:
-                copies[name] = whole.detach().cpu()
+            full_tensor = safe_get_full_fp32_param(parameter)
+            if is_first() and full_tensor is not None:
+                copies[name] = full_tensor.detach().cpu()
     return copies
 
 
-def _gathered_adapter(model: Any) -> dict[str, Any]:
+def _gather_adapter(model: Any) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left the unit whole
-    return gathered(saved_with_adapter(model), keep=is_first())
+    return gather_to_cpu(adapter_parameters(model), keeps_copies=is_first())

@@ -24,84 +24,84 @@ from sft_play.training.ranks.heartbeat import Heartbeat
 logger = logging.getLogger(__name__)
 
 # The variable by which the user says that a checkpoint may run code; ranks inherit it.
-TRUST = "TRUST"
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+TRUST_VARIABLE = "TRUST"
+_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 # What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built.
-_OF_DEEPSPEED = (
+_DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-_NAMED = re.compile(r"GLOBAL ([\w.]+)")
+_REFUSED_NAME = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
+def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     """The last sound checkpoint on rank 0, which every rank has to find too, or None; later ones are named in a
     warning, and count no more. All ranks call it. Raises RunFolderError: all are damaged, or another node lacks it."""
-    found: tuple[str | None, dict[Path, str]] = None, {}
+    name_and_damaged: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
-        last, bad = checkpoints.last_sound(folder, moved=beat.moved)
-        found = last.name if last else None, bad
+        last, damaged = checkpoints.last_undamaged(folder, on_bytes=beat.moved)
+        name_and_damaged = last.name if last else None, damaged
     with beat.waiting():
         distributed.barrier(distributed.patient())  # as long as reading takes
-    name, bad = distributed.of_first(found)
-    if bad and name is None:
+    name, damaged = distributed.of_first(name_and_damaged)
+    if damaged and name is None:
         raise RunFolderError(
-            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped, bad, bad.values()))}. Nothing was "
-            "changed: put back a copy of one of them, or start a new run (make train)"
+            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. Nothing "
+            "was changed: put back a copy of one of them, or start a new run (make train)"
         )
     if name is None:
         return None
-    own: Path = folder / name
-    fault = None if distributed.is_first() else checkpoints.fault(own, contents=distributed.is_first_of_node())
+    checkpoint: Path = folder / name
+    damage = None if distributed.is_first() else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     with beat.waiting():
         distributed.barrier(distributed.patient())
     distributed.require_all(
-        fault is None,
-        f"the checkpoint {own} is missing or damaged on this node; every node reads it: copy the run folder to this "
-        "node, or write to a disk that all nodes share",
+        damage is None,
+        f"the checkpoint {checkpoint} is missing or damaged on this node; every node reads it: copy the run folder to "
+        "this node, or write to a disk that all nodes share",
     )
     if distributed.is_first():
-        for path, why in bad.items():
-            logger.warning("%s", checkpoints.skipped(path, why))
+        for path, reason in damaged.items():
+            logger.warning("%s", checkpoints.skipped_line(path, reason))
             # retention would keep it, as the newest, in place of a good one
-            (path / checkpoints.COMPLETE).unlink(missing_ok=True)
-        if bad:
-            logger.warning("The run falls back to the checkpoint of step %d", checkpoints.step_of(own))
-    return own
+            (path / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
+        if damaged:
+            logger.warning("The run falls back to the checkpoint of step %d", checkpoints.checkpoint_step(checkpoint))
+    return checkpoint
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def without_code(checkpoint: Path) -> Iterator[None]:
+def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
     """Within it no pickle runs code, but DeepSpeed's with TRUST=1; raises RunFolderError for one that could."""
     is_deepspeed = (checkpoint / "latest").is_file()
-    if is_deepspeed and os.environ.get(TRUST, "0") not in ("", "0"):
+    if is_deepspeed and os.environ.get(TRUST_VARIABLE, "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)
         yield
         return
-    kept = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    os.environ[_FORCE] = "1"
+    previous_values = {name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE)}
+    os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
     try:
-        with torch.serialization.safe_globals(_own_classes() if is_deepspeed else []):
+        with torch.serialization.safe_globals(_deepspeed_classes() if is_deepspeed else []):
             yield
     except pickle.UnpicklingError as error:
-        named = _NAMED.search(str(error))
-        what = named[1] if named else "an object that is neither a tensor nor plain"
+        match = _REFUSED_NAME.search(str(error))
+        description = match[1] if match else "an object that is neither a tensor nor plain"
         advice = ": if you trust whoever wrote it, TRUST=1 reads it" if is_deepspeed else ""
         raise RunFolderError(
-            f"the checkpoint {checkpoint} is not read: a file of it holds {what}, which could run code{advice}"
+            f"the checkpoint {checkpoint} is not read: a file of it holds {description}, which could run code{advice}"
         ) from error
     finally:
-        del os.environ[_FORCE]
-        os.environ.update({name: value for name, value in kept.items() if value is not None})
+        del os.environ[_WEIGHTS_ONLY_VARIABLE]
+        os.environ.update({name: value for name, value in previous_values.items() if value is not None})
 
 
-def _own_classes() -> list[Any]:
+def _deepspeed_classes() -> list[Any]:
     classes = []
-    for module, name in _OF_DEEPSPEED:
+    for module, name in _DEEPSPEED_CLASSES:
         with contextlib.suppress(ImportError, AttributeError):  # another version has others, which it names
             classes.append(getattr(importlib.import_module(module), name))
     return classes

@@ -31,19 +31,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from sft_play.errors import TrainingError
-from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.checkpoints.full_state_dict import tied_weight_names
 from sft_play.units import MIB
 
 # In a checkpoint: the folder of the parts.
-FOLDER = "shards"
+SHARDS_FOLDER = "shards"
 # The table of contents, written once all parts are.
-CONTENTS = f"{FOLDER}/.metadata"
+CONTENTS_FILE = f"{SHARDS_FOLDER}/.metadata"
 # In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors.
-GROUPS = "optimizer_groups.pt"
+GROUPS_FILE = "optimizer_groups.pt"
 # What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
 # during which nothing is counted, has no more than this to write.
-PIECE_BYTES = 64 * MIB
-_PLAIN_NAMES = frozenset(
+FLUSH_BYTES = 64 * MIB
+_ALLOWED_CLASSES = frozenset(
     {
         *("torch.Size", "torch.serialization._get_layout"),
         *(f"torch.distributed.checkpoint.metadata.{name}" for name in (
@@ -56,31 +56,31 @@ _PLAIN_NAMES = frozenset(
 )  # fmt: skip
 
 # Called with the bytes that were written or read.
-Moved = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
 def is_sharded(checkpoint: Path) -> bool:
     """Whether a checkpoint is sharded."""
-    return (checkpoint / CONTENTS).is_file()
+    return (checkpoint / CONTENTS_FILE).is_file()
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and plain values."""
 
     tensors: dict[str, torch.Tensor]
     record: dict[str, Any]
 
-    def in_ram(self) -> Part:
+    def copy_to_host(self) -> CheckpointPart:
         """A copy of it on the host, also where it is there already, which training does not change."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
-            return Part(stager.stage(self.tensors), deepcopy(self.record))
+            return CheckpointPart(stager.stage(self.tensors), deepcopy(self.record))
         finally:
             stager.close()
 
 
-def part_of(model: nn.Module, optimizer: Any) -> Part:
+def collect_part(model: nn.Module, optimizer: Any) -> CheckpointPart:
     """This rank's part of an FSDP model and its optimizer: their own tensors. All ranks call it."""
     states = get_optimizer_state_dict(model, optimizer)
     # dcp stores tensors; plain values and groups are the same on all ranks
@@ -88,42 +88,42 @@ def part_of(model: nn.Module, optimizer: Any) -> Part:
         name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for name, state in states["state"].items()
     }
-    return Part({**_weights(model), **_states(states)}, {"param_groups": states["param_groups"], "values": values})
+    return CheckpointPart({**_weight_tensors(model), **_state_tensors(states)}, {"param_groups": states["param_groups"], "values": values})
 
 
-def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> None:
+def save_part(part: CheckpointPart, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None) -> None:
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
-    No tensor is gathered. `group`: one that waits as long as a disk takes; `moved` is called with the bytes that reach
-    the disk, `done` once all of this rank are there. Raises TrainingError: a rank could not write."""
-    writer = _Writer(checkpoint / FOLDER, moved, done)
-    with _worded(f"the checkpoint {checkpoint} could not be written"):
+    No tensor is gathered. `group`: one that waits as long as a disk takes; `on_bytes` is called with the bytes that
+    reach the disk, `on_done` once all of this rank are there. Raises TrainingError: a rank could not write."""
+    writer = _CountedWriter(checkpoint / SHARDS_FOLDER, on_bytes, on_done)
+    with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
         dcp.save(part.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
-        torch.save(part.record, checkpoint / GROUPS)
+        torch.save(part.record, checkpoint / GROUPS_FILE)
 
 
-def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
+def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:
     """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing or not read."""
-    _fill(_weights(model), checkpoint, group=group, moved=moved)
+    _load_tensors(_weight_tensors(model), checkpoint, group=group, on_bytes=on_bytes)
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
+def load_sharded_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:
     """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
-    saved = torch.load(checkpoint / GROUPS, weights_only=True)
+    saved = torch.load(checkpoint / GROUPS_FILE, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
-    saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
+    saved_names, names = ([sorted(group["params"]) for group in source["param_groups"]] for source in (saved, states))
     if saved_names != names:
         raise TrainingError(f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this "
                             f"one has {list(map(len, names))}: it was written for other trained weights")  # fmt: skip
-    _fill(_states(states), checkpoint, group=group, moved=moved)
+    _load_tensors(_state_tensors(states), checkpoint, group=group, on_bytes=on_bytes)
     for name, values in saved["values"].items():
         states["state"][name].update(values)
     set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
 
 
-def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def stored_weight_specs(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
-    entries = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    entries = _CountedReader(checkpoint / SHARDS_FOLDER).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -131,25 +131,25 @@ def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.d
     }
 
 
-def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_sharded_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Some whole weights, read in this process alone; raises TrainingError where one is missing or not read."""
-    stored = stored_weights(checkpoint)
-    lacking = [name for name in names if name not in stored]
-    if lacking:
-        raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
-    weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _fill(named, checkpoint, group=None)
+    specs = stored_weight_specs(checkpoint)
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise TrainingError(f"the checkpoint {checkpoint} lacks {missing[0]}")
+    weights = {name: torch.empty(specs[name][0], dtype=specs[name][1]) for name in names}
+    prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
+    _load_tensors(prefixed, checkpoint, group=None)
     return weights
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def _weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model."""
-    tied = tied_names(model)
+    tied = tied_weight_names(model)
     return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
 
 
-def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _state_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         f"optimizer.{name}.{key}": value
         for name, state in states["state"].items()
@@ -158,17 +158,17 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(
-    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved = lambda _: None
+def _load_tensors(
+    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, on_bytes: OnBytes = lambda _: None
 ) -> None:
-    reader = _Reader(checkpoint / FOLDER, moved)
+    reader = _CountedReader(checkpoint / SHARDS_FOLDER, on_bytes)
     # without a group one process reads alone; dcp would otherwise ask for a default group
-    with _worded(f"the checkpoint {checkpoint} cannot be read"):
+    with _explain_failure(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 @contextlib.contextmanager
-def _worded(failure: str) -> Iterator[None]:
+def _explain_failure(failure: str) -> Iterator[None]:
     """The failure of any rank as a TrainingError; torch raises a BaseException with the tracebacks of all."""
     try:
         yield
@@ -177,52 +177,52 @@ def _worded(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-class _Counted(io.FileIO):
+class _CountedFile(io.FileIO):
     """A file whose bytes are counted once they are on the disk."""
 
-    def __init__(self, path: Path, mode: str, moved: Moved) -> None:
+    def __init__(self, path: Path, mode: str, on_bytes: OnBytes) -> None:
         super().__init__(path, mode)
-        self._moved, self._cached = moved, 0
+        self._on_bytes, self._unflushed = on_bytes, 0
 
     def write(self, data: Any) -> int:
         """At most a piece, as raw files may; the buffer above writes the rest."""
-        count = super().write(memoryview(data).cast("B")[:PIECE_BYTES]) or 0
-        self._cached += count
-        if self._cached >= PIECE_BYTES:
+        count = super().write(memoryview(data).cast("B")[:FLUSH_BYTES]) or 0
+        self._unflushed += count
+        if self._unflushed >= FLUSH_BYTES:
             getattr(os, "fdatasync", os.fsync)(self.fileno())  # macOS has no fdatasync
-            self._cached = 0
-        self._moved(count)
+            self._unflushed = 0
+        self._on_bytes(count)
         return count
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer) or 0
-        self._moved(count)
+        self._on_bytes(count)
         return count
 
 
-class _Disk(FileSystem):
-    def __init__(self, moved: Moved) -> None:
+class _CountedFileSystem(FileSystem):
+    def __init__(self, on_bytes: OnBytes) -> None:
         super().__init__()
-        self._moved = moved
+        self._on_bytes = on_bytes
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        raw = _Counted(Path(path), mode, self._moved)
-        with io.BufferedWriter(raw) if "w" in mode else io.BufferedReader(raw) as stream:
+        counted_file = _CountedFile(Path(path), mode, self._on_bytes)
+        with io.BufferedWriter(counted_file) if "w" in mode else io.BufferedReader(counted_file) as stream:
             yield stream
 
 
-class _Writer(dcp.FileSystemWriter):
-    """torch's writer, counted; it calls `done` when this rank has nothing more to write."""
+class _CountedWriter(dcp.FileSystemWriter):
+    """torch's writer, counted; it calls `on_done` when this rank has nothing more to write."""
 
-    def __init__(self, path: Path, moved: Moved, done: Callable[[], None]) -> None:
+    def __init__(self, path: Path, on_bytes: OnBytes, on_done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
-        self.fs = _Disk(moved)
-        self._done = done
+        self.fs = _CountedFileSystem(on_bytes)
+        self._on_done = on_done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = super().write_data(plan, planner)
-        self._done()
+        self._on_done()
         return written
 
     def storage_meta(self) -> StorageMeta:
@@ -230,33 +230,33 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Reader(dcp.FileSystemReader):
+class _CountedReader(dcp.FileSystemReader):
     """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
 
-    def __init__(self, path: Path, moved: Moved = lambda _: None) -> None:
+    def __init__(self, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
         super().__init__(path)
-        self.fs = _Disk(moved)
+        self.fs = _CountedFileSystem(on_bytes)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """With tensors only: anything else would be unpickled by torch's planner."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
-                metadata = _Plain(file).load()
+                metadata = _ContentsUnpickler(file).load()
         except Exception as error:  # a damaged pickle raises almost anything
             raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
         entries = metadata.state_dict_metadata.items()
-        metadata.state_dict_metadata = {name: one for name, one in entries if isinstance(one, TensorStorageMetadata)}
+        metadata.state_dict_metadata = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
         return metadata
 
 
-class _Plain(pickle.Unpickler):
+class _ContentsUnpickler(pickle.Unpickler):
     """Unpickles the objects of torch's table of contents, and none that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if "." not in name and f"{module}.{name}" in _PLAIN_NAMES:
+        if "." not in name and f"{module}.{name}" in _ALLOWED_CLASSES:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):

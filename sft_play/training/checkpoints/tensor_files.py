@@ -36,27 +36,27 @@ class FileTensor:
     """As safetensors writes it, such as BF16."""
     read: Callable[[], torch.Tensor]
 
-    def __getitem__(self, place: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
         """Its values, as transformers reads them of a file."""
-        return self.read()[place]
+        return self.read()[index]
 
 
-def tensors_in(folder: Path) -> dict[str, FileTensor]:
+def open_tensors(folder: Path) -> dict[str, FileTensor]:
     """Every tensor in a folder's weights, none read yet; raises ModelError for a quantised one without scales."""
-    opened: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        tensors: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
-        for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-            part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
-            read = partial(tensors.get_tensor, name)
-            opened[name] = FileTensor(file, tuple(part.get_shape()), str(part.get_dtype()), read)
+        archive: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
+        for name in archive.keys():  # noqa: SIM118  (safe_open is no mapping)
+            tensor_slice = archive.get_slice(name)  # reads the file's header, and none of the tensor
+            read = partial(archive.get_tensor, name)
+            tensors[name] = FileTensor(file, tuple(tensor_slice.get_shape()), str(tensor_slice.get_dtype()), read)
     config = read_json(folder / "config.json")
     method, fields = dequantisable_method(config)
     if method == "mxfp4":
-        return dict(_mxfp4(opened))
+        return dict(_mxfp4_tensors(tensors))
     if method == "fp8":
-        return dict(_in_blocks(opened, fields.get("weight_block_size")))
-    return opened
+        return dict(_block_tensors(tensors, fields.get("weight_block_size")))
+    return tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -64,13 +64,13 @@ def weight_files(folder: Path) -> list[Path]:
     may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({folder / place for place in places.values()})
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({folder / name for name in files.values()})
+    single_file = folder / "model.safetensors"
+    return [single_file] if single_file.is_file() else sorted(folder.glob("*.safetensors"))
 
 
-def base_files(name: str, *, revision: str | None) -> Path:
+def fetch_base_folder(name: str, *, revision: str | None) -> Path:
     """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot be fetched."""
     folder = find_model_folder(name)
     if folder is not None:
@@ -78,110 +78,110 @@ def base_files(name: str, *, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     # what transformers reads, and not the same weights again as .bin, .gguf or original/*.pth
-    wanted = ["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"]
     try:
         with waiting(f"Downloading {one_line(name)} from the hub"):
-            return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's own errors, and those of every layer below it
-        why = broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"
-        raise ModelError(f"the base {name} {why}") from error
+        problem = describe_broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"
+        raise ModelError(f"the base {name} {problem}") from error
 
 
-def broken_connection(error: BaseException) -> str | None:
+def describe_broken_connection(error: BaseException) -> str | None:
     """What to say of a download that an error of the connection ended, which hides below others; None for another."""
-    below: BaseException | None = error
-    while below is not None and not type(below).__module__.startswith(_CONNECTIONS):
-        below = below.__cause__ or below.__context__
-    if below is None:
+    cause: BaseException | None = error
+    while cause is not None and not type(cause).__module__.startswith(_CONNECTION_PACKAGES):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
-    said = one_line(str(below) or type(below).__name__, limit=200)
-    return f"did not come whole ({said}); files that did are kept, and the next start fetches the others"
+    message = one_line(str(cause) or type(cause).__name__, limit=200)
+    return f"did not come whole ({message}); files that did are kept, and the next start fetches the others"
 
 
 # How the names of packages begin whose errors are those of a connection.
-_CONNECTIONS = ("httpx", "httpcore", "requests", "urllib3")
+_CONNECTION_PACKAGES = ("httpx", "httpcore", "requests", "urllib3")
 
 
 # --- stored quantised -------------------------------------------------------------------------------------------------
 # The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Of a scale that is an exponent of two in a byte (E8M0).
-_BIAS = 127
+_E8M0_BIAS = 127
 # How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor.
-_SCALES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
+_SCALE_NAMES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
 # Ends of the names of scales of activations, which 16 bits have no use for.
-_UNUSED = ("activation_scale", "input_scale", "qscale_act")
-_PACKED = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
+_UNUSED_SUFFIXES = ("activation_scale", "input_scale", "qscale_act")
+_PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
 
 
-def _mxfp4(opened: Mapping[str, FileTensor]) -> Iterator[tuple[str, FileTensor]]:
+def _mxfp4_tensors(tensors: Mapping[str, FileTensor]) -> Iterator[tuple[str, FileTensor]]:
     """gpt-oss: `*_blocks` (experts x rows x groups x 16 bytes) and `*_scales` (experts x rows x groups)."""
-    for key, blocks in opened.items():
+    for key, blocks in tensors.items():
         name = key.removesuffix("_blocks")
         if name == key:
-            if not (key.endswith("_scales") and f"{key.removesuffix('_scales')}_blocks" in opened):
+            if not (key.endswith("_scales") and f"{key.removesuffix('_scales')}_blocks" in tensors):
                 yield key, blocks
             continue
-        scales = opened.get(f"{name}_scales")
+        scales = tensors.get(f"{name}_scales")
         if scales is None:
             raise ModelError(f"{blocks.file} holds {key}, and no {name}_scales")
-        experts, rows, groups, half = blocks.shape
-        shape = (experts, 2 * half * groups, rows)
-        yield name, FileTensor(blocks.file, shape, "BF16", partial(_from_mxfp4, blocks, scales))
+        experts, rows, groups, group_bytes = blocks.shape
+        shape = (experts, 2 * group_bytes * groups, rows)
+        yield name, FileTensor(blocks.file, shape, "BF16", partial(_read_mxfp4, blocks, scales))
 
 
-def _from_mxfp4(blocks: FileTensor, scales: FileTensor) -> torch.Tensor:
-    whole: torch.Tensor = convert_moe_packed_tensors(blocks.read(), scales.read())
-    return whole
+def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> torch.Tensor:
+    values: torch.Tensor = convert_moe_packed_tensors(blocks.read(), scales.read())
+    return values
 
 
-def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[str, FileTensor]]:
-    used, found = set[str](), dict[str, str]()
-    for key, one in opened.items():
-        if one.dtype in _PACKED:
-            names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALES]
-            scales = next((name for name in names if name in opened and name != key), None)
+def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterator[tuple[str, FileTensor]]:
+    scale_keys, scales_by_key = set[str](), dict[str, str]()
+    for key, tensor in tensors.items():
+        if tensor.dtype in _PACKED_DTYPES:
+            names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES]
+            scales = next((name for name in names if name in tensors and name != key), None)
             if scales is not None:
-                used.add(scales)
-                found[key] = scales
-            elif one.dtype.startswith("F8") and not key.endswith("scale_inv"):
-                raise ModelError(f"{one.file} holds {key} in {one.dtype}, and no scales of it")
-    for key, one in opened.items():
-        if key in used or key.endswith(_UNUSED):
+                scale_keys.add(scales)
+                scales_by_key[key] = scales
+            elif tensor.dtype.startswith("F8") and not key.endswith("scale_inv"):
+                raise ModelError(f"{tensor.file} holds {key} in {tensor.dtype}, and no scales of it")
+    for key, tensor in tensors.items():
+        if key in scale_keys or key.endswith(_UNUSED_SUFFIXES):
             continue
-        if key in found:
-            twice = 1 if one.dtype.startswith("F8") else 2  # two numbers in a byte
-            shape = (*one.shape[:-1], twice * one.shape[-1])
-            read = partial(_from_blocks, one, opened[found[key]], block)
-            one = FileTensor(one.file, shape, "BF16", read)
-        yield key, one
+        if key in scales_by_key:
+            values_per_byte = 1 if tensor.dtype.startswith("F8") else 2  # two numbers in a byte
+            shape = (*tensor.shape[:-1], values_per_byte * tensor.shape[-1])
+            read = partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
+            tensor = FileTensor(tensor.file, shape, "BF16", read)
+        yield key, tensor
 
 
-def _from_blocks(tensor: FileTensor, scales: FileTensor, block: Any) -> torch.Tensor:
+def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> torch.Tensor:
     """In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others."""
     stored, scale = tensor.read(), scales.read()
-    scale = _powers(scale) if scale.dtype is torch.uint8 else scale.float()
-    values = stored.float() if tensor.dtype.startswith("F8") else _unpacked(stored.view(torch.uint8))
+    scale = _powers_of_two(scale) if scale.dtype is torch.uint8 else scale.float()
+    values = stored.float() if tensor.dtype.startswith("F8") else _unpack_fp4(stored.view(torch.uint8))
     if scale.numel() == 1:
         return (values * scale.reshape(())).bfloat16()
-    sizes = block if isinstance(block, list | tuple) and len(block) == 2 else (0, 0)
-    rows, columns = map(_block, values.shape[-2:], scale.shape[-2:], sizes)
-    grown = scale.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
-    grown = grown.repeat_interleave(columns, -1)[..., : values.shape[-1]]
-    return (values * grown).bfloat16()
+    sizes = block_size if isinstance(block_size, list | tuple) and len(block_size) == 2 else (0, 0)
+    rows, columns = map(_block_length, values.shape[-2:], scale.shape[-2:], sizes)
+    expanded = scale.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
+    expanded = expanded.repeat_interleave(columns, -1)[..., : values.shape[-1]]
+    return (values * expanded).bfloat16()
 
 
-def _block(side: int, number: int, given: int) -> int:
+def _block_length(length: int, count: int, configured: int) -> int:
     """Elements of a block along a side with so many of them; the config's size where that gives this number."""
-    return given if given and math.ceil(side / given) == number else math.ceil(side / number)
+    return configured if configured and math.ceil(length / configured) == count else math.ceil(length / count)
 
 
-def _unpacked(stored: torch.Tensor) -> torch.Tensor:
+def _unpack_fp4(stored: torch.Tensor) -> torch.Tensor:
     """Bytes of two numbers each, the lower half first, in fp32: the last side is twice as long."""
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
     halves = torch.stack([stored & 15, stored >> 4], dim=-1)
     return table[halves.int()].reshape(*stored.shape[:-1], -1)
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(exponents.float() - _BIAS)
+def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(exponents.float() - _E8M0_BIAS)

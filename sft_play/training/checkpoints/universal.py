@@ -24,77 +24,77 @@ from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 
-_STATES, _WEIGHTS = "*_optim_states.pt", "*_model_states.pt"
-_GROUPS = "zero/optimizer_state.pt"
+_OPTIMIZER_FILES, _MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
+_GROUPS_FILE = "zero/optimizer_state.pt"
 
 
 @contextlib.contextmanager
-def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
+def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     """The checkpoint as the ranks of now can read it: itself, or a copy in DeepSpeed's universal form, which is gone
-    once it was loaded (`loaded`). All ranks call it. Raises RunFolderError: there is no room for the copy."""
-    parts, folder = sorted(checkpoint.glob(f"global_step*/{_STATES}")), checkpoint.parent
-    if not trainer.is_deepspeed_enabled or len(parts) == distributed.world_size():
+    once it was loaded (`finish_loading`). All ranks call it. Raises RunFolderError: there is no room for the copy."""
+    state_files, folder = sorted(checkpoint.glob(f"global_step*/{_OPTIMIZER_FILES}")), checkpoint.parent
+    if not trainer.is_deepspeed_enabled or len(state_files) == distributed.world_size():
         yield checkpoint
         return
-    made = checkpoints.path_of(checkpoints.staging_path(folder), checkpoints.step_of(checkpoint))
-    trainer.beat.note(checkpoints.step_of(checkpoint), "converting the checkpoint")
+    converted = checkpoints.checkpoint_path(checkpoints.staging_path(folder), checkpoints.checkpoint_step(checkpoint))
+    trainer.beat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
-    states = [part.stat().st_size for part in parts]
-    most = 2 * sum(states) + states[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_WEIGHTS}"))
+    state_sizes = [state_file.stat().st_size for state_file in state_files]
+    needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
     try:
-        free, what = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
-        with room(folder, most, what, free=free), trainer.writing(folder):
+        available_bytes, purpose = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
+        with room(folder, needed_bytes, purpose, free=available_bytes), trainer.writing(folder):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
-                            len(parts), distributed.world_size(), checkpoint)  # fmt: skip
-                checkpoints.staging(folder)
-                _convert(checkpoint, made, parts[0].parent)
+                            len(state_files), distributed.world_size(), checkpoint)  # fmt: skip
+                checkpoints.create_staging(folder)
+                _convert(checkpoint, converted, state_files[0].parent)
         trainer.wait_for_disk()
-        _switch(trainer, on=True)
-        yield made
+        _set_universal_loading(trainer, enabled=True)
+        yield converted
     finally:
-        _switch(trainer, on=False)
+        _set_universal_loading(trainer, enabled=False)
         if distributed.is_first():
-            shutil.rmtree(made.parent, ignore_errors=True)
+            shutil.rmtree(converted.parent, ignore_errors=True)
 
 
-def loaded(trainer: Any, checkpoint: Path) -> None:
+def finish_loading(trainer: Any, checkpoint: Path) -> None:
     """After the engine has read a copy: put back its optimizer's groups and its reading, and remove the copy."""
     if not (checkpoint / "latest_universal").is_file():
         return
     optimizer = engines.innermost(trainer.optimizer)
     groups = None
     if distributed.is_first():
-        path = next(checkpoint.glob(f"*/{_GROUPS}"))
+        path = next(checkpoint.glob(f"*/{_GROUPS_FILE}"))
         groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
-    for group, saved in zip(optimizer.param_groups, distributed.of_first(groups), strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
+    for group, saved_group in zip(optimizer.param_groups, distributed.of_first(groups), strict=True):
+        group.update({name: value for name, value in saved_group.items() if name != "params"})
     for state in optimizer.state.values():
         state["step"] = deepcopy(state["step"])
-    _switch(trainer, on=False)
+    _set_universal_loading(trainer, enabled=False)
     trainer.wait_for_disk()
     if distributed.is_first():
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
-def _switch(trainer: Any, *, on: bool) -> None:
+def _set_universal_loading(trainer: Any, *, enabled: bool) -> None:
     """Whether the engine reads the universal form: one that is still to be made, by its config."""
-    trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": on}
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": enabled}
     if engines.is_deepspeed(trainer.model_wrapped):
-        trainer.model_wrapped._config.load_universal_checkpoint = on
+        trainer.model_wrapped._config.load_universal_checkpoint = enabled
 
 
-def _convert(checkpoint: Path, made: Path, parts: Path) -> None:
+def _convert(checkpoint: Path, converted: Path, states_folder: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
-    made.mkdir()
+    converted.mkdir()
     for item in checkpoint.iterdir():
-        if item != parts:
-            (made / item.name).symlink_to(item.absolute())
-    words = Namespace(
-        input_folder=str(parts), output_folder=str(made / f"{parts.name}_universal"),
+        if item != states_folder:
+            (converted / item.name).symlink_to(item.absolute())
+    arguments = Namespace(
+        input_folder=str(states_folder), output_folder=str(converted / f"{states_folder.name}_universal"),
         num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
         inject_missing_state=True,  # what only Megatron's models write
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main(words)
+        main(arguments)

@@ -22,7 +22,7 @@ from sft_play.errors import Interrupted
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
+from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.peaks import Watch
 from sft_play.training.prepare.prepare import Prepared, log_rows
@@ -81,8 +81,8 @@ class Stages:
 
     def _train(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
         begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
-        last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
-        before = checkpoints.step_of(last) if last is not None else 0
+        last = find_last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
+        before = checkpoints.checkpoint_step(last) if last is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:

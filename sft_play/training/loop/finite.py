@@ -116,8 +116,8 @@ class FiniteSteps(TrainerCallback):
 
     def _decide(self, what: str, *, was_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
-        end = f"{checkpoints.kept(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a new "
-        end += "run with a lower train.learning_rate"
+        end = f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a "
+        end += "new run with a lower train.learning_rate"
         if was_taken:  # bf16.check_grad_overflow: false
             raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {end}")
         if self._on_nan == "stop":
@@ -158,7 +158,7 @@ def require_finite(trainer: Any) -> None:
     if found is not None:
         raise TrainingError(
             f"step {trainer.state.global_step}: {found} has values that are not finite, so no checkpoint is written; "
-            f"{checkpoints.kept(Path(trainer.args.output_dir))}"
+            f"{checkpoints.resume_note(Path(trainer.args.output_dir))}"
         )
 
 

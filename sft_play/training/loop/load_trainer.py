@@ -12,7 +12,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.precision import Precision
-from sft_play.training.checkpoints.full_state_dict import fill_adapter
+from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
 from sft_play.training.class_checks.compiling import compile_blocks
 from sft_play.training.class_checks.kernels import activate_kernels
@@ -71,7 +71,7 @@ def load_trainer(
     )  # fmt: skip
     trainer.kernels = taken
     if begins_from is not None and prepared.trains_adapter:
-        fill_adapter(trainer.model, begins_from)
+        load_adapter_weights(trainer.model, begins_from)
     elif prepared.trains_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
         read = partial(_base_weights, config, plan.precision, model_spec, source)
         adapter_start.initialize_adapters(

@@ -29,7 +29,7 @@ from sft_play.planner.plan import Plan
 from sft_play.process.signals import leave_with
 from sft_play.process.waiting import Waiting, waiting
 from sft_play.training.checkpoints import universal
-from sft_play.training.checkpoints.last_checkpoint import without_code
+from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.class_checks.compiling import CompileMonitor
 from sft_play.training.class_checks.kernels import ActiveKernels
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
@@ -219,7 +219,7 @@ class PlannedLoop(CheckpointedLoop):
             with self._saved_at_the_end():
                 if not checkpoint:
                     return super().train(*args, **options)
-                with without_code(Path(checkpoint)), universal.readable(self, Path(checkpoint)) as path:
+                with forbid_pickled_code(Path(checkpoint)), universal.readable_checkpoint(self, Path(checkpoint)) as path:
                     return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
         finally:
             for callback in callbacks:

@@ -24,7 +24,7 @@ from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
-from sft_play.training.checkpoints.model_saving import saves_embeddings
+from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory
@@ -118,7 +118,7 @@ class CheckpointedLoop(Trainer):
         Trainer's."""
         self._checkpoint_limit = checkpoint_limit
         self.in_parts, self._async_save = in_parts, async_save
-        self._part: sharded_checkpoints.Part | None = None  # of the checkpoint that is about to be written
+        self._part: sharded_checkpoints.CheckpointPart | None = None  # of the checkpoint that is about to be written
         self._writing: Writing | None = None
         self.finite = FiniteSteps(self, on_nan)
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -154,7 +154,7 @@ class CheckpointedLoop(Trainer):
     def _room(self, step: int, needed: int, *, free: int | None = None) -> Iterator[None]:
         folder = Path(self.args.output_dir)
         try:
-            with room(folder, needed, f"{checkpoints.kept(folder)}; that of step {step}", free=free):
+            with room(folder, needed, f"{checkpoints.resume_note(folder)}; that of step {step}", free=free):
                 yield
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
@@ -199,7 +199,7 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         loss_sum, seen = self._mean_loss_sum(), self._monitor.seen()
         if distributed.is_first():
-            checkpoints.staging(folder)
+            checkpoints.create_staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
         self._staging = staging = checkpoints.staging_path(folder)
         with contextlib.nullcontext() if self.in_parts else self.writing(staging):
@@ -208,7 +208,7 @@ class CheckpointedLoop(Trainer):
         if distributed.is_first_of_node() and not distributed.is_first():
             flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
         self.wait_for_disk()
-        written = checkpoints.path_of(staging, step)
+        written = checkpoints.checkpoint_path(staging, step)
         if distributed.is_first():
             state = {
                 "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
@@ -216,7 +216,7 @@ class CheckpointedLoop(Trainer):
             }  # fmt: skip
             (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
-                best = checkpoints.path_of(folder, self.state.best_global_step)
+                best = checkpoints.checkpoint_path(folder, self.state.best_global_step)
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(written / "trainer_state.json"))
@@ -232,11 +232,11 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _put(self, written: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
-        checkpoints.commit(written, folder, needed=self._needed_files(), moved=moved)
-        checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best)
+        checkpoints.commit_checkpoint(written, folder, required_files=self._needed_files(), on_bytes=moved)
+        checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
 
     def _write_beside(
-        self, part: sharded_checkpoints.Part, put: Callable[..., None], written: Path, group: Any
+        self, part: sharded_checkpoints.CheckpointPart, put: Callable[..., None], written: Path, group: Any
     ) -> None:
         """On the thread; its bytes are this rank's progress only where training waits."""
 
@@ -244,7 +244,7 @@ class CheckpointedLoop(Trainer):
             if self._writing is None or self._writing.awaited:
                 self.beat.moved(count)
 
-        sharded_checkpoints.save(part, written, group=group, moved=moved)
+        sharded_checkpoints.save_part(part, written, group=group, on_bytes=moved)
         if distributed.is_first():  # all parts are on the disk
             put(moved=moved)
 
@@ -252,8 +252,8 @@ class CheckpointedLoop(Trainer):
         if self.is_deepspeed_enabled:
             return ("trainer_state.json", "latest")
         if self.in_parts:
-            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS, sharded_checkpoints.GROUPS)
-        return checkpoints.NEEDED
+            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE, sharded_checkpoints.GROUPS_FILE)
+        return checkpoints.RESUME_FILES
 
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
@@ -275,7 +275,7 @@ class CheckpointedLoop(Trainer):
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-                self._save(output_dir, state_dict=full_state_dict.whole_state(self))
+                self._save(output_dir, state_dict=full_state_dict.gather_state_dict(self))
             else:
                 super().save_model(output_dir, _internal_call)
         self.wait_for_disk()
@@ -290,7 +290,7 @@ class CheckpointedLoop(Trainer):
             return
         options: dict[str, Any] = {"save_original_format": False}
         if is_peft_model(self.model):
-            options = {"save_embedding_layers": saves_embeddings(self.model)}
+            options = {"save_embedding_layers": embeddings_to_save(self.model)}
         self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
         try:
             yield
@@ -306,7 +306,7 @@ class CheckpointedLoop(Trainer):
         if self.in_parts:
             self._save_parts(path)
         else:
-            states = full_state_dict.whole_optimizer(self.model, self.optimizer.optimizer)
+            states = full_state_dict.full_optimizer_states(self.model, self.optimizer.optimizer)
             if distributed.is_first():
                 torch.save(states, path / "optimizer.pt")
         if distributed.is_first():
@@ -322,11 +322,11 @@ class CheckpointedLoop(Trainer):
                 waiting.enter_context(self.beat.waiting())
 
             self.beat.note(step, "writing its part of a checkpoint")
-            part = sharded_checkpoints.part_of(self.model, self.optimizer.optimizer)
+            part = sharded_checkpoints.collect_part(self.model, self.optimizer.optimizer)
             if self._async_save:
-                self._part = part.in_ram()
+                self._part = part.copy_to_host()
                 return
-            sharded_checkpoints.save(part, path, group=distributed.patient(), moved=self.beat.moved, done=done)
+            sharded_checkpoints.save_part(part, path, group=distributed.patient(), on_bytes=self.beat.moved, on_done=done)
         parts, seconds = distributed.world_size(), time.monotonic() - started
         logger.info("Checkpoint of step %d: %d parts in %.0f s", step, parts, seconds)
 
@@ -350,15 +350,15 @@ class CheckpointedLoop(Trainer):
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
             group = distributed.patient()
-            sharded_checkpoints.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
+            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group, on_bytes=self.beat.moved)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
-                universal.loaded(self, path)
+                universal.finish_loading(self, path)
             return
         else:
             states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
-            full_state_dict.fill_optimizer(self.model, self.optimizer.optimizer, states)
+            full_state_dict.load_optimizer_states(self.model, self.optimizer.optimizer, states)
         self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -367,33 +367,33 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_weights(self.model, path, group=distributed.patient(), moved=self.beat.moved)
-        elif not self.is_fsdp_enabled and full_state_dict.is_adapter(self.model):
-            full_state_dict.fill_adapter(self.model, path)
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.patient(), on_bytes=self.beat.moved)
+        elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
+            full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
-            full_state_dict.fill_whole(self.model, path)
+            full_state_dict.load_full_weights(self.model, path)
         else:
-            weights = full_state_dict.read_weights(path, self.model) if distributed.is_first() else {}
-            full_state_dict.fill_weights(self.model, weights)
+            weights = full_state_dict.read_checkpoint_weights(path, self.model) if distributed.is_first() else {}
+            full_state_dict.load_fsdp_weights(self.model, weights)
 
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         self.finish_saving()
         best = distributed.of_first(self.state.best_model_checkpoint)  # the others know where it was written aside
-        found = checkpoints.fault(Path(best), moved=self.beat.moved) if distributed.is_first() else None
+        found = checkpoints.find_damage(Path(best), on_bytes=self.beat.moved) if distributed.is_first() else None
         self.wait_for_disk()
         found = distributed.of_first(found)
         if found is not None:
             logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, found)
             return
-        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)) or full_state_dict.is_adapter(self.model):
+        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)) or full_state_dict.has_adapter(self.model):
             self._load_from_checkpoint(best)
             return
-        with universal.readable(self, Path(best)) as path:  # it may have been written over other ranks
+        with universal.readable_checkpoint(self, Path(best)) as path:  # it may have been written over other ranks
             self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
-            universal.loaded(self, path)
+            universal.finish_loading(self, path)
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        full_state_dict.require_all(self.model, load_result.missing_keys, load_result.unexpected_keys)
+        full_state_dict.require_same_names(self.model, load_result.missing_keys, load_result.unexpected_keys)

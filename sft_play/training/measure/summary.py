@@ -16,10 +16,10 @@ from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.card import CardFacts, figures_of, stops_of, write_card
-from sft_play.training.checkpoints.checkpoints import seal
+from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, result_figures, write_card
+from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
-from sft_play.training.checkpoints.tensor_files import base_files
+from sft_play.training.checkpoints.tensor_files import fetch_base_folder
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import Progress, StopAfter
 from sft_play.training.loop.loop import PlannedLoop
@@ -101,7 +101,7 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> l
 def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
     rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
     where = f"({summary['split']}, {rows} rows)"
-    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in figures_of(summary)]
+    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in result_figures(summary)]
 
 
 def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -186,7 +186,7 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         model_spec=prepared.model_spec,
         manifest=job.folder.whole.manifest(),
         summary=summary,
-        stop=stops_of(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
+        stop=answer_stop_ids(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
     )
     try:
         write_card(job.folder.model_path(adapter=prepared.trains_adapter), card)
@@ -201,23 +201,23 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
     with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.trains_adapter
-        tensors = full_state_dict.whole_tensors(trainer.model) if one_by_one else None
-        state = None if one_by_one else full_state_dict.whole_state(trainer, in_fp32=dtype is torch.float32)
+        tensors = full_state_dict.full_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.original_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.original_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
             keeps = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
-            base = base_files(base_model.name, revision=base_model.revision) if keeps else None
+            base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps else None
             save_model(
                 model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
-                steps=steps if learns else 0, moved=trainer.beat.moved,
+                steps=steps if learns else 0, on_bytes=trainer.beat.moved,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
-                stop = stops_of(job.loaded.config, tokenizer, prepared.renderer)
+                stop = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop, tokenizer.pad_token_id)
-            seal(path, moved=trainer.beat.moved)
+            record_digests(path, on_bytes=trainer.beat.moved)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
                 pass

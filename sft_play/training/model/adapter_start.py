@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import ModelError
-from sft_play.training.checkpoints.full_state_dict import gathered_by_zero3
+from sft_play.training.checkpoints.full_state_dict import gather_zero3_parameter
 from sft_play.training.model.fsdp_loading import base_parameter_name
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 
@@ -36,8 +36,8 @@ def initialize_adapters(
     model: Any, lora: LoraConfig, *, seed: int, device: torch.device, read_base_weights: Callable[[], BaseWeights | None]
 ) -> None:
     """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `read_base_weights`
-    returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises ModelError: the
-    base's files hold no 16-bit weights."""
+    returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises
+    ModelError: the base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     base_weights = read_base_weights()
@@ -46,12 +46,12 @@ def initialize_adapters(
         for path, layer in _layers_to_initialize(model, lora.init):
             base = layer.get_base_layer()
             name = base_parameter_name(f"{path}.weight")
-            with gathered_by_zero3(base.weight):
+            with gather_zero3_parameter(base.weight):
                 weight = dequantize_module_weight(base) if base_weights is None else base_weights[name]
                 matrix = weight.T if getattr(layer, "fan_in_fan_out", False) else weight  # GPT-2's are transposed
                 b, a = _initial_factors(matrix.to(device), name, layer, lora)
             for factor, value in ((layer.lora_A, a), (layer.lora_B, b)):
-                with gathered_by_zero3(factor["default"].weight, writer=0):
+                with gather_zero3_parameter(factor["default"].weight, writer=0):
                     factor["default"].weight.copy_(value)
 
 

@@ -19,8 +19,8 @@ from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import waiting
-from sft_play.training.checkpoints.full_state_dict import embeddings_of, gathered_by_zero3, tied_names
-from sft_play.training.checkpoints.tensor_files import base_files, broken_connection, tensors_in
+from sft_play.training.checkpoints.full_state_dict import embedding_layers, gather_zero3_parameter, tied_weight_names
+from sft_play.training.checkpoints.tensor_files import describe_broken_connection, fetch_base_folder, open_tensors
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
@@ -96,7 +96,7 @@ def read_model(
                 f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
                 "convert them where that is safe (save_pretrained of transformers)"
             ) from error
-        connection_problem = broken_connection(error) if folder is None else None
+        connection_problem = describe_broken_connection(error) if folder is None else None
         problem = connection_problem or f"cannot be loaded: {one_line(str(error), limit=300)}"
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
@@ -120,9 +120,9 @@ def read_model(
 def initialize_new_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
     """Let the rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant
     to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
-    tables = {id(layer.weight): layer.weight for layer in embeddings_of(model)}.values()
+    tables = {id(layer.weight): layer.weight for layer in embedding_layers(model)}.values()
     for table in tables if any(new_rows.values()) else ():
-        with gathered_by_zero3(table, writer=0):
+        with gather_zero3_parameter(table, writer=0):
             for row, piece_ids in new_rows.items() if table.numel() else ():
                 table[row] = table[list(piece_ids)].float().mean(dim=0)
 
@@ -131,8 +131,8 @@ def dequantised_tensors(config: RunConfig, *, reads_now: bool) -> dict[str, Any]
     """The base's tensors by name, dequantised when read; `reads_now`: now, for DeepSpeed."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    folder = base_files(config.model.name, revision=config.model.revision)
-    tensors = tensors_in(folder)
+    folder = fetch_base_folder(config.model.name, revision=config.model.revision)
+    tensors = open_tensors(folder)
     is_read_at_once = reads_now and is_deepspeed_zero3_enabled()
     return {name: tensor.read() for name, tensor in tensors.items()} if is_read_at_once else dict(tensors)
 
@@ -166,7 +166,7 @@ def quantization_config(precision: Precision, storage: DtypeName | None = None, 
 
 def require_all_weights(model: Any, loading_info: dict[str, Any], name: str) -> None:
     """Raises ModelError where weights were missing, since they would be random numbers."""
-    missing = sorted(set(loading_info.get("missing_keys", ())) - tied_names(model))
+    missing = sorted(set(loading_info.get("missing_keys", ())) - tied_weight_names(model))
     if missing or loading_info.get("mismatched_keys"):
         names = ", ".join([*missing, *(str(item) for item in loading_info.get("mismatched_keys", ()))][:6])
         raise ModelError(f"the weights of {name} do not match its config.json: {one_line(names, limit=300)} "

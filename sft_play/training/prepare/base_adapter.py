@@ -16,8 +16,8 @@ from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder, base_weights_identity
 from sft_play.log import one_line
-from sft_play.training.checkpoints.checkpoints import require_sealed
-from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
+from sft_play.training.checkpoints.checkpoints import require_unchanged
+from sft_play.training.checkpoints.full_state_dict import adapter_names, is_duplicate_name
 from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, resized_spec
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     run = run_of(folder)
     manifest_data = (run[1].get("data") if run else None) or {}
     _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
-    require_sealed(folder)
+    require_unchanged(folder)
     tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
     digest = file_digest(folder / WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
@@ -63,7 +63,7 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     try:
         with safe_open(file, framework="pt") as tensors:
             saved_names = {
-                to_saved_name(name): name for name in tensors.keys() if not is_saved_twice(name)  # noqa: SIM118
+                to_saved_name(name): name for name in tensors.keys() if not is_duplicate_name(name)  # noqa: SIM118
             }
             saved_shapes = {name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()}
             problems = [

@@ -32,7 +32,7 @@ from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import adapter_names
-from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.class_checks.adapter_trial import late_gradients, parameters_without_gradient
 from sft_play.training.class_checks.masking import check_boundaries, check_padding, require_packable
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
@@ -258,7 +258,7 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
     folder = find_model_folder(config.model.name)
     try:
         if folder is not None:
-            return set(tensors_in(folder))
+            return set(open_tensors(folder))
         return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
     except ModelError:
         raise

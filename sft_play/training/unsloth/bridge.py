@@ -30,8 +30,8 @@ from sft_play.facts.models.architecture import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.runs.files import write_text
-from sft_play.training.checkpoints.checkpoints import seal
-from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
+from sft_play.training.checkpoints.checkpoints import record_digests
+from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
@@ -135,7 +135,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = find_model_folder(config.model.name)
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported_options`)
-    shapes = whole_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
+    shapes = saved_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
     return Document(
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
@@ -181,7 +181,7 @@ def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: An
     if tokenizer.own_template is not None:
         tokenizer.tokenizer.chat_template = tokenizer.own_template
     tokenizer.tokenizer.save_pretrained(path)
-    seal(path)
+    record_digests(path)
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sft_play.errors import BackendError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
-from sft_play.training.checkpoints.model_saving import whole_shapes
+from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.loop.load_trainer import trainer_of
 from sft_play.training.loop.loop import PlannedLoop
@@ -198,7 +198,7 @@ def check_loaded(model: Any, wanted_shapes: dict[str, list[int]], *, is_4bit: bo
     if has_4bit != is_4bit:
         loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {wanted} ones; nothing was trained")
-    shapes = {name: list(shape) for name, shape in whole_shapes(model).items()}
+    shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
     differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
     if differing:
         name = differing[0]
