@@ -39,18 +39,18 @@ from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from sft_play.training.unsloth import bridge, unsloth_environment, unsloth_worker
-from sft_play.training.unsloth.unsloth_environment import UnslothAnswer
+from sft_play.training.unsloth.unsloth_environment import UnslothInfo
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
 
 pytestmark = pytest.mark.build
 
-REAL = unsloth_environment.find_python(os.environ)
+REAL = unsloth_environment.find_unsloth_python(os.environ)
 needs_real = pytest.mark.skipif(
     REAL is None, reason="no environment with Unsloth here (make setup-unsloth, or UNSLOTH_VENV=)"
 )
-HERE = UnslothAnswer("cpu", {"unsloth": "2026.10.9"})
+HERE = UnslothInfo("cpu", {"unsloth": "2026.10.9"})
 
 
 @pytest.fixture
@@ -156,13 +156,13 @@ def test_an_environment_that_is_named_and_not_there_is_said_by_its_name(monkeypa
 
 
 def test_the_environment_in_the_present_folder_is_found(no_unsloth, tmp_path):
-    assert unsloth_environment.find_python({}) is None
+    assert unsloth_environment.find_unsloth_python({}) is None
     python = tmp_path / ".venv-unsloth" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text("")
     python.chmod(0o755)
-    assert unsloth_environment.find_python({}) == python
-    assert unsloth_environment.find_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
+    assert unsloth_environment.find_unsloth_python({}) == python
+    assert unsloth_environment.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
 
 
 UNSUPPORTED = {
@@ -226,7 +226,7 @@ def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, w
                                                      (False, "cpu", True), (False, "cuda", False)])  # fmt: skip
 def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu, device, fine):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(backend, "ask", lambda _: UnslothAnswer(device, {}))
+    monkeypatch.setattr(backend, "probe_unsloth", lambda _: UnslothInfo(device, {}))
     assert (problem(config()) is None) == fine
 
 
@@ -252,9 +252,9 @@ def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, mon
 def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages_names(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "unsloth_standin"))
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    assert unsloth_worker.answer()["device"] == "cpu"
-    monkeypatch.setattr(unsloth_worker, "NEEDED", ("json", "no_such_package"))
-    assert "it has no no_such_package, which" in unsloth_worker.answer()["error"]
+    assert unsloth_worker.probe()["device"] == "cpu"
+    monkeypatch.setattr(unsloth_worker, "NEEDED_PACKAGES", ("json", "no_such_package"))
+    assert "it has no no_such_package, which" in unsloth_worker.probe()["error"]
     sys.modules.pop("unsloth", None)
 
 
@@ -280,7 +280,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 # --- what is handed over ----------------------------------------------------------------------------------------------
 
 
-def document(folder: Path, **changes: Any) -> bridge.Document:
+def document(folder: Path, **changes: Any) -> bridge.Handover:
     told = {
         "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
         "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
@@ -288,12 +288,12 @@ def document(folder: Path, **changes: Any) -> bridge.Document:
         "asked": [Question(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
         "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip
-    return bridge.Document(**{**told, **changes})
+    return bridge.Handover(**{**told, **changes})
 
 
 def test_a_document_is_read_as_it_was_written(tmp_path):
     made = document(tmp_path)
-    assert bridge.Document.model_validate_json(made.model_dump_json(indent=1)) == made
+    assert bridge.Handover.model_validate_json(made.model_dump_json(indent=1)) == made
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -344,11 +344,11 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
 )  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
     with pytest.raises(kind, match=message):
-        bridge._raise_first(ended(tmp_path, *words), stopped=stopped)
+        bridge._raise_first(ended(tmp_path, *words), signal_count=stopped)
 
 
 def test_processes_that_ended_well_raise_nothing(tmp_path):
-    bridge._raise_first(ended(tmp_path, (0, None), (0, None)), stopped=0)
+    bridge._raise_first(ended(tmp_path, (0, None), (0, None)), signal_count=0)
 
 
 def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
@@ -377,18 +377,18 @@ def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypat
             super().__post_init__()
 
     run = load_config(uneven_run(tmp_path, tiny_llama)).config
-    made = unsloth_run._arguments(run, on_cpu(run), RunFolder(tmp_path), has_eval=True)
+    made = unsloth_run._build_arguments(run, on_cpu(run), RunFolder(tmp_path), has_eval=True)
     assert not made.gradient_checkpointing
     monkeypatch.setattr(unsloth_run, "TrainingArguments", Changed)
     with pytest.raises(BackendError, match=r"change what the run asks for.*optim=adamw_torch_fused to adamw_torch"):
-        unsloth_run._arguments(run, on_cpu(run), RunFolder(tmp_path), has_eval=True)
+        unsloth_run._build_arguments(run, on_cpu(run), RunFolder(tmp_path), has_eval=True)
 
 
 def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, tiny_llama):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.unsloth.unsloth_run import check_loaded
+    from sft_play.training.unsloth.unsloth_run import check_loaded_model
 
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
@@ -400,12 +400,12 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
         settings = {"r": 16, "target_modules": sorted(drawn.peft_config.target_modules), "task_type": "CAUSAL_LM"}
         return get_peft_model(model, LoraConfig(**{**settings, **changes}))
 
-    check_loaded(made(), wanted, is_4bit=False)
+    check_loaded_model(made(), wanted, is_4bit=False)
     for changes in ({"r": 8}, {"target_modules": ["q_proj"]}):
         with pytest.raises(BackendError, match="adapters are not those of the run"):
-            check_loaded(made(**changes), wanted, is_4bit=False)
+            check_loaded_model(made(**changes), wanted, is_4bit=False)
     with pytest.raises(BackendError, match="loaded unquantised weights, and the run asks for 4-bit ones"):
-        check_loaded(made(), wanted, is_4bit=True)
+        check_loaded_model(made(), wanted, is_4bit=True)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
 @needs_real
 def test_unsloth_itself_has_what_the_worker_calls():
     assert REAL is not None
-    answer = unsloth_environment.ask(REAL)
+    answer = unsloth_environment.probe_unsloth(REAL)
     assert answer.versions["unsloth"]
     assert answer.device
 

@@ -34,7 +34,7 @@ from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
-from sft_play.training.unsloth.unsloth_environment import find_python
+from sft_play.training.unsloth.unsloth_environment import find_unsloth_python
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ def check_peer(peer: str | None, python: str | None) -> str:
             raise ConfigError("PEER_PYTHON= names the Python of another trainer, and none is asked for: give PEER=trl, "
                               "unsloth, axolotl or llamafactory, or leave it out")  # fmt: skip
         return sys.executable
-    own = find_python(os.environ) if peer == "unsloth" and python is None else None
+    own = find_unsloth_python(os.environ) if peer == "unsloth" and python is None else None
     asked, package = python or str(own or sys.executable), module.partition(".")[0]
     if shutil.which(asked) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")

@@ -53,7 +53,7 @@ def run(job: RunJob) -> dict[str, Any]:
     facts = data_facts(job.parts, prepared)
     if prepared[0].backend.name == "unsloth":
         with open_run_folder(job, prepared, facts):
-            return bridge.train(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
+            return bridge.train_with_unsloth(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
     if prepared[0].backend.fallback_from:
         check_gpu(job.largest.plan, job.largest.loaded.config)
     with (

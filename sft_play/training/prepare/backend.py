@@ -18,7 +18,7 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
 from sft_play.process.imports import importing
-from sft_play.training.unsloth.unsloth_environment import UnslothAnswer, ask, find_python
+from sft_play.training.unsloth.unsloth_environment import UnslothInfo, find_unsloth_python, probe_unsloth
 
 if TYPE_CHECKING:  # it imports torch, without which most of this is refused
     from sft_play.training.prepare.model_spec import ModelSpec
@@ -59,7 +59,7 @@ class Backend:
     fallback_from: str | None = None
     python: Path | None = None
     """Of Unsloth's environment, and what Unsloth says of itself there."""
-    unsloth_info: UnslothAnswer | None = None
+    unsloth_info: UnslothInfo | None = None
 
 
 def choose_backend(
@@ -75,7 +75,7 @@ def choose_backend(
         python, info = require_unsloth(config, layout=layout, nodes=nodes, is_rank=is_rank)
     except BackendError as error:
         return fall_back(config, str(error))
-    return Backend("unsloth", f"unsloth: {info.words}, in {python}", python=python, unsloth_info=info)
+    return Backend("unsloth", f"unsloth: {info.versions_text}, in {python}", python=python, unsloth_info=info)
 
 
 def fall_back(config: RunConfig, problem: str) -> Backend:
@@ -89,10 +89,10 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
     return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
 
 
-def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool) -> tuple[Path, UnslothAnswer]:
+def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool) -> tuple[Path, UnslothInfo]:
     """Unsloth's environment, and what Unsloth says about it; raises BackendError where it cannot run this. It is asked
     last, which takes seconds. `is_rank`: a launcher started this process as a rank."""
-    python = find_python(os.environ)
+    python = find_unsloth_python(os.environ)
     if python is None:
         requirement = "an environment of its own (and a CUDA GPU for its kernels)"
         raise BackendError(f"it needs {requirement}, and there is none: {SETUP_HINT}")
@@ -104,7 +104,7 @@ def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool
         raise BackendError(f"each of its processes holds the whole model; {requested} was asked for: STRATEGY=ddp")
     if is_rank:
         raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
-    info = ask(python)
+    info = probe_unsloth(python)
     with importing():
         import torch
 

@@ -38,20 +38,20 @@ from sft_play.training.measure.exact_match import Question, stop_ids
 from sft_play.training.measure.summary import describe
 from sft_play.training.prepare.model_spec import build_meta_model
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
+from sft_play.training.unsloth.unsloth_environment import WORKER_SCRIPT, worker_environment
 
 logger = logging.getLogger(__name__)
 
 # In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
-WORK = "unsloth"
+WORK_FOLDER = "unsloth"
 # Seconds that the other processes have to end once one has failed.
-PEER_S = 20.0
-_ROWS_AT_ONCE = 10_000
-_COLUMNS = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+PEER_TIMEOUT_S = 20.0
+_BATCH_ROWS = 10_000
+_ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 
 
 # --- what is handed over ----------------------------------------------------------------------------------------------
-class Document(BaseModel):
+class Handover(BaseModel):
     """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
@@ -82,61 +82,62 @@ class Document(BaseModel):
 def write_rows(dataset: Any, path: Path) -> str:
     """Write a `datasets.Dataset` of token rows as an Arrow stream, which `Dataset.from_file` reads; rows without a
     source are chats. Returns the path."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _COLUMNS) as stream:
-        for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _ROW_SCHEMA) as stream:
+        for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
             columns = {name: table[name] for name in table.column_names}
             columns.setdefault("source", pa.array([0] * table.num_rows, type=pa.int8()))
-            stream.write_table(pa.table({name: columns[name] for name in _COLUMNS.names}).cast(_COLUMNS))
+            stream.write_table(pa.table({name: columns[name] for name in _ROW_SCHEMA.names}).cast(_ROW_SCHEMA))
     return str(path)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
+def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
-    python, answer = prepared.backend.python, prepared.backend.unsloth_info
+    python, info = prepared.backend.python, prepared.backend.unsloth_info
     assert python is not None
-    assert answer is not None
-    job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
-    logger.info("Unsloth: %s; its process is %s on %s", answer.words, python, answer.device)
-    if answer.device == "cpu":
+    assert info is not None
+    job.folder.update_manifest(unsloth={"python": str(python), "device": info.device, **info.versions})
+    logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
+    if info.device == "cpu":
         logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
-    document = _document(job, prepared, eval_set, started)
-    work = job.folder.path.absolute() / WORK
+    handover = _build_handover(job, prepared, eval_set, started)
+    work_folder = job.folder.path.absolute() / WORK_FOLDER
     try:
-        path = work / "handover.json"
-        write_text(path, document.model_dump_json(indent=1) + "\n")
-        _run(python, path, job.plan)
+        path = work_folder / "handover.json"
+        write_text(path, handover.model_dump_json(indent=1) + "\n")
+        _run_workers(python, path, job.plan)
     except Interrupted:
         if job.folder.manifest().get("status") == "running":  # stopped before it could record so
             job.folder.update_manifest(status="stopped")
         raise
     finally:
         for name in ("rows", "tokenizer", "ranks"):
-            shutil.rmtree(work / name, ignore_errors=True)
+            shutil.rmtree(work_folder / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
         path, lora = job.folder.model_path(adapter=True), job.loaded.config.tuning.lora
-        read_back(path, lora, document, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        check_adapter(path, lora, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
         describe(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
     return summary
 
 
-def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Document:
+def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Handover:
     config, plan = job.loaded.config, job.plan
-    asks = bool(eval_set.asked or eval_set.asked_while_training)
-    work = job.folder.path.absolute() / WORK
-    shutil.rmtree(work, ignore_errors=True)
-    (work / "rows").mkdir(parents=True)
-    prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
-    parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
+    has_questions = bool(eval_set.asked or eval_set.asked_while_training)
+    work_folder = job.folder.path.absolute() / WORK_FOLDER
+    shutil.rmtree(work_folder, ignore_errors=True)
+    (work_folder / "rows").mkdir(parents=True)
+    prepared.tokenizer.tokenizer.save_pretrained(work_folder / "tokenizer")
+    named_splits = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = find_model_folder(config.model.name)
-    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported_options`)
+    # never None: Unsloth trains only adapters (`unsupported_options`)
+    peft_config: Any = prepared.model_spec.peft_config
     shapes = saved_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
-    return Document(
+    return Handover(
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
         overrides=list(job.loaded.overrides),
@@ -145,37 +146,37 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
         resume=job.resume,
         started=started,
         timeout_s=job.timeout_s,
-        tokenizer=str(work / "tokenizer"),
+        tokenizer=str(work_folder / "tokenizer"),
         own_template=prepared.tokenizer.original_template,
         splits={
-            name: write_rows(part.rows, work / "rows" / f"{name}.arrow")
-            for name, part in parts.items()
-            if part is not None
+            name: write_rows(split.rows, work_folder / "rows" / f"{name}.arrow")
+            for name, split in named_splits.items()
+            if split is not None
         },
         held_out=eval_set.name,
         asked=eval_set.asked,
         asked_while_training=eval_set.asked_while_training,
-        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if asks else [],
+        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if has_questions else [],
         model_path=str(folder.absolute()) if folder is not None else config.model.name,
-        target_modules=sorted(peft.target_modules),
+        target_modules=sorted(peft_config.target_modules),
         tensors={name: list(shape) for name, shape in shapes.items()},
     )
 
 
-def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: Any, steps: int) -> None:
+def check_adapter(path: Path, lora: LoraConfig, handover: Handover, *, tokenizer: Any, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
     Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
     from peft import PeftConfig
 
-    expected = {name: tuple(shape) for name, shape in document.tensors.items()}
+    expected = {name: tuple(shape) for name, shape in handover.tensors.items()}
     check_saved_weights(path, expected=expected, must_have_learned=steps > 1)
-    read = PeftConfig.from_pretrained(str(path))
-    wanted = {
+    adapter_config = PeftConfig.from_pretrained(str(path))
+    settings = {
         "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "base_model_name_or_path": document.model_path,
+        "base_model_name_or_path": handover.model_path,
     }  # fmt: skip
-    differing = [f"{name}={getattr(read, name)!r} and not {value!r}" for name, value in wanted.items()
-                 if getattr(read, name) != value]  # fmt: skip
+    differing = [f"{name}={getattr(adapter_config, name)!r} and not {value!r}" for name, value in settings.items()
+                 if getattr(adapter_config, name) != value]  # fmt: skip
     if differing:
         raise ModelError(f"{path}: the adapter that Unsloth wrote is not the run's: {'; '.join(differing)}")
     if tokenizer.own_template is not None:
@@ -190,37 +191,37 @@ class _Worker(NamedTuple):
     error_file: Path
 
 
-def _run(python: Path, document: Path, plan: Plan) -> None:
+def _run_workers(python: Path, handover: Path, plan: Plan) -> None:
     """The first signal is passed on, and they save and stop; a second one ends them at once."""
     workers: list[_Worker] = []
-    asked: list[int] = []
+    received_signals: list[int] = []
 
-    def pass_on(number: int) -> None:
-        asked.append(number)
-        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
-        _tell(workers, signal.SIGTERM)
+    def pass_on(signal_number: int) -> None:
+        received_signals.append(signal_number)
+        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
+        _send_signal(workers, signal.SIGTERM)
 
-    def end(number: int) -> None:
-        asked.append(number)
-        _tell(workers, signal.SIGKILL)
+    def kill(signal_number: int) -> None:
+        received_signals.append(signal_number)
+        _send_signal(workers, signal.SIGKILL)
 
-    with signals.StopSignals(pass_on, end):
-        for number, place in enumerate(_places(plan)):
-            workers.append(_start(python, document, number, place))
-            if asked:
-                _tell(workers[-1:], signal.SIGTERM)
+    with signals.StopSignals(pass_on, kill):
+        for index, rank_environment in enumerate(_rank_environments(plan)):
+            workers.append(_start_worker(python, handover, index, rank_environment))
+            if received_signals:
+                _send_signal(workers[-1:], signal.SIGTERM)
         deadline: float | None = None
         while any(worker.process.poll() is None for worker in workers):
             failed = [worker for worker in workers if worker.process.poll() not in (None, 0, Interrupted.exit_code)]
             if deadline is None and failed:
-                deadline = time.monotonic() + PEER_S  # the others wait for it in a collective, and would hang
+                deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
             if deadline is not None and time.monotonic() > deadline:
-                _tell(workers, signal.SIGKILL)
+                _send_signal(workers, signal.SIGKILL)
             time.sleep(0.05)
-    _raise_first(workers, stopped=len(asked))
+    _raise_first(workers, signal_count=len(received_signals))
 
 
-def _places(plan: Plan) -> Iterator[dict[str, str]]:
+def _rank_environments(plan: Plan) -> Iterator[dict[str, str]]:
     ranks = plan.choice.layout.ranks
     if ranks == 1:
         yield {}
@@ -228,44 +229,44 @@ def _places(plan: Plan) -> Iterator[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if not plan.hardware.gpus:
-        common["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)
+        shared["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)
     for rank in range(ranks):
-        yield {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        yield {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
 
 
-def _start(python: Path, document: Path, number: int, place: dict[str, str]) -> _Worker:
-    error_file = document.parent / "ranks" / str(number) / "error.json"
+def _start_worker(python: Path, handover: Path, index: int, rank_environment: dict[str, str]) -> _Worker:
+    error_file = handover.parent / "ranks" / str(index) / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
-    told = {**worker_environment(os.environ), **place, failures.ERROR_FILE_VARIABLE: str(error_file)}
-    environment = signals.ends_with_me(told, number=signal.SIGTERM)
-    words = [str(python), str(WORKER), str(document)]
+    variables = {**worker_environment(os.environ), **rank_environment, failures.ERROR_FILE_VARIABLE: str(error_file)}
+    environment = signals.ends_with_me(variables, number=signal.SIGTERM)
+    command = [str(python), str(WORKER_SCRIPT), str(handover)]
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
-    return _Worker(subprocess.Popen(words, env=environment, start_new_session=True), error_file)
+    return _Worker(subprocess.Popen(command, env=environment, start_new_session=True), error_file)
 
 
-def _tell(workers: Sequence[_Worker], number: signal.Signals) -> None:
+def _send_signal(workers: Sequence[_Worker], signal_number: signal.Signals) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(number)
+            worker.process.send_signal(signal_number)
 
 
-def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
+def _raise_first(workers: Sequence[_Worker], *, signal_count: int) -> None:
     """A broken connection, or a killed process, is a consequence as long as there is another failure."""
-    ended = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
-    failed = [(code, own) for code, own in ended if code]
+    results = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
+    failed = [(code, failure) for code, failure in results if code]
     if not failed:
         return
-    code, own = min(failed, key=lambda one: (one[1] is None or one[1].kind == "peer", one[1].time if one[1] else 0.0))
-    if stopped > 1 or (stopped and own is None):
+    code, failure = min(failed, key=lambda result: (result[1] is None or result[1].kind == "peer", result[1].time if result[1] else 0.0))
+    if signal_count > 1 or (signal_count and failure is None):
         raise Interrupted("ended at once; what was saved until then is kept")
-    if own is None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise BackendError(f"Unsloth's process {how} (out of memory? see dmesg); what was saved until then is kept")
-    if own.kind == "stopped":
-        raise Interrupted(own.message or "stopped by the user; what was saved until then is kept")
-    kind = getattr(errors, own.name, None)
-    if isinstance(kind, type) and issubclass(kind, SftPlayError):
-        raise kind(own.message)
-    raise RuntimeError(f"Unsloth's process ended with {own.name}: {own.message}; its traceback is above")
+    if failure is None:
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise BackendError(f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is kept")
+    if failure.kind == "stopped":
+        raise Interrupted(failure.message or "stopped by the user; what was saved until then is kept")
+    error_class = getattr(errors, failure.name, None)
+    if isinstance(error_class, type) and issubclass(error_class, SftPlayError):
+        raise error_class(failure.message)
+    raise RuntimeError(f"Unsloth's process ended with {failure.name}: {failure.message}; its traceback is above")

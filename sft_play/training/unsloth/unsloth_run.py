@@ -39,66 +39,67 @@ from sft_play.training.prepare.tokenizer import LoadedTokenizer
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.run import train as train_model
-from sft_play.training.unsloth.bridge import Document
+from sft_play.training.unsloth.bridge import Handover
 
 # Stands for what only `prepare` needs: data files, reports, attention, renderer.
 _NOT_HANDED_OVER: Any = None
 
 
-def train(path: Path) -> None:
+def train_handover(path: Path) -> None:
     """Train as the document at `path` says; the run folder then holds what every run writes. Raises BackendError:
     Unsloth would train something else; SftPlayError: as any run."""
-    document = Document.model_validate_json(path.read_text(encoding="utf-8"))
+    handover = Handover.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
-    job = _job(document)
+    job = _build_job(handover)
     check_device(job.plan, job.loaded.config)
     check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(job.plan, job.loaded.config)
     memory = MemoryMeter(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
-        log_file = write_log_to(job.folder.log_path) if distributed.is_first() else None
+        log_handler = write_log_to(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _prepared(document, job.loaded.config), Watch(memory, beat, document.started),
-                eval_set_of=functools.partial(_eval_set, document), load_trainer=functools.partial(_trainer, document),
+                job, _build_prepared(handover, job.loaded.config), Watch(memory, beat, handover.started),
+                eval_set_of=functools.partial(_build_eval_set, handover),
+                load_trainer=functools.partial(_build_trainer, handover),
             )  # fmt: skip
         finally:
-            if log_file is not None:
-                logging.getLogger().removeHandler(log_file)
-                log_file.close()
+            if log_handler is not None:
+                logging.getLogger().removeHandler(log_handler)
+                log_handler.close()
 
 
-def _job(document: Document) -> RunJob:
-    config = RunConfig.model_validate_json(json.dumps(document.config))
-    loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
-    folder = RunFolder(Path(document.folder))
-    plan = plan_from_json(document.plan)
+def _build_job(handover: Handover) -> RunJob:
+    config = RunConfig.model_validate_json(json.dumps(handover.config))
+    loaded = LoadedConfig(config, Path(handover.config_path), "", tuple(handover.overrides))
+    folder = RunFolder(Path(handover.folder))
+    plan = plan_from_json(handover.plan)
     return RunJob(
-        loaded, plan, _NOT_HANDED_OVER, folder, resume=document.resume, has_folder=True, timeout_s=document.timeout_s
+        loaded, plan, _NOT_HANDED_OVER, folder, resume=handover.resume, has_folder=True, timeout_s=handover.timeout_s
     )
 
 
-def _prepared(document: Document, config: RunConfig) -> Prepared:
+def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    trusted = config.model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=trusted)
-    splits = {name: Split(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in document.splits.items()}
-    peft = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=document.target_modules)
+    trust_remote_code = config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(handover.tokenizer, trust_remote_code=trust_remote_code)
+    splits = {name: Split(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover.splits.items()}
+    peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover.target_modules)
     return Prepared(
         Backend("unsloth", ""),
-        LoadedTokenizer(tokenizer, (), "", document.own_template),
+        LoadedTokenizer(tokenizer, (), "", handover.own_template),
         Splits(splits["train"], splits.get("val"), splits.get("test")),
-        ModelSpec(None, _NOT_HANDED_OVER, None, peft, 0, None, "", ()),
+        ModelSpec(None, _NOT_HANDED_OVER, None, peft_config, 0, None, "", ()),
         _NOT_HANDED_OVER,
     )
 
 
-def _eval_set(document: Document, _: RunJob, prepared: Prepared) -> EvalSet:
+def _build_eval_set(handover: Handover, _: RunJob, prepared: Prepared) -> EvalSet:
     splits = prepared.splits
-    split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(document.held_out)
-    return EvalSet(split, document.held_out, document.asked, document.asked_while_training)
+    split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(handover.held_out)
+    return EvalSet(split, handover.held_out, handover.asked, handover.asked_while_training)
 
 
 class UnslothLoop(PlannedLoop):
@@ -121,34 +122,34 @@ class UnslothLoop(PlannedLoop):
             FastLanguageModel.for_training(model)
 
 
-def _trainer(
-    document: Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+def _build_trainer(
+    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
     config, plan = job.loaded.config, job.plan
-    arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
-    model = load(document, config, plan)
-    ends = configured_stops(model)
-    own_stops = {*(ends if isinstance(ends, list) else [ends])} - {None}
+    arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
+    model = load_unsloth_model(handover, config, plan)
+    configured = configured_stops(model)
+    model_stop_ids = {*(configured if isinstance(configured, list) else [configured])} - {None}
     return trainer_of(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
-        stop_ids=sorted({*document.stop_ids, *own_stops}),
+        stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
     )  # fmt: skip
 
 
-def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
+def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
     """Without checkpointing: the Trainer would replace Unsloth's own with its."""
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
 
     def make(**options: Any) -> TrainingArguments:
         for name, value in options.items():
             if name.removesuffix("_kwargs") not in ("gradient_checkpointing", "activation_checkpointing"):
-                given[name] = value
-        return TrainingArguments(**given)
+                kwargs[name] = value
+        return TrainingArguments(**kwargs)
 
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
     arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine=engine, make=make)
     changes = []
-    for name, value in given.items():
+    for name, value in kwargs.items():
         actual = getattr(arguments, name)
         actual = getattr(actual, "value", actual)  # of an enumeration
         if isinstance(value, (bool, int, float, str)) and value != actual:
@@ -159,48 +160,49 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
     return arguments
 
 
-def load(document: Document, config: RunConfig, plan: Plan) -> Any:
+def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any:
     """Unsloth's model with the document's adapters; raises BackendError where they differ, or it cannot load."""
     from unsloth import FastLanguageModel
 
     model, lora = config.model, config.tuning.lora
     is_4bit = config.tuning.mode == "qlora"
     # "unsloth": its own, which offloads activations
-    common: dict[str, Any] = {
+    shared_options: dict[str, Any] = {
         "use_gradient_checkpointing": "unsloth" if plan.choice.checkpointed > 0 else False,
         "max_seq_length": plan.max_seq_len, "random_state": config.train.seed,
     }  # fmt: skip
     try:
         loaded, _ = FastLanguageModel.from_pretrained(
-            model_name=document.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code,
+            model_name=handover.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code,
             use_exact_model_name=True,  # else it would train its own quantised copy from the hub
             dtype=getattr(torch, plan.precision.compute), load_in_4bit=is_4bit, load_in_8bit=False,
-            full_finetuning=False, fix_tokenizer=False, **common,
+            full_finetuning=False, fix_tokenizer=False, **shared_options,
         )  # fmt: skip
-        adapted = FastLanguageModel.get_peft_model(
-            loaded, r=lora.r, target_modules=document.target_modules, lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout, bias="none", use_rslora=lora.use_rslora, **common,
+        peft_model = FastLanguageModel.get_peft_model(
+            loaded, r=lora.r, target_modules=handover.target_modules, lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout, bias="none", use_rslora=lora.use_rslora, **shared_options,
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
         reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-        raise BackendError(f"Unsloth cannot load {one_line(document.model_path)}: {reason}") from error
-    check_loaded(adapted, document.tensors, is_4bit=is_4bit)
-    keep_4bit_trainable(adapted)
-    adapted.config.use_cache = False
-    return adapted
+        raise BackendError(f"Unsloth cannot load {one_line(handover.model_path)}: {reason}") from error
+    check_loaded_model(peft_model, handover.tensors, is_4bit=is_4bit)
+    keep_4bit_trainable(peft_model)
+    peft_model.config.use_cache = False
+    return peft_model
 
 
-def check_loaded(model: Any, wanted_shapes: dict[str, list[int]], *, is_4bit: bool) -> None:
+def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_4bit: bool) -> None:
     """Raises BackendError where the model is not quantised as asked, or its adapters are not those of the run."""
     has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     if has_4bit != is_4bit:
         loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {wanted} ones; nothing was trained")
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
-    differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
+    differing = [name for name in {**expected_shapes, **shapes} if shapes.get(name) != expected_shapes.get(name)]
     if differing:
         name = differing[0]
         raise BackendError(f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead "
-                           f"of {wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained")  # fmt: skip
+                           f"of {expected_shapes.get(name)} ({len(differing)} differ); nothing was "
+                           "trained")  # fmt: skip

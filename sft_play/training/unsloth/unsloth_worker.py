@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 # Begins the line with the answer to `--probe`; Unsloth prints lines of its own before it.
-ANSWER = "sft-play answers: "
+PROBE_PREFIX = "sft-play answers: "
 # Modules that the training loop imports and Unsloth does not depend on.
-NEEDED = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
+NEEDED_PACKAGES = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
 # Packages whose versions go into the manifest.
-PACKAGES = (
+RECORDED_PACKAGES = (
     *("unsloth", "unsloth_zoo", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets"),
     *("triton", "xformers"),
 )
 
 
-def use_this_package() -> None:
+def import_this_checkout() -> None:
     """Import `sft_play` from the folder of this file, whatever the environment has under that name."""
     if "sft_play" in sys.modules:
         return
@@ -39,10 +39,10 @@ def use_this_package() -> None:
     spec.loader.exec_module(module)
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python and PACKAGES; None for a package that is not installed."""
+def package_versions() -> dict[str, str | None]:
+    """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
     installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -50,33 +50,33 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-def answer() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """Device and versions after importing Unsloth, or the reason why it cannot be used."""
     try:
         import unsloth
     except Exception as error:  # Unsloth refuses each platform with another class of error
         return {"error": f"{type(error).__name__}: {error}"}
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        return {"error": f"it has no {', '.join(lacking)}, which the training loop needs (make setup-unsloth has all)"}
+    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"error": f"it has no {', '.join(missing)}, which the training loop needs (make setup-unsloth has all)"}
     device = getattr(unsloth, "DEVICE_TYPE", None)  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
     if device is None:
         from unsloth_zoo.device_type import DEVICE_TYPE
 
         device = DEVICE_TYPE
-    return {"device": str(device), "versions": versions()}
+    return {"device": str(device), "versions": package_versions()}
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Answer, or train what was handed over; returns sft-play's exit code."""
-    if list(words) == ["--probe"]:
-        sys.stdout.write(f"\n{ANSWER}{json.dumps(answer())}\n")
+    if list(arguments) == ["--probe"]:
+        sys.stdout.write(f"\n{PROBE_PREFIX}{json.dumps(probe())}\n")
         return 0
-    use_this_package()
-    return start(Path(words[0]))
+    import_this_checkout()
+    return run_handover(Path(arguments[0]))
 
 
-def start(path: Path) -> int:
+def run_handover(path: Path) -> int:
     """Train as the document at `path` says, in this rank; returns sft-play's exit code. A failure is written into the
     file that the parent named. Nothing here loads torch before Unsloth, whose errors become messages."""
     from sft_play.errors import BackendError, SftPlayError
@@ -93,9 +93,9 @@ def start(path: Path) -> int:
             except Exception as error:
                 reason = one_line(f"{type(error).__name__}: {error}", limit=400)
                 raise BackendError(f"Unsloth cannot be imported: {reason}") from error
-            from sft_play.training.unsloth.unsloth_run import train
+            from sft_play.training.unsloth.unsloth_run import train_handover
 
-            train(path)
+            train_handover(path)
         return 0
     except SftPlayError as error:
         failures.hand_over(error)
