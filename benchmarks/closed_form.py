@@ -25,7 +25,7 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import MemoryEstimate, estimate
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
@@ -226,7 +226,7 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
     """The estimate's answer for a model's config.json."""
-    return estimate(setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step)
+    return estimate_memory(setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step)
 
 
 def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:

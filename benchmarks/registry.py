@@ -46,7 +46,7 @@ from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.finished.load import load_as_trained
 from sft_play.finished.run import find_finished
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
@@ -272,7 +272,7 @@ def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int 
         )  # fmt: skip
         is_of_run = masks and attention == attentions[0]
         with contextlib.suppress(TraceUnavailable, *(() if is_of_run else (ModelError,))):
-            predicted = estimate(run, shape, BF16, step).allocated
+            predicted = estimate_memory(run, shape, BF16, step).allocated
             return round(predicted / record_step(step_settings(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
 

@@ -70,7 +70,7 @@ def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
     log = record_step(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
     peaks = replay(log.events)
     least = needed(log.events, peaks.allocated, peaks.reserved)
-    passing = max(1, peaks.allocated - predicted(setting, model).stays)
+    passing = max(1, peaks.allocated - predicted(setting, model).resident)
     expandable = replay(log.events, expandable_segments=True).reserved
     found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least, "expandable": expandable}
     names = ("reserved", "needed", "expandable")

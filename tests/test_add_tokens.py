@@ -208,7 +208,7 @@ def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpo
 def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", more="", within, wide=False):
     """The estimate of a step beside the trace of it, two blocks deep."""
     from sft_play.facts.models.decoder import parse_model_shape
-    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.estimate import estimate_memory
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
@@ -222,7 +222,7 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
     planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)
     found = trace_step(step_settings(config, model, shape, precision, planned))
-    assert estimate(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
+    assert estimate_memory(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
 
 
 def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(train, tmp_path, tiny_llama):  # noqa: F811

@@ -17,7 +17,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RESTARTS
@@ -69,7 +69,7 @@ def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
     step = Step(1, 1, 512, layout=Layout("fsdp_hybrid" if copies > 1 else "fsdp", ranks * copies, ranks))
     step = dataclasses.replace(step, on_gpu=on_gpu)
     plain, beside = (
-        estimate(config_from_text(text % word, name="run"), shape, Precision("bfloat16", "float32", ""), step)
+        estimate_memory(config_from_text(text % word, name="run"), shape, Precision("bfloat16", "float32", ""), step)
         for word in ("false", "true")
     )
     assert beside.checkpoint == "sharded"  # also where one process would have written it whole

@@ -23,8 +23,8 @@ from sft_play.launch.exported import Ranks, ranks_of
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
 from sft_play.planner.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
-from sft_play.planner.memory.estimate import evaluation_rows
-from sft_play.planner.memory.step_memory import Walk
+from sft_play.planner.memory.estimate import max_evaluation_rows
+from sft_play.planner.memory.step_memory import StepMemorySimulation
 from sft_play.planner.plan import PlanRequest, Traced, budget_bytes, job_of, make_plan
 
 GIB = 2**30
@@ -175,7 +175,7 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
     plan = make_plan(PlanRequest(run, shape, machine(79)))
     assert plan.max_seq_len == (wish if wish < shape.max_positions else shape.max_positions)
-    most = evaluation_rows(Walk(run, shape, plan.precision, plan.choice.step))  # test_evaluation.py counts it
+    most = max_evaluation_rows(StepMemorySimulation(run, shape, plan.precision, plan.choice.step))  # test_evaluation.py counts it
     assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
     assert plan.choice.step.eval_batch == plan.eval_batch
     assert plan.choice.step.seq_len == plan.max_seq_len

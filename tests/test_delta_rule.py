@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.delta_rule import CHUNK, chunk_gated_delta_rule
@@ -98,10 +98,10 @@ def test_a_plan_counts_the_kernels_where_they_are_installed(kind, mode, layers):
     shape = measured_shape(fields)
     assert LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
     step = step_of(shape, checkpointed_layers=layers, fla=True)
-    found = estimate(run(mode), shape, BF16, step).allocated
+    found = estimate_memory(run(mode), shape, BF16, step).allocated
     peaks = phase_peaks(record_step(step_settings(run(mode), fields, shape, BF16, step)))
     assert found == pytest.approx(max(peaks.values()), rel=0.01)
-    assert found < estimate(run(mode), shape, BF16, dataclasses.replace(step, fla=False)).allocated
+    assert found < estimate_memory(run(mode), shape, BF16, dataclasses.replace(step, fla=False)).allocated
 
 
 def test_only_a_gpu_with_the_package_runs_its_kernels():

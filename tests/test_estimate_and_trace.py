@@ -12,10 +12,10 @@ from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.model_states import resident
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.structure import numbers
+from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.trace.block_meter import load_planned_shape
 
@@ -58,7 +58,7 @@ def apart(model: dict[str, object], words: str, optim: str, precision: Precision
 
     config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
     shape = load_planned_shape(model, name="m")
-    predicted = estimate(config, shape, precision, step).allocated
+    predicted = estimate_memory(config, shape, precision, step).allocated
     return predicted / record_step(step_settings(config, model, shape, precision, step)).peak - 1
 
 
@@ -159,8 +159,8 @@ def test_a_rank_holds_its_part_of_it(name: str) -> None:
     layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
     shape = load_planned_shape(fields("llama", tied=False), name="m")
     part = replace(shape, untrained_params=40_000_000)
-    widths = numbers(config, PRECISIONS[0], layout)
-    whole, found = resident(config, shape, widths, layout), resident(config, part, widths, layout)
+    widths = element_bytes(config, PRECISIONS[0], layout)
+    whole, found = resident_bytes(config, shape, widths, layout), resident_bytes(config, part, widths, layout)
     learns = 1 - 40_000_000 / shape.params
     for of in ("gradients", "optimizer", "master", "buckets"):
         assert getattr(found, of) == pytest.approx(learns * getattr(whole, of), rel=0.01), of

@@ -13,8 +13,8 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, STAYS, evaluation_rows
-from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.memory.estimate import MAX_EVALUATION_ROWS, RESIDENT_TERMS, max_evaluation_rows
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from tests.ranks import found_by_ranks
@@ -26,10 +26,10 @@ LAYOUTS = (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
-def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> Walk:
+def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> StepMemorySimulation:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=[f"tuning.mode={mode}", *words])
     step.setdefault("padded", is_padded(config, layout, rows=step["micro_batch"]))
-    return Walk(config, load_model_shape(model), BF16, Step(layout=layout, **step))
+    return StepMemorySimulation(config, load_model_shape(model), BF16, Step(layout=layout, **step))
 
 
 @QUICK
@@ -57,19 +57,19 @@ def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
 
     def beyond(terms: Any) -> int:
         """What is reserved beyond tensors on a GPU: 60% of what passes."""
-        resident = sum(terms.get(name, 0) for name in STAYS) + terms["gradients"]
+        resident = sum(terms.get(name, 0) for name in RESIDENT_TERMS) + terms["gradients"]
         passing = sum(terms.values()) - resident
         return int(0.6 * passing + 0.125 * terms["gradients"]) if on_gpu else 0
 
-    step = [sum(terms.values()) for terms in made.training.values()]
+    step = [sum(terms.values()) for terms in made.training_phases.values()]
 
     def is_within(rows: int) -> bool:
-        return all(sum(terms.values()) + beyond(terms) <= max(step) + 1 for _, terms in made.evaluation(rows))
+        return all(sum(terms.values()) + beyond(terms) <= max(step) + 1 for _, terms in made.evaluation_phases(rows))
 
-    rows = evaluation_rows(made)
-    assert 1 <= rows <= MOST_EVALUATION_ROWS
+    rows = max_evaluation_rows(made)
+    assert 1 <= rows <= MAX_EVALUATION_ROWS
     assert rows == 1 or is_within(rows)
-    assert rows == MOST_EVALUATION_ROWS or not is_within(rows + 1)
+    assert rows == MAX_EVALUATION_ROWS or not is_within(rows + 1)
 
 
 @pytest.mark.parametrize(("model", "machine"), [("meta-llama/Llama-3.1-8B", "RTX4090"), ("Qwen/Qwen2.5-0.5B", "T4")])
@@ -96,9 +96,9 @@ def test_a_micro_batch_of_one_row_has_no_mask_and_its_evaluation_has_one():
     """Two rows of 4,096 tokens beside one: the mask of S x S and the memory-efficient kernel count in evaluation."""
     one = walk("meta-llama/Llama-3.1-8B", "lora", SINGLE, micro_batch=1, grad_accum=1, seq_len=4096)
     assert not one.step.padded
-    alone, two = (max(sum(terms.values()) for _, terms in one.evaluation(rows)) for rows in (1, 2))
+    alone, two = (max(sum(terms.values()) for _, terms in one.evaluation_phases(rows)) for rows in (1, 2))
     texts = walk("meta-llama/Llama-3.1-8B", "lora", SINGLE, "task_mode=cpt", micro_batch=1, grad_accum=1, seq_len=4096)
-    of_text = [max(sum(terms.values()) for _, terms in texts.evaluation(rows)) for rows in (1, 2)]
+    of_text = [max(sum(terms.values()) for _, terms in texts.evaluation_phases(rows)) for rows in (1, 2)]
     assert alone == of_text[0]
     assert two - of_text[1] >= 2 * 4096**2  # booleans, one a pair of tokens
 
@@ -106,8 +106,8 @@ def test_a_micro_batch_of_one_row_has_no_mask_and_its_evaluation_has_one():
 def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
     made = walk("meta-llama/Llama-3.1-8B", "full", Layout("zero3", 8, 8), micro_batch=1, grad_accum=2, seq_len=512)
     of_zero2 = walk("meta-llama/Llama-3.1-8B", "full", Layout("zero2", 8, 8), micro_batch=1, grad_accum=2, seq_len=512)
-    assert {terms["gradients"] for _, terms in made.evaluation(1)} == {made.resident.gradients}
-    assert {terms["gradients"] for _, terms in of_zero2.evaluation(1)} == {0}
+    assert {terms["gradients"] for _, terms in made.evaluation_phases(1)} == {made.resident.gradients}
+    assert {terms["gradients"] for _, terms in of_zero2.evaluation_phases(1)} == {0}
 
 
 # --- the order --------------------------------------------------------------------------------------------------------

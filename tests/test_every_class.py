@@ -17,7 +17,7 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.families import NON_DECODER_TYPES
 from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.planner.memory.block import LayerBytes
-from sft_play.planner.memory.measured_walk import MeasuredPass
+from sft_play.planner.memory.measured_walk import MeasuredBlocks
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import read_json
 from sft_play.trace.meta_shape import measure_shape
@@ -54,10 +54,10 @@ def small_on_meta(kind: str):
     return None
 
 
-def some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredPass:
+def some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredBlocks:
     """A meter of blocks that measures nothing."""
     block = LayerBytes(3 << 20, kept=1 << 20, backward=3 << 20)
-    return MeasuredPass(batch, 0, 0, block, (block,) * len(shape.layers), block)
+    return MeasuredBlocks(batch, 0, 0, block, (block,) * len(shape.layers), block)
 
 
 def planned(kind: str) -> bool:

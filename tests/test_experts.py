@@ -363,7 +363,7 @@ def test_qwen3_next_has_both(monkeypatch):
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the estimate is within 4% of it."""
 
-    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.estimate import estimate_memory
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
@@ -381,7 +381,7 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     settings = step_settings(run, fields, shape, precision, planned)
     assert settings.experts == {"auto": "stacked", "eager": "eager", "masters": "cast"}[choice]
     traced = trace_step(settings).allocated
-    closed = estimate(run, shape, precision, planned).allocated
+    closed = estimate_memory(run, shape, precision, planned).allocated
     assert closed / traced == pytest.approx(1, abs=0.04)
 
 

@@ -10,7 +10,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.memory.estimate import cache_bytes
+from sft_play.planner.memory.estimate import kv_cache_bytes_per_token
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import batches
@@ -39,7 +39,7 @@ def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
     ],
 )
 def test_a_tokens_keys_and_values_are_counted(model, nbytes):
-    assert cache_bytes(load_model_shape(model), 2) == nbytes
+    assert kv_cache_bytes_per_token(load_model_shape(model), 2) == nbytes
 
 
 @pytest.mark.parametrize("machine", ["1xRTX3060", "1xRTX4090", "1xH100", "2xH200", "4xRTX4090"])
@@ -49,11 +49,11 @@ def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
     config = config_from_text(f"model: {{name: {model}}}", name="x")
     shape = load_model_shape(model)
     plan = make_plan(PlanRequest(config, shape, parse_hardware(machine), has_eval=has_eval))
-    gives_back = plan.memory.allocated - plan.memory.stays
+    gives_back = plan.memory.allocated - plan.memory.resident
     assert plan.answer_tokens >= 1
     if plan.answer_tokens > 1:
-        assert plan.answer_tokens * cache_bytes(shape, 2) < gives_back
-    assert plan.answer_tokens >= gives_back // (20 * cache_bytes(shape, 2) + gives_back // 512)
+        assert plan.answer_tokens * kv_cache_bytes_per_token(shape, 2) < gives_back
+    assert plan.answer_tokens >= gives_back // (20 * kv_cache_bytes_per_token(shape, 2) + gives_back // 512)
 
 
 def test_more_room_in_a_step_takes_more_answers_at_once():

@@ -21,8 +21,8 @@ from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.gradients import DIVIDES_GRADIENTS, gradients_of, refusal, unused
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.planner.speed.throughput import predict_speed, rates_of
@@ -210,15 +210,15 @@ def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
     often, once = run_of(sync_gradients_every="micro_batch"), run_of(sync_gradients_every="step")
     wide = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32"})
     ranks = 8
-    walks = [Walk(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
+    walks = [StepMemorySimulation(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
     width = BYTES[precision.compute]
-    assert [walk.whole_gradients for walk in walks] == [0, shape.params * width, shape.params * 4]
-    peaks = [estimate(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
+    assert [walk.full_gradient_bytes for walk in walks] == [0, shape.params * width, shape.params * 4]
+    peaks = [estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
     more = peaks[1].moments["head"] - peaks[0].moments["head"]
     assert more == shape.params * width - shape.params * 4 // ranks  # instead of this rank's parts in fp32
     assert peaks[2].moments["backward"] >= peaks[1].moments["backward"]
     assert peaks[1].moments["optimizer"] == peaks[0].moments["optimizer"]  # cut by then
-    single = [estimate(config, shape, precision, step_of("fsdp", ranks=ranks, accum=1)) for config in (often, once)]
+    single = [estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks, accum=1)) for config in (often, once)]
     assert single[0] == single[1]
 
 
@@ -231,7 +231,7 @@ def test_syncing_less_often_never_needs_less_memory_and_never_sends_more():
         shape = load_model_shape(draw.choice([MODEL, "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-30B-A3B"]))
         step = step_of(layout, ranks=draw.choice([2, 4, 8]), accum=accum)
         often, once = (run_of(mode, str(accum), sync_gradients_every=every) for every in ("micro_batch", "step"))
-        memory = [estimate(config, shape, precision, step).allocated for config in (often, once)]
+        memory = [estimate_memory(config, shape, precision, step).allocated for config in (often, once)]
         assert memory[1] >= memory[0]
         speeds = [
             predict_speed(config, shape, precision, step, rates_of(hardware, precision)) for config in (often, once)

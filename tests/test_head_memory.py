@@ -16,15 +16,15 @@ import pytest
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.memory.block import WORD_TILE
+from sft_play.planner.memory.block import VOCAB_TILE
 from sft_play.planner.memory.estimate import (
-    MOST_EVALUATION_ROWS,
-    answer_tokens,
-    estimate,
-    estimate_of,
-    evaluation_rows,
+    MAX_EVALUATION_ROWS,
+    estimate_from_simulation,
+    estimate_memory,
+    generation_token_budget,
+    max_evaluation_rows,
 )
-from sft_play.planner.memory.step_memory import LossName, Step, Walk
+from sft_play.planner.memory.step_memory import LossName, Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
 from sft_play.units import MIB
 from tests.conftest import chat, clean_environment
@@ -67,7 +67,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
             rows, 1, 64, attention="eager", masks=True, saves=False, on_gpu=on_gpu, loss="logits",
             eval_batch=evaluated, checkpointed_layers=0,
         )  # fmt: skip
-        predicted = estimate(config, shape, precision, step)
+        predicted = estimate_memory(config, shape, precision, step)
         traced = record_step(step_settings(config, model, shape, precision, step)).peak
         assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
@@ -75,7 +75,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
 def drawn(seed: int, *, evaluates: bool, on_gpu: bool, loss: LossName) -> tuple[dict[str, Any], Any, Precision, Step]:
     draw = random.Random(seed)
     # of a tile that is wider than the vocabulary a process has only the pages that it touches
-    words = (WORD_TILE if not on_gpu else 2_000, 90_000) if loss == "chunked" else (3_000, 20_000)
+    words = (VOCAB_TILE if not on_gpu else 2_000, 90_000) if loss == "chunked" else (3_000, 20_000)
     model = config_json(draw, words=words, tied=loss == "chunked")
     mode, precision = draw.choice(("lora", "full")), PRECISIONS[seed % 2]
     rows, length = draw.choice((1, 2, 4)), draw.randint(50, 90)
@@ -97,7 +97,7 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=False, loss=loss)
     shape = parse_model_shape(model, name="m")
-    predicted = estimate(config, shape, precision, step)
+    predicted = estimate_memory(config, shape, precision, step)
     settings = step_settings(config, model, shape, precision, step)
     real, traced = (record_step(settings, real=is_real).peak for is_real in (True, False))
     assert traced == pytest.approx(real, rel=1e-3)
@@ -114,7 +114,7 @@ def test_a_gpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
 
     model, config, precision, step = drawn(seed, evaluates=evaluates, on_gpu=True, loss=loss)
     shape = parse_model_shape(model, name="m")
-    predicted = estimate(config, shape, precision, step)
+    predicted = estimate_memory(config, shape, precision, step)
     traced = trace_step(step_settings(config, model, shape, precision, step)).allocated
     assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
@@ -129,15 +129,15 @@ def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, 
     from sft_play.trace.step import record_step, trace_step
 
     draw, precision = random.Random(seed), PRECISIONS[1] if copied else Precision("bfloat16", "float32", "")
-    words = ((2_000, WORD_TILE), (WORD_TILE + 1, 2 * WORD_TILE), (2 * WORD_TILE, 120_000))[seed % 3]
-    words = words if on_gpu else (WORD_TILE, 120_000)
+    words = ((2_000, VOCAB_TILE), (VOCAB_TILE + 1, 2 * VOCAB_TILE), (2 * VOCAB_TILE, 120_000))[seed % 3]
+    words = words if on_gpu else (VOCAB_TILE, 120_000)
     model = config_json(draw, words=words, tied=False) | {"hidden_size": 512, "num_attention_heads": 16}
     more = ", lora: {modules_to_save: [lm_head]}" if copied else ""
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: lora{more}}}\n", name="x")
     shape = parse_model_shape(model, name="m")
     length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
-    predicted = estimate(config, shape, precision, step)
+    predicted = estimate_memory(config, shape, precision, step)
     settings = step_settings(config, model, shape, precision, step)
     traced = trace_step(settings).allocated if on_gpu else record_step(settings).peak
     assert predicted.allocated == pytest.approx(traced, rel=0.013), predicted.moments
@@ -172,12 +172,12 @@ def test_a_process_has_resident_what_an_evaluation_is_planned_to_take(seed: int)
     rows, length, precision = draw.randint(4, 8), draw.randint(50, 90), PRECISIONS[seed // 2]
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=False, eval_batch=rows)
-    planned = estimate(config, parse_model_shape(model, name="m"), precision, step)
+    planned = estimate_memory(config, parse_model_shape(model, name="m"), precision, step)
     told = json.dumps([model, rows, length, precision.load])
     words = [sys.executable, "-c", ALONE, told]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=clean_environment())
     resident = int(done.stdout.splitlines()[-1])
-    allocated, reserved = planned.of_moment("evaluation")
+    allocated, reserved = planned.phase_bytes("evaluation")
     assert allocated is not None
     assert reserved is not None
     assert 0.95 * allocated < resident < reserved + 32 * MIB
@@ -190,16 +190,16 @@ def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int)
     shape, precision = parse_model_shape(model, name="m"), PRECISIONS[seed % 2]
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {draw.choice(('lora', 'full'))}}}\n", name="x")
     step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
-    walk = Walk(config, shape, precision, step)
-    rows = evaluation_rows(walk)
+    walk = StepMemorySimulation(config, shape, precision, step)
+    rows = max_evaluation_rows(walk)
 
     def taken(batch: int) -> tuple[int, int]:
-        found = estimate(config, shape, precision, replace(step, eval_batch=batch))
-        return tuple(found.of_moment(name)[0] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
+        found = estimate_memory(config, shape, precision, replace(step, eval_batch=batch))
+        return tuple(found.phase_bytes(name)[0] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
 
     evaluation, training = taken(rows)
     assert evaluation <= training or rows == 1
-    if rows < MOST_EVALUATION_ROWS:
+    if rows < MAX_EVALUATION_ROWS:
         evaluation, training = taken(rows + 1)
         assert evaluation > training
 
@@ -215,14 +215,14 @@ def test_answers_of_many_short_rows_need_no_more_than_a_training_step(seed: int)
         f"model: {{name: m}}\ntuning: {{mode: lora}}\neval: {{max_new_tokens: {new}}}\n", name="x"
     )
     step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
-    walk = Walk(config, shape, precision, step)
-    walk.step = replace(step, eval_batch=evaluation_rows(walk))
-    memory = estimate_of(walk)
-    tokens = answer_tokens(walk, memory)
+    walk = StepMemorySimulation(config, shape, precision, step)
+    walk.step = replace(step, eval_batch=max_evaluation_rows(walk))
+    memory = estimate_from_simulation(walk)
+    tokens = generation_token_budget(walk, memory)
     width = 4 if precision.compute == "float32" else 2
     rows = tokens // (new + 1)  # at the fewest tokens a row: one of its prompt
     taken = rows * ((width + 8) * shape.vocab_size + (new + 1) * 2 * width * shape.kv_width)
-    assert taken <= memory.allocated - memory.stays
+    assert taken <= memory.allocated - memory.resident
 
 
 @pytest.mark.slow

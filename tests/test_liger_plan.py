@@ -22,10 +22,10 @@ from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import suggestions
 from sft_play.planner.kernels import REPLACED, CountedKernels, PlannedKernels, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.operations import liger_gate, liger_norm, liger_rotation
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.tape import OWN_SEGMENT, Tape
+from sft_play.planner.memory.tape import OWN_SEGMENT_BYTES, Tape
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.compile_and_liger import STILL_MOVED, saved_bytes, saved_starts_s
@@ -70,16 +70,16 @@ def test_a_norm_holds_its_input_and_a_number_a_row_and_its_gradient_takes_the_pl
     rows, width, e = draw.randint(1, 400), draw.randint(1, 2000), draw.choice((2, 4))
     in_place, trains = draw.random() < 0.5, draw.random() < 0.5
     size = rows * width * e
-    assert size < OWN_SEGMENT  # no rest of a segment
+    assert size < OWN_SEGMENT_BYTES  # no rest of a segment
     tape = Tape()
     x = tape.leaf(rows * width, e)
-    out = liger_norm(tape, x, rows, in_place=in_place, trains=trains)
+    out = liger_norm(tape, x, rows, in_place=in_place, trains_weight=trains)
     assert tape.meter.peak == tape.meter.live == 2 * size + 4 * rows
     node = out.node
     del x, out
     assert tape.meter.live == size + 4 * rows
     grad = tape.new(rows * width, e)
-    tape.meter.restart()
+    tape.meter.reset_peak()
     assert node is not None
     tape.backward(node, grad)
     sums = 188 * 4 * width if trains else 0
@@ -94,13 +94,13 @@ def test_a_gate_holds_both_its_inputs_and_writes_their_gradients_over_them(seed:
     count, e, copies = draw.randint(1, 300_000), draw.choice((2, 4)), draw.random() < 0.5
     tape = Tape()
     gate, up = tape.leaf(count, e), tape.leaf(count, e)
-    out = liger_gate(tape, gate, up, copies=copies)
+    out = liger_gate(tape, gate, up, copies_inputs=copies)
     assert tape.meter.live == (5 if copies else 3) * count * e
     node = out.node
     del gate, up, out
     assert tape.meter.live == 2 * count * e
     grad = tape.new(count, e)
-    tape.meter.restart()
+    tape.meter.reset_peak()
     assert node is not None
     tape.backward(node, grad)
     del grad
@@ -115,14 +115,14 @@ def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_tok
 ) -> None:
     tape = Tape()
     x = tape.leaf(1000, 2)
-    out = liger_rotation(tape, x, copies=copies, copies_gradient=copies_gradient)
+    out = liger_rotation(tape, x, copies_input=copies, copies_gradient=copies_gradient)
     node = out.node
     del x
     assert tape.meter.live == 2000
     del out
     assert tape.meter.live == 0
     grad = tape.new(1000, 2)
-    tape.meter.restart()
+    tape.meter.reset_peak()
     assert node is not None
     tape.backward(node, grad)
     assert tape.meter.peak == (4000 if copies_gradient else 2000)
@@ -136,7 +136,7 @@ def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, ke
     model = {"model_type": kind, **SIZES, **MODELS[kind]}
     run = config("liger" if kernels == "liger" else "none", mode)
     step = Step(4, 1, 2048, checkpointed_layers=None if checkpointing else 0)
-    closed = estimate(run, parse_model_shape(dict(model), name="m"), precision, step)
+    closed = estimate_memory(run, parse_model_shape(dict(model), name="m"), precision, step)
     half = precision.compute != "float32"
     adapters = None if mode == "full" else "bfloat16" if mode == "qlora" else "float32"
     peft = None if mode == "full" else LORA

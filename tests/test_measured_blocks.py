@@ -18,8 +18,8 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES
 from sft_play.planner.memory.block import LayerBytes
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.measured_walk import MeasuredBlocks, create_step_simulation, interpolate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks, build
@@ -105,7 +105,7 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
             closed, micro_batch=draw.choice([1, 2, 8]), seq_len=draw.choice([128, 512, 1000]),
             grad_accum=draw.choice([1, 3]), checkpointed_layers=checkpointed, eval_batch=draw.choice([0, 8]),
         )  # fmt: skip
-        known, found = (estimate(run(mode), shape, BF16, step) for shape in (closed, measured))
+        known, found = (estimate_memory(run(mode), shape, BF16, step) for shape in (closed, measured))
         for moment, size in known.moments.items():
             assert found.moments[moment] == pytest.approx(size, rel=0.01 if moment != "evaluation" else 0.002), (
                 moment,
@@ -123,7 +123,7 @@ def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
     shape, rows = measured_shape(fields), random.Random(kind)
     for mode, layers in (("lora", 0), ("full", None)):
         step = step_of(shape, checkpointed_layers=layers, eval_batch=rows.randrange(1, 10))
-        found = estimate(run(mode), shape, BF16, step)
+        found = estimate_memory(run(mode), shape, BF16, step)
         # live bytes: the allocator rounds blocks up to the next MiB, which counts in small models
         peaks = phase_peaks(record_step(step_settings(run(mode), fields, shape, BF16, step)))
         assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01), (mode, layers)
@@ -141,7 +141,7 @@ def test_every_class_outside_the_table_is_measured_or_refused_by_name():
         fields = json.loads(json.dumps(built[1].to_dict(), default=str))
         try:
             shape = measured_shape(fields, kind)
-            found = estimate(run(), shape, BF16, step_of(shape))
+            found = estimate_memory(run(), shape, BF16, step_of(shape))
             assert found.moments["forward"] > 0
             measured += 1
         except ModelError as error:
@@ -173,7 +173,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "run_blocks", watched)
-        found = estimate(run(length=1024), shape, BF16, step)
+        found = estimate_memory(run(length=1024), shape, BF16, step)
     assert set(lengths) == {block_meter.MIN_CHUNK, 2 * block_meter.MIN_CHUNK}
     peaks = phase_peaks(record_step(step_settings(run(length=1024), fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
@@ -187,13 +187,13 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     }  # fmt: skip
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=1, seq_len=128)
-    walk = walk_of(run(length=128), shape, BF16, step)
+    walk = create_step_simulation(run(length=128), shape, BF16, step)
     assert walk.on_cpu
     # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
     settings = dataclasses.replace(step_settings(run(length=128), fields, shape, BF16, step), attention="eager")
     real = record_step(settings, real=True)
-    assert real.peak == pytest.approx(estimate(run(length=128), shape, BF16, step).allocated, rel=0.1)
-    twice = walk_of(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
+    assert real.peak == pytest.approx(estimate_memory(run(length=128), shape, BF16, step).allocated, rel=0.1)
+    twice = create_step_simulation(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
     assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
     plan = make_plan(PlanRequest(run(length=128), shape, parse_hardware("1xH100")))
     assert any("few real tokens on the CPU" in reason for reason in plan.reasons)
@@ -227,7 +227,7 @@ def test_a_class_that_repeats_its_blocks_is_refused(monkeypatch):
     fields = json.loads(json.dumps(built[1].to_dict(), default=str))
     shape = measured_shape(fields)
     with pytest.raises(ModelError, match="calls a block more than once"):
-        estimate(run(), shape, BF16, step_of(shape))
+        estimate_memory(run(), shape, BF16, step_of(shape))
 
 
 def test_a_plan_says_where_its_activations_are_from():
@@ -258,15 +258,15 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
     fields = wide("lfm2")
     shape = measured_shape(fields)
     step = step_of(shape, eval_batch=3)
-    first = estimate(run(), shape, BF16, step)
+    first = estimate_memory(run(), shape, BF16, step)
     monkeypatch.setattr(block_meter, "_passes_by_key", {})  # as in another process
     monkeypatch.setattr(blocks, "run_blocks", lambda *words, **options: pytest.fail("measured again"))
-    assert estimate(run(), shape, BF16, step) == first
+    assert estimate_memory(run(), shape, BF16, step) == first
     for file in (tmp_path / "cache" / "blocks").iterdir():
         file.write_text("[]x")
     monkeypatch.setattr(block_meter, "_passes_by_key", {})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        estimate(run(), shape, BF16, step)
+        estimate_memory(run(), shape, BF16, step)
 
 
 def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch):
@@ -282,7 +282,7 @@ def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", of_a_package)
     fields = wide("qwen3_5_text")
     shape = measured_shape(fields)
-    assert estimate(run(), shape, BF16, step_of(shape)).allocated > 0
+    assert estimate_memory(run(), shape, BF16, step_of(shape)).allocated > 0
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is of_a_package
     assert set(shape.kernel_packages) == {"causal-conv1d", "flash-linear-attention"}
 
@@ -311,12 +311,12 @@ def test_a_mask_of_padded_rows_is_answered_without_values():
 
 
 def test_between_two_passes_bytes_lie_on_their_line():
-    low = MeasuredPass(2, 10, 20, LayerBytes(100, 50, 300), (LayerBytes(8),), LayerBytes(4, gradients=2), -10)
-    high = MeasuredPass(8, 70, 80, LayerBytes(700, 350, 600), (LayerBytes(20),), LayerBytes(4, gradients=8), -40)
-    found = between(low, high, 4)  # a third of the way
+    low = MeasuredBlocks(2, 10, 20, LayerBytes(100, 50, 300), (LayerBytes(8),), LayerBytes(4, gradients=2), -10)
+    high = MeasuredBlocks(8, 70, 80, LayerBytes(700, 350, 600), (LayerBytes(20),), LayerBytes(4, gradients=8), -40)
+    found = interpolate(low, high, 4)  # a third of the way
     tail = LayerBytes(4, gradients=4)
-    assert found == MeasuredPass(4, 30, 40, LayerBytes(300, 150, 400), (LayerBytes(12),), tail, -20, ends=(2, 8))
-    assert dataclasses.replace(between(low, high, 8), ends=()) == high
+    assert found == MeasuredBlocks(4, 30, 40, LayerBytes(300, 150, 400), (LayerBytes(12),), tail, -20, ends=(2, 8))
+    assert dataclasses.replace(interpolate(low, high, 8), ends=()) == high
 
 
 def test_as_many_blocks_run_as_show_every_kind_behind_another():
@@ -342,7 +342,7 @@ def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
               "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4}  # fmt: skip
     shape = measured_shape(fields)
     step = step_of(shape, seq_len=64)
-    walk = walk_of(run(length=64), shape, BF16, step)
+    walk = create_step_simulation(run(length=64), shape, BF16, step)
     own, shared = walk.layers[1].kept, walk.layers[3].kept
     assert shape.layer_order[1] != shape.layer_order[3]
     assert shared < own
@@ -360,7 +360,7 @@ def test_gradients_of_an_input_that_all_blocks_read_count_once(mode):
     )  # fmt: skip
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=8, seq_len=128, checkpointed_layers=None)
-    found = estimate(run(mode, length=128), shape, BF16, step).allocated
+    found = estimate_memory(run(mode, length=128), shape, BF16, step).allocated
     peak = record_step(step_settings(run(mode, length=128), fields, shape, BF16, step)).peak
     assert found == pytest.approx(peak, rel=0.01)
 
@@ -370,7 +370,7 @@ def test_what_a_model_holds_before_its_first_block_may_be_gone_behind_it():
     fields = wide_config("kosmos-2.5")
     shape = load_planned_shape(fields, name="m")
     step = step_of(shape, micro_batch=2, seq_len=64, checkpointed_layers=None, masks=True)
-    found = estimate(run(length=64), shape, BF16, step).allocated
+    found = estimate_memory(run(length=64), shape, BF16, step).allocated
     peak = record_step(step_settings(run(length=64), fields, shape, BF16, step)).peak
     assert found == pytest.approx(peak, rel=0.01)
 
@@ -396,7 +396,7 @@ def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(m
     shape, config = load_planned_shape(fields, name="m"), run(mode, length=64)
     assert not shape.can_checkpoint
     step = step_of(shape, seq_len=64, checkpointed_layers=0)
-    found = estimate(config, shape, BF16, step)
+    found = estimate_memory(config, shape, BF16, step)
     peaks = phase_peaks(record_step(step_settings(config, fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
     wished = run(mode, text="train: {gradient_checkpointing: true}\n")
@@ -414,4 +414,4 @@ def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
     fields = wide_config("recurrent_gemma")
     shape = dataclasses.replace(load_planned_shape(fields, name="m"), can_checkpoint=True)
     with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
-        estimate(run(), shape, BF16, step_of(shape, checkpointed_layers=None))
+        estimate_memory(run(), shape, BF16, step_of(shape, checkpointed_layers=None))

@@ -13,10 +13,10 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
-from sft_play.planner.memory.estimate import CPU_LIBRARIES_BYTES, MARGIN_BYTES, MARGINS, estimate, margin_of
+from sft_play.planner.memory.estimate import CPU_LIBRARIES_BYTES, MARGIN_BYTES, MARGINS, estimate_memory, select_margin
 from sft_play.planner.memory.model_states import adapter_params, weight_bytes
-from sft_play.planner.memory.step_memory import Step, Walk
-from sft_play.planner.memory.tape import Tape, rest_of_segment, shared
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
+from sft_play.planner.memory.tape import Tape, segment_remainder, shared_gradient
 from sft_play.planner.precision import Precision
 from tests.bundled import model_config
 from tests.conftest import ROOT
@@ -38,7 +38,7 @@ def run(text="", mode="qlora", name="x"):
 def kept_per_token(mode, *, casts=False, **lora):
     words = "".join(f", {key}: {value}" for key, value in lora.items())
     config = run(f", lora: {{r: 16{words}}}" if mode != "full" else "", mode)
-    walk = Walk(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0, casts_inputs=casts))
+    walk = StepMemorySimulation(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0, casts_inputs=casts))
     found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
     is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
     weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
@@ -75,12 +75,12 @@ def test_a_gradient_is_summed_in_place_unless_somebody_else_holds_it():
     tape = Tape()
     x = tape.leaf(1000, 1)
     a, b = tape.op((x,), 1000, 1), tape.op((x,), 1000, 1)
-    y = tape.op((a, b), 1000, 1, backward=shared(2))
+    y = tape.op((a, b), 1000, 1, backward=shared_gradient(2))
     node = y.node
     del x, a, b, y
     assert tape.meter.live == 0
     grad = tape.new(1000, 1)
-    tape.meter.restart()
+    tape.meter.reset_peak()
     tape.backward(node, grad)
     del grad
     assert tape.meter.peak == 3000  # the outer gradient, and one from each branch before they are summed
@@ -88,16 +88,16 @@ def test_a_gradient_is_summed_in_place_unless_somebody_else_holds_it():
 
 
 def test_a_large_tensor_keeps_its_segments_rest_up_to_one_mib():
-    assert rest_of_segment(15 * MIB) == MIB  # 16 MiB segment
-    assert rest_of_segment(14 * MIB + 1) == 0  # a rest of nearly 2 MiB is split off
-    assert rest_of_segment(9 * MIB) == 0  # shares a segment
+    assert segment_remainder(15 * MIB) == MIB  # 16 MiB segment
+    assert segment_remainder(14 * MIB + 1) == 0  # a rest of nearly 2 MiB is split off
+    assert segment_remainder(9 * MIB) == 0  # shares a segment
 
 
 @pytest.mark.parametrize("text", ["off", "accum=2", "eval=4", "eager", "padded", "dropout=0.1", "dora", "loss=logits"])
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_terms_add_up_to_the_highest_moment(mode, text):
     setting = setting_of(f"Llama-3.1-8B {mode} 1024 2 {text}")
-    found = estimate(setting.config, llama_8b(), BF16, setting.step)
+    found = estimate_memory(setting.config, llama_8b(), BF16, setting.step)
     assert found.allocated == sum(found.terms.values()) == max(found.moments.values()) == found.moments[found.moment]
     assert found.required == found.reserved + found.margin + found.outside_allocator
     assert all(size >= 0 for size in found.terms.values())
@@ -107,7 +107,7 @@ def test_terms_add_up_to_the_highest_moment(mode, text):
 def peak(line, shape=None, **step):
     setting = setting_of(line)
     wanted = dataclasses.replace(setting.step, **step)
-    return estimate(setting.config, shape or llama_8b(), BF16, wanted)
+    return estimate_memory(setting.config, shape or llama_8b(), BF16, wanted)
 
 
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
@@ -169,7 +169,7 @@ def test_targets_are_matched_by_the_modules_own_names():
 def test_pissa_takes_what_an_adapter_of_twice_the_rank_does(mode):
     """And, while it is loaded, its largest layer in fp32; of NF4 that layer in bf16 twice too."""
     pissa, wide = (
-        estimate(run(f", lora: {{{words}}}", mode), llama_8b(), BF16, Step(1, 1, 2048))
+        estimate_memory(run(f", lora: {{{words}}}", mode), llama_8b(), BF16, Step(1, 1, 2048))
         for words in ("r: 8, init: pissa", "r: 16")
     )
     assert pissa.terms == wide.terms
@@ -183,9 +183,9 @@ def test_pissa_takes_what_an_adapter_of_twice_the_rank_does(mode):
 
 
 def test_modules_saved_beside_adapters_train_with_their_states():
-    plain = estimate(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
+    plain = estimate_memory(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
     saved = run(", lora: {modules_to_save: [embed_tokens, lm_head]}", "lora")
-    found = estimate(saved, llama_8b(), BF16, Step(1, 1, 2048))
+    found = estimate_memory(saved, llama_8b(), BF16, Step(1, 1, 2048))
     assert found.terms["adapters"] - plain.terms["adapters"] == pytest.approx(2 * 128_256 * H * 4, rel=1e-3)
     assert found.terms["optimizer"] - plain.terms["optimizer"] == pytest.approx(2 * 2 * 128_256 * H * 4, rel=1e-3)
 
@@ -193,7 +193,7 @@ def test_modules_saved_beside_adapters_train_with_their_states():
 def test_optimizers_differ_by_their_states():
     def found(optim):
         config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: full}}\ntrain: {{optim: {optim}}}", name="x")
-        return estimate(config, llama_8b(), BF16, Step(1, 1, 512))
+        return estimate_memory(config, llama_8b(), BF16, Step(1, 1, 512))
 
     params = llama_8b().params
     fused, listed, paged, factored = map(found, ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"))
@@ -213,7 +213,7 @@ def test_experts_are_quantised():
     # NF4: half a byte, a byte for each 64 and four for each 64 * 256; not packed: two tables, routers, norms
     packed = (experts + 32 * (2 * H * Q + 2 * H * KV)) * (1 / 2 + 1 / 64 + 4 / (64 * 256))
     rest = 2 * (2 * 32_000 * H + 32 * 8 * H + 65 * H)
-    assert weight_bytes(shape, width=2, nf4=True) == pytest.approx(packed + rest, rel=1e-3)
+    assert weight_bytes(shape, width=2, is_nf4=True) == pytest.approx(packed + rest, rel=1e-3)
 
 
 def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
@@ -226,7 +226,7 @@ def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
     kind = dataclasses.replace(kind, expert_weights=wide, expert_params=kind.expert_params + more)
     layers = tuple(kind if one == shape.commonest_kind else one for one in shape.layers)
     shape = dataclasses.replace(shape, layers=layers)
-    assert 0.5 * shape.params < weight_bytes(shape, width=2, nf4=True) < 0.53 * shape.params
+    assert 0.5 * shape.params < weight_bytes(shape, width=2, is_nf4=True) < 0.53 * shape.params
 
 
 @pytest.mark.parametrize(
@@ -244,15 +244,15 @@ def test_zero_partitions_are_those_counted_on_real_ranks(name, ranks, per_param,
     """Live bytes of deepspeed 0.19.8 on CPU ranks, per parameter: 8.00 / 10.02 and 5.00 / 7.02 in stage 1 after and
     before the step, 8.00 / 9.02 and 5.00 / 5.55 in stage 2, 8.02 and 4.02 always in stage 3."""
     shape = llama_8b()
-    kept = Walk(run(mode="full"), shape, BF16, Step(1, 1, 512, layout=Layout(name, ranks, ranks))).resident
-    held = kept.weights + kept.master + kept.optimizer
+    kept = StepMemorySimulation(run(mode="full"), shape, BF16, Step(1, 1, 512, layout=Layout(name, ranks, ranks))).resident
+    held = kept.weights + kept.master_weights + kept.optimizer
     assert held / shape.params == pytest.approx(per_param, rel=0.001)
     assert kept.gradients / shape.params == pytest.approx(gradients, rel=0.001)
 
 
 def test_fsdp_keeps_an_eighth_of_fp32_weights_gradients_and_states():
     shape, layout = llama_8b(), Layout("fsdp", 8, 8)
-    kept = Walk(run(mode="full"), shape, BF16, Step(1, 1, 2048, layout=layout)).resident
+    kept = StepMemorySimulation(run(mode="full"), shape, BF16, Step(1, 1, 2048, layout=layout)).resident
     assert kept.weights == pytest.approx(4.015e9, rel=0.001)
     assert (kept.weights, kept.gradients, 2 * kept.weights) == (kept.gradients, kept.weights, kept.optimizer)
     found = peak("x full 2048 1 fsdp=8")
@@ -268,15 +268,15 @@ def test_ddp_adds_one_copy_of_the_gradients():
 
 def test_offload_moves_states_to_the_hosts_memory():
     layout = Layout("zero3_offload", 2, 2)
-    found = estimate(run(mode="full"), llama_8b(), BF16, Step(1, 1, 2048, layout=layout))
+    found = estimate_memory(run(mode="full"), llama_8b(), BF16, Step(1, 1, 2048, layout=layout))
     params = llama_8b().params
     assert found.terms["optimizer"] == found.terms["weights"] == 0
     assert found.host_bytes >= (16 + 2) * params / 2
 
 
 def test_tensor_parallel_divides_matrices_and_heads():
-    one = estimate(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 4096, checkpointed_layers=0))
-    two = estimate(
+    one = estimate_memory(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 4096, checkpointed_layers=0))
+    two = estimate_memory(
         run(mode="lora"), llama_8b(), BF16, Step(1, 1, 4096, layout=Layout("tp", 1, 1, 2), checkpointed_layers=0)
     )
     rest = 2 * (llama_8b().params - llama_8b().linear_params)
@@ -294,7 +294,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
 
     def share(mode="lora", precision=BF16, layout=SINGLE, own_experts=False, **step):
         shape = dataclasses.replace(llama_8b(), uses_custom_experts=own_experts)
-        return margin_of(Walk(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))).share
+        return select_margin(StepMemorySimulation(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))).share
 
     wide = Precision("bfloat16", "float32", "")
     assert share() == share(mode="full") == share(precision=wide) == 0.03
@@ -307,7 +307,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
 @pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "zai-org/GLM-4.5-Air"])
 def test_only_experts_by_code_of_their_class_take_the_margin_of_what_is_not_measured(name, own_code):
     shape, share = dataclasses.replace(load_model_shape(name), uses_custom_experts=own_code), 0.15 if own_code else 0.03
-    found = estimate(run(mode="lora"), shape, BF16, Step(1, 1, 512))
+    found = estimate_memory(run(mode="lora"), shape, BF16, Step(1, 1, 512))
     assert found.margin == pytest.approx(share * found.reserved + MARGIN_BYTES, rel=0.01)
 
 
@@ -321,16 +321,16 @@ def test_a_cpu_run_is_planned_near_what_it_was_measured_to_take():
             continue
         step = Step(8, 1, int(length), on_gpu=False)
         fp32 = Precision("float32", "float32", "")
-        predicted_bytes = estimate(run(mode=mode, name=model), load_model_shape(model), fp32, step).reserved
+        predicted_bytes = estimate_memory(run(mode=mode, name=model), load_model_shape(model), fp32, step).reserved
         assert 0.9 <= predicted_bytes / found["peak_bytes"]["measured_rss"] <= 2.3
         checked += 1
     assert checked >= 6
-    small = estimate(run(), load_model_shape("sft-play/starter-base"), BF16, Step(1, 1, 64, on_gpu=False))
+    small = estimate_memory(run(), load_model_shape("sft-play/starter-base"), BF16, Step(1, 1, 64, on_gpu=False))
     assert small.outside_allocator == CPU_LIBRARIES_BYTES  # no context of a driver
 
 
 def test_what_is_not_held_is_less_than_what_is():
-    walk = Walk(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
+    walk = StepMemorySimulation(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
     spec = walk.specs[0]
     alone = forward_peak(spec, batch=1, length=2048, width=2, training=True)
     assert alone < block_bytes(spec, batch=1, length=2048, width=2).layer.forward

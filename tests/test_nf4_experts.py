@@ -19,9 +19,9 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished
-from sft_play.planner.memory.loading_and_saving import STACKING, loading_terms
+from sft_play.planner.memory.loading_and_saving import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
-from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
@@ -171,14 +171,14 @@ def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, mon
 
 def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     shape, config = load_model_shape(QWEN), run(QWEN)
-    assert weight_bytes(shape, width=2, nf4=True) < 16 * 2**30
+    assert weight_bytes(shape, width=2, is_nf4=True) < 16 * 2**30
     plan = make_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090")))
     assert plan.fits
     assert plan.memory.allocated < 20 * 2**30
-    walk = Walk(config, shape, BF16, Step(1, 1, 1024))
+    walk = StepMemorySimulation(config, shape, BF16, Step(1, 1, 1024))
     stacks = [one.weights for kind in shape.layers for one in kind.expert_weights]
-    beside = STACKING * 2 * max(stacks)
-    assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained.params)
+    beside = STACKING_COPIES * 2 * max(stacks)
+    assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained_parameters.params)
     with_experts = run(QWEN, target_parameters="auto").tuning.lora
     more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
     assert more == sum(
@@ -195,9 +195,9 @@ def test_packed_bytes_are_those_of_every_matrix(seed):
     matrices += [(one.weights, kind.count) for kind in shape.layers for one in kind.expert_weights]
     packed = sum(count * nf4_bytes(elements) for elements, count in matrices)
     rest = shape.params - sum(count * elements for elements, count in matrices)
-    found = weight_bytes(shape, width=width, nf4=True)
+    found = weight_bytes(shape, width=width, is_nf4=True)
     assert packed + width * rest <= found <= 1.002 * (packed + width * rest) + 2**22
-    assert weight_bytes(shape, width=width, nf4=False) >= width * shape.params
+    assert weight_bytes(shape, width=width, is_nf4=False) >= width * shape.params
 
 
 @pytest.mark.parametrize("lora", [{"dropout": 0.1}, {"use_dora": True}])
@@ -332,7 +332,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     width = 4 if precision is FP32 else 2
     assert packed.packable_params - shape.packable_params == stacks > 0
     in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.expert_weights)
-    difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
+    difference = weight_bytes(shape, width=width, is_nf4=True) - weight_bytes(packed, width=width, is_nf4=True)
     assert difference == width * stacks - in_nf4
     sharded = _build_empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
     assert not any(vars(module).get(PACKED_ATTRIBUTE) for module in sharded.modules())  # what FSDP2 fills unit by unit
@@ -380,7 +380,7 @@ def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
 @pytest.mark.parametrize("quantize", ["auto", False])
 @pytest.mark.parametrize("checkpointed", [0, None])
 def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
-    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.estimate import estimate_memory
     from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import record_step
 
@@ -393,7 +393,7 @@ def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
     step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
     traced = record_step(step_settings(config, fields, shape, BF16, step)).peak
     # the experts' weights are 8% more of the peak in 16 bits
-    assert estimate(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
+    assert estimate_memory(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
 
 
 @pytest.mark.parametrize(

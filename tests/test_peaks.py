@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from sft_play.planner import calibration
-from sft_play.planner.memory.estimate import MemoryEstimate, RunMoment
+from sft_play.planner.memory.estimate import MemoryEstimate, RunPhase
 from sft_play.training.measure import peaks as peaks_module
 from sft_play.training.measure.peaks import SAMPLE_S, MemoryMeter, Peaks
 from sft_play.training.measure.summary import _memory_line
@@ -138,9 +138,9 @@ def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
 def test_a_predicted_peak_in_loading_says_that_pages_of_files_can_be_dropped() -> None:
     """They are not required, so that a CPU's peak may be more than what is."""
     on_cpu = MemoryEstimate(load_bytes=2 * GIB, by_moment={"training": (GIB, GIB), "loading": (2 * GIB, 4 * GIB)})
-    assert on_cpu.peak_words == "4.00 GiB in loading, with pages of files that can be dropped"
+    assert on_cpu.peak_text == "4.00 GiB in loading, with pages of files that can be dropped"
     on_gpu = MemoryEstimate(load_bytes=4 * GIB, by_moment={"training": (GIB, GIB), "loading": (4 * GIB, 4 * GIB)})
-    assert on_gpu.peak_words == "4.00 GiB in loading"
+    assert on_gpu.peak_text == "4.00 GiB in loading"
 
 
 ALONE = """
@@ -279,14 +279,14 @@ def test_a_run_records_each_moment_and_one_figure_of_the_highest(tmp_path, tiny_
 @pytest.mark.parametrize("seed", range(20))
 def test_corrections_by_earlier_runs_hold_in_every_moment_but_loading(seed: int) -> None:
     draw = random.Random(seed)
-    moments: list[RunMoment] = ["training", "evaluation", "saving", "generation", "loading"]
+    moments: list[RunPhase] = ["training", "evaluation", "saving", "generation", "loading"]
     by_moment = {name: (draw.randint(1, 10**9), draw.randint(1, 10**9)) for name in moments}
     raw = max(one for name, (_, one) in by_moment.items() if name != "loading")
     memory = MemoryEstimate(reserved=3 * raw // 2, by_moment=by_moment)
     for name, (allocated, reserved) in by_moment.items():
         factor = 1 if name == "loading" else memory.reserved / raw
-        assert memory.of_moment(name) == (allocated, pytest.approx(factor * reserved, abs=1))
-    assert MemoryEstimate().of_moment("training") == (None, None)  # a plan of an earlier version
+        assert memory.phase_bytes(name) == (allocated, pytest.approx(factor * reserved, abs=1))
+    assert MemoryEstimate().phase_bytes("training") == (None, None)  # a plan of an earlier version
 
 
 def test_records_of_earlier_versions_are_still_read(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import replay
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
+from sft_play.planner.memory.estimate import (
+    GRADIENT_SLACK,
+    RESIDENT_TERMS,
+    TEMPORARY_SLACK,
+    reserved_bytes,
+    resident_term_bytes,
+    step_reserved_bytes,
+)
 from sft_play.trace.storages import ALLOC, FREE, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
@@ -46,10 +53,10 @@ def rows() -> list[Scored]:
 
 
 def test_what_stays_is_packed_and_what_passes_leaves_holes() -> None:
-    assert stays(TERMS) == 1060
+    assert resident_term_bytes(TERMS) == 1060
     found = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
-    assert found == sum(TERMS.values()) + PASSING_SLACK["fused"] * 600 + GRADIENT_SLACK * 80
-    assert reserved_bytes(dict.fromkeys(STAYS, 1 << 30), attention="eager", layout=SINGLE) == len(STAYS) << 30
+    assert found == sum(TERMS.values()) + TEMPORARY_SLACK["fused"] * 600 + GRADIENT_SLACK * 80
+    assert reserved_bytes(dict.fromkeys(RESIDENT_TERMS, 1 << 30), attention="eager", layout=SINGLE) == len(RESIDENT_TERMS) << 30
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("eager", SINGLE), ("sdpa", Layout("ddp", 2))])
@@ -66,10 +73,10 @@ def test_each_stream_keeps_its_own_highest_bytes_under_fsdp() -> None:
         {"weights": 4 * gib, "activations": 2 * gib, "gather_buffers": 3 * gib},
         {"weights": 4 * gib, "gradients": 4 * gib},
     ]
-    sharded = reserved_over(moments, attention="sdpa", layout=Layout("fsdp", 8, 8))
+    sharded = step_reserved_bytes(moments, attention="sdpa", layout=Layout("fsdp", 8, 8))
     # 4 + 2 and a half of it on the model's stream, 3 gathered, 4 and an eighth of it reduced
     assert sharded == int(7 * gib + 3 * gib + 4.5 * gib)
-    whole = reserved_over(moments, attention="sdpa", layout=Layout("ddp", 8))
+    whole = step_reserved_bytes(moments, attention="sdpa", layout=Layout("ddp", 8))
     assert whole == max(reserved_bytes(one, attention="sdpa", layout=Layout("ddp", 8)) for one in moments)
 
 
@@ -80,7 +87,7 @@ def test_streams_never_lower_a_bound(seed: int) -> None:
     moments = [{name: draw.randrange(1 << 34) for name in names if draw.random() < 0.7} for _ in range(4)]
     for layout in (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4)):
         plain = max(reserved_bytes(one, attention="sdpa", layout=layout) for one in moments)
-        found = reserved_over(moments, attention="sdpa", layout=layout)
+        found = step_reserved_bytes(moments, attention="sdpa", layout=layout)
         assert found >= plain
         assert found == plain or layout.is_fsdp
 

@@ -18,9 +18,9 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.attention import sdpa_kernel
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.structure import kernel_of, repeats_kv, sdpa_call
+from sft_play.planner.memory.structure import repeats_kv, sdpa_call, select_attention_kernel
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.training.model import sdpa
@@ -150,8 +150,8 @@ def test_answers_are_generated_and_nothing_of_it_is_saved(tiny_llama, tmp_path):
 def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, half, capability):
     shape = load_model_shape(name)
     asked: dict[str, Any] = {"attention": attention, "half": half, "capability": capability}
-    mine = kernel_of(shape, masked=masked, on_gpu=True, **asked)
-    stock = sdpa_kernel(sdpa_call(shape, masked=masked, half=half), capability, cudnn=False)
+    mine = select_attention_kernel(shape, masked=masked, on_gpu=True, **asked)
+    stock = sdpa_kernel(sdpa_call(shape, masked=masked, half_precision=half), capability, cudnn=False)
     repeats = repeats_kv(shape, **asked)
     if attention != "sdpa":
         assert mine == ("eager" if attention == "eager" else "flash")
@@ -226,7 +226,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
         1, 1, 2048, checkpointed_layers=None if checkpointing else 0, loss="logits", capability=capability, saves=False
     )
     shape = parse_model_shape(model, name="m")
-    planned = estimate(config, shape, precision, step).allocated
+    planned = estimate_memory(config, shape, precision, step).allocated
     scores = 16 * 2048**2 * 4
     assert traced[False] - traced[True] >= scores * (1 if checkpointing else 4)
     if not half:  # fp16 without autocast is no run of this toolkit: its norms and head differ a little

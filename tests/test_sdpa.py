@@ -25,7 +25,7 @@ from sft_play.facts.installed import CudaLibraries
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
-from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
@@ -261,7 +261,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     )
     step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
     shape = parse_model_shape(MODEL, name="m")
-    planned = {on: estimate(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
+    planned = {on: estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
     for on in (True, False):
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
     if not half:

@@ -18,8 +18,8 @@ from sft_play.errors import ModelError, TrainingError
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory import loading_and_saving
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
 from tests import warm
 from tests.bundled import model_config
@@ -267,11 +267,11 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
     config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}}}\n", name="run")
     step = Step(1, 1, 512, layout=layout)
     precision = Precision("bfloat16", "float32" if mode == "full" else "bfloat16", "")
-    found = estimate(config, shape, precision, step)
-    trained = Walk(config, shape, precision, step).trained.params
+    found = estimate_memory(config, shape, precision, step)
+    trained = StepMemorySimulation(config, shape, precision, step).trained_parameters.params
     if layout.is_fsdp and mode == "full":
         assert found.checkpoint_bytes == pytest.approx(12 * trained, rel=0.01)  # fp32: weights and two states
-        assert (found.checkpoint == "sharded") == (found.checkpoint_bytes > loading_and_saving.WHOLE_BYTES)
+        assert (found.checkpoint == "sharded") == (found.checkpoint_bytes > loading_and_saving.MAX_WHOLE_BYTES)
         assert found.host_gather_bytes == pytest.approx(8 * trained, rel=0.01)  # both states of every parameter
     else:
         assert found.checkpoint == ("deepspeed" if layout.is_zero else "whole")

@@ -21,7 +21,7 @@ from sft_play.facts.installed import installed_version
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
-from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
@@ -204,7 +204,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         )
         trainer.train()
     trained = phase_peaks(log)
-    workspaces = 2 * cublas_workspace((8, 0))
+    workspaces = 2 * cublas_workspace_bytes((8, 0))
     ours = max(value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 

@@ -18,8 +18,8 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.model_states import resident
-from sft_play.planner.memory.structure import numbers
+from sft_play.planner.memory.model_states import resident_bytes
+from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
@@ -243,10 +243,10 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
 def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, trained):
     """Bytes a parameter: weight, gradient, two states, DDP's bucket: 4 each; ZeRO-2 on 2 ranks 2 + 1 + 2 + 4."""
     config, shape = run("qlora"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
-    found = resident(config, shape, numbers(config, BF16, layout), layout)
+    found = resident_bytes(config, shape, element_bytes(config, BF16, layout), layout)
     r, targets = config.tuning.lora.r, shape.linears
     params = sum(count * r * (linear.inputs + linear.outputs) for linear, count in targets)
-    total = found.adapters + found.gradients + found.optimizer + found.buckets + found.master
+    total = found.adapters + found.gradients + found.optimizer + found.gradient_buckets + found.master_weights
     assert total == pytest.approx(trained * params, rel=1e-3)
 
 

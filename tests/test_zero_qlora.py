@@ -15,10 +15,10 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import Layout, layouts_for
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.loading_and_saving import copied_in_ram, loading_terms, read_in_ram
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.loading_and_saving import host_copy_bytes, host_read_bytes, loading_terms
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
-from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.plan_details import plan_lines
 from sft_play.planner.precision import Precision
@@ -37,8 +37,8 @@ def run(text: str = "", *, name: str = LLAMA_8B, mode: str = "qlora"):
     return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{text}", name="run")
 
 
-def walk(name: str, ranks: int, *, mode: str = "qlora") -> Walk:
-    return Walk(run(mode=mode), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+def walk(name: str, ranks: int, *, mode: str = "qlora") -> StepMemorySimulation:
+    return StepMemorySimulation(run(mode=mode), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
         held = walk("zero3", ranks).resident
         assert held.weights == pytest.approx((packed + tables) / ranks + constants + norms, rel=0.001)
         assert held.host == 0
-        offloaded, trained = walk("zero3_offload", ranks).resident, walk("zero3_offload", ranks).trained.params
+        offloaded, trained = walk("zero3_offload", ranks).resident, walk("zero3_offload", ranks).trained_parameters.params
         assert offloaded.weights == constants + norms  # no parameters, or too small to be worth a gather
         # beside them 18 bytes for each number of the adapters: 2 as they are, 4 master, 8 of states, 4 of gradients
         assert offloaded.host == pytest.approx((packed + tables + 18 * trained) / ranks, rel=0.001)
@@ -61,8 +61,8 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
 
 def test_loading_holds_all_weights_on_every_rank_but_under_fsdp():
     shape = load_model_shape(LLAMA_8B)
-    whole = weight_bytes(shape, width=2, nf4=True)
-    adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
+    whole = weight_bytes(shape, width=2, is_nf4=True)
+    adapters = 4 * walk("zero3", 2).trained_parameters.params  # PEFT makes them fp32
     for ranks in (2, 8):
         for name in ("ddp", "zero2", "zero3", "zero3_offload"):
             assert sum(loading_terms(walk(name, ranks)).values()) == whole + adapters, name
@@ -113,9 +113,9 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     shape = replace(load_model_shape(model), stored_dtype=draw.choice(["bfloat16", "float32", None]))
     precision = draw.choice([BF16, Precision("float32", "float32", "")])
 
-    def loaded(name: str, ranks: int) -> Walk:
+    def loaded(name: str, ranks: int) -> StepMemorySimulation:
         step = Step(1, 2, 512, layout=Layout(name, ranks, ranks))
-        return Walk(run(mode=mode, name=model), shape, precision, step)
+        return StepMemorySimulation(run(mode=mode, name=model), shape, precision, step)
 
     found = [sum(loading_terms(loaded("fsdp", ranks)).values()) for ranks in (2, 4, 8, 16)]
     assert sorted(found, reverse=True) == found
@@ -128,17 +128,17 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     parts = one.resident.weights + one.resident.adapters
     assert parts + largest < found[0] <= parts + unit + largest
     same = shape.stored_dtype == precision.load
-    assert copied_in_ram(one) == width * (shape.expert_params if same else shape.params)
-    assert read_in_ram(one) == copied_in_ram(one) + largest
+    assert host_copy_bytes(one) == width * (shape.expert_params if same else shape.params)
+    assert host_read_bytes(one) == host_copy_bytes(one) + largest
     # each tensor goes straight to its GPU, and what is quantised is read in turn
     threads = 1 if same or mode == "qlora" else 4
-    assert read_in_ram(loaded("ddp", 2)) == width * sum(tensors[-threads:])
+    assert host_read_bytes(loaded("ddp", 2)) == width * sum(tensors[-threads:])
 
 
 def test_what_four_threads_cast_at_once_is_in_ram():
     def in_ram(mode: str, stored: str) -> int:
         step = Step(1, 1, 512, layout=Layout("single"))
-        return read_in_ram(Walk(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step))
+        return host_read_bytes(StepMemorySimulation(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step))
 
     table, matrix = WORDS * H, 4096 * 14336
     assert in_ram("lora", "float32") == in_ram("full", "float32") == 2 * (2 * table + 2 * matrix)
@@ -157,7 +157,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     )
     shape, hardware = load_model_shape(model), parse_hardware(machine)
     job = job_of(PlanRequest(config, shape, hardware))
-    whole = weight_bytes(shape, width=2, nf4=True)
+    whole = weight_bytes(shape, width=2, is_nf4=True)
     candidates = weigh(job, layouts_for(config, shape, hardware)[0])
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
     for one in candidates:
@@ -165,16 +165,16 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
         assert one.layout.is_fsdp or memory.load_bytes >= whole
         step = memory.reserved + memory.margin + memory.outside_allocator
         assert memory.required == max(step, memory.required_to_load)
-        assert memory.loading_decides == (memory.required > step)
+        assert memory.is_limited_by_loading == (memory.required > step)
         assert one.fits == (memory.required <= job.budget and one.host_required <= (job.host_budget or 1e18))
         if not one.layout.shards_params:
-            assert not memory.loading_decides  # what stays and a step's activations are more
+            assert not memory.is_limited_by_loading  # what stays and a step's activations are more
 
 
 def test_more_ranks_never_need_more_in_a_step():
     for name in ("zero3", "zero3_offload"):
         found = [
-            estimate(run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+            estimate_memory(run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
             for ranks in (2, 4, 8, 16)
         ]
         assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]

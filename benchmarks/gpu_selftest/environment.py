@@ -25,7 +25,7 @@ from sft_play.facts.installed import cuda_libraries
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.attention import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
-from sft_play.planner.memory.structure import kernel_of
+from sft_play.planner.memory.structure import select_attention_kernel
 
 PREFIX = "environment/"
 CASES = (("grouped heads", 2), ("equal heads", 8))
@@ -140,9 +140,9 @@ def kernels_of(hardware: Hardware) -> dict[str, str]:
             one = dataclasses.replace(shape, num_heads=QUERY_HEADS, num_kv_heads=count, head_dim=HEAD_DIM)
             for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
                 kernels[f"{dtype}, {heads}, {mask}{rows}"] = str(
-                    kernel_of(
-                        one, attention="sdpa", masked=mask != "causal", half=dtype != "fp32",
-                        capability=capability, on_gpu=True, cudnn=preferred and repeat,
+                    select_attention_kernel(
+                        one, attention="sdpa", masked=mask != "causal", half_precision=dtype != "fp32",
+                        capability=capability, on_gpu=True, uses_cudnn=preferred and repeat,
                     )
                 )  # fmt: skip
     return kernels

@@ -16,12 +16,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import LOSSES, Vocabulary
-from sft_play.planner.memory.estimate import MemoryEstimate, estimate
-from sft_play.planner.memory.operations import Pass
+from sft_play.planner.memory.block import LOSS_FUNCTIONS, OutputHead
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
+from sft_play.planner.memory.operations import ForwardPass
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
-from sft_play.planner.memory.tape import Ref, one_gradient
+from sft_play.planner.memory.tape import TensorRef, single_gradient
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.trace.settings import VARLEN_ATTENTIONS
@@ -35,15 +35,15 @@ OPTIMIZERS = {
 """The config's names of the trace's optimizers."""
 
 
-def own_loss(run: Pass, x: Ref, words: Vocabulary) -> Ref:
+def own_loss(run: ForwardPass, x: TensorRef, words: OutputHead) -> TensorRef:
     """The class's own loss over whole logits: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
-    tape, size = run.tape, x.elements // run.spec.hidden * words.words
-    logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
+    tape, size = run.tape, x.elements // run.spec.hidden * words.vocab_size
+    logits = run.dense(x, "head", run.spec.hidden, words.vocab_size, words.weight_width, trainable=words.trainable)
     wide = run.to(logits, 4)
-    return tape.op((wide,), size, 4, backward=one_gradient(size, 4), holds_output=True)
+    return tape.op((wide,), size, 4, backward=single_gradient(size, 4), holds_output=True)
 
 
-LOSSES["model"] = own_loss
+LOSS_FUNCTIONS["model"] = own_loss
 
 
 class NoClosedForm(Exception):
@@ -66,10 +66,10 @@ def closed_form(settings: ScriptSettings) -> MemoryEstimate:
     load = "float32" if settings.fp32_rest else settings.weights
     precision = Precision(compute=compute, load=load, reason="")
     step = _step(settings)
-    call = sdpa_call(shape, masked=step.padded, half={compute, load} != {"float32"})
+    call = sdpa_call(shape, masked=step.padded, half_precision={compute, load} != {"float32"})
     if step.attention == "sdpa" and sdpa_kernel(call, step.capability, cudnn=False) == "math":
         raise NoClosedForm("the estimate has no words for PyTorch's math kernel")
-    found = estimate(_config(settings), shape, precision, step)
+    found = estimate_memory(_config(settings), shape, precision, step)
     return _with_outputs(found, settings, shape.vocab_size)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import ScriptLog, replay
-from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.trace import build, fakes, patches, ranks
 from sft_play.trace.patches import Patch
 from sft_play.trace.replacements import TraceState, log_stream
@@ -224,7 +224,7 @@ class ScriptLoop(TracedLoop):
             log.empty_cache()
         log.start_phase("prepare")
         buckets = self.make_bucket_hook(model)
-        workspace = cublas_workspace(settings.capability)
+        workspace = cublas_workspace_bytes(settings.capability)
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):

@@ -15,7 +15,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
-from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
 from sft_play.units import size_of
@@ -52,7 +52,7 @@ def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
     """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5% below the files of a
     small model's runs, by the small ones that are not counted (2026-11-21)."""
     layout = plan.choice.layout
-    trained = walk_of(config, shape, plan.precision, plan.choice.step).trained
+    trained = create_step_simulation(config, shape, plan.precision, plan.choice.step).trained_parameters
     weights = trained.width * trained.params
     checkpoint = plan.memory.checkpoint_bytes
     if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters

@@ -54,7 +54,7 @@ def examine(
     meeting_s: float = MEETING_S,
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
-    and a check that cannot be made is a finding. `on_cpu`: the run asks for the CPU."""
+    and a check that cannot be made is a finding. `was_measured_on_cpu`: the run asks for the CPU."""
     started = time.monotonic()
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone

@@ -22,10 +22,10 @@ from sft_play.planner.attention import Attended, AttentionName, prefers_cudnn, s
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
-from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evaluation_rows
-from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate_from_simulation, max_evaluation_rows
+from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
 from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.micro_batches import MicroBatches, RowTokens, average_passes
 from sft_play.planner.precision import Precision, Updates, with_updates
@@ -120,7 +120,7 @@ class Candidate:
     @property
     def checkpointed(self) -> int:
         """Layers whose activations are recomputed."""
-        return self.step.recomputed(self.layers)
+        return self.step.recomputed_layers(self.layers)
 
     @property
     def checkpointing(self) -> bool | str:
@@ -192,7 +192,7 @@ class Job:
         is_amd = self.attended.device == "rocm"
         if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries, is_amd=is_amd):
             return False
-        call = sdpa_call(self.shape, masked=False, half=precision.compute != "float32")
+        call = sdpa_call(self.shape, masked=False, half_precision=precision.compute != "float32")
         return sdpa_kernel(call, self.capability, cudnn=True) == "cudnn"
 
     @property
@@ -326,11 +326,11 @@ def candidate_of(
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
         padded = _step_of(job, layout, batch, checkpointed, loss=loss, pads=True)
         step = max(step, padded, key=lambda one: _speed_of(job, precision, one).tokens_per_s)
-    walk = walk_of(job.config, job.shape, precision, step)
+    walk = create_step_simulation(job.config, job.shape, precision, step)
     if job.has_eval:
         # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.step = dataclasses.replace(step, eval_batch=eval_batch(walk, otherwise=eval_rows))
-    step, memory = walk.step, estimate_of(walk)
+    step, memory = walk.step, estimate_from_simulation(walk)
     learned = job.learned(layout)
     speed = _speed_of(job, precision, step)
     raw = Raw(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
@@ -369,7 +369,7 @@ def _step_of(
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
     padded = not varlen and is_padded(
-        job.config, layout, rows=2 if shares else batch.micro_batch, masks=job.packed or masks
+        job.config, layout, rows=2 if shares else batch.micro_batch, uses_masks=job.packed or masks
     )
     return Step(
         micro_batch=batch.micro_batch,
@@ -409,12 +409,12 @@ def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:
     )
 
 
-def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
+def eval_batch(walk: StepMemorySimulation, *, otherwise: int | None = None) -> int:
     """Rows of one rank's evaluation batch: as given, else `otherwise`, else what needs no more memory than the step."""
     given = walk.config.eval.batch_size
     if given != "auto":
         return given
-    return evaluation_rows(walk) if otherwise is None else otherwise
+    return max_evaluation_rows(walk) if otherwise is None else otherwise
 
 
 def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
@@ -481,8 +481,8 @@ def needs_words(candidate: Candidate, *, terms: int) -> str:
 
 def largest_terms(memory: MemoryEstimate, count: int) -> str:
     """The largest terms of a peak, in GiB."""
-    if memory.loading_decides:
-        return f"while loading {gib(memory.load_bytes)}, of which a step keeps {gib(memory.stays)}"
+    if memory.is_limited_by_loading:
+        return f"while loading {gib(memory.load_bytes)}, of which a step keeps {gib(memory.resident)}"
     largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:count]
     return ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
 

@@ -9,8 +9,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.model_states import adapter_params, trained
-from sft_play.planner.memory.structure import numbers, stacked_adapter
+from sft_play.planner.memory.model_states import adapter_params, trained_parameters
+from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.units import count_of
 
@@ -59,11 +59,11 @@ def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, la
     """The parameters of a run under its layout."""
     mode, lora = config.tuning.mode, config.tuning.lora
     full, nf4 = mode == "full", mode == "qlora"
-    learned = trained(config, shape, numbers(config, precision, layout)).params
+    learned = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
     stacks = [(one, kind.count) for kind in shape.layers for one in kind.expert_weights]
     experts = Experts(
         total=sum(count * one.weights for one, count in stacks),
-        adapters=0 if full else sum(count * stacked_adapter(one, lora) for one, count in stacks),
+        adapters=0 if full else sum(count * stacked_adapter_params(one, lora) for one, count in stacks),
     )
     return Parameters(
         total=shape.params,

@@ -34,8 +34,8 @@ from sft_play.planner.candidates import (
 )
 from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
-from sft_play.planner.memory.estimate import RUN_MOMENTS, MemoryEstimate, answer_tokens
-from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.estimate import RUN_PHASES, MemoryEstimate, generation_token_budget
+from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import check_targets, repeats_kv
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
@@ -283,9 +283,9 @@ def make_plan(
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
     step, half = chosen.step, chosen.precision.compute != "float32"
-    repeated = step.on_gpu and repeats_kv(shape, attention=step.attention, half=half, capability=step.capability)
+    repeated = step.on_gpu and repeats_kv(shape, attention=step.attention, half_precision=half, capability=step.capability)
     kernels = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    walk = walk_of(config, shape, chosen.precision, step)
+    walk = create_step_simulation(config, shape, chosen.precision, step)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
@@ -293,7 +293,7 @@ def make_plan(
         repeats_kv=repeated,
         eval_batch=step.eval_batch or eval_batch(walk),
         masked_bytes=_masked_bytes(job, chosen),
-        answer_tokens=answer_tokens(walk, chosen.memory),
+        answer_tokens=generation_token_budget(walk, chosen.memory),
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
@@ -430,7 +430,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
     raw = dataclasses.replace(candidate.raw, reserved=max(candidate.raw.reserved, traced.reserved))
     reserved = job.learned(candidate.layout).reserved(raw.reserved, job.budget)
-    highest = RUN_MOMENTS.get(memory.moment, "training")
+    highest = RUN_PHASES.get(memory.moment, "training")
     memory = dataclasses.replace(
         memory,
         terms=memory.terms | ({"trace_says_more": more} if more else {}),

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.advice.what_if import Largest
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.memory.estimate import RUN_MOMENTS
+from sft_play.planner.memory.estimate import RUN_PHASES
 from sft_play.planner.parameters import parameters_line
 from sft_play.planner.plan import Plan
 from sft_play.units import GIB, duration_of
@@ -102,9 +102,9 @@ def memory_line(plan: Plan) -> str:
     memory = plan.memory
     large = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
     terms = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large.items())
-    beside, of = "context" if plan.hardware.gpus else "libraries", RUN_MOMENTS.get(memory.moment, "a step")
+    beside, of = "context" if plan.hardware.gpus else "libraries", RUN_PHASES.get(memory.moment, "a step")
     return (
-        f"Predicted peak: {memory.peak_words} (tensors of {of} {memory.allocated / GIB:.2f}: {terms})"
+        f"Predicted peak: {memory.peak_text} (tensors of {of} {memory.allocated / GIB:.2f}: {terms})"
         f"{loading_words(plan.choice)}; with margin and {beside} {memory.required / GIB:.2f} of "
         f"{plan.budget_bytes / GIB:.1f} GiB"
     )
@@ -114,7 +114,7 @@ def loading_words(candidate: Candidate) -> str:
     """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading needs the most."""
     memory = candidate.memory
     # otherwise a run loads what it keeps, and the figure would repeat the weights' term
-    is_shown = candidate.layout.shards_params or memory.loading_decides
+    is_shown = candidate.layout.shards_params or memory.is_limited_by_loading
     ram = f" and {memory.host_load_bytes / GIB:.2f} GiB of RAM" if memory.host_load_bytes else ""
     return f"; {memory.load_bytes / GIB:.2f} GiB{ram} while loading" if is_shown else ""
 

@@ -28,7 +28,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
     if plan.fits and not start:
         verdict = f"NOT STARTED{'' if plan.hardware.named else ' on this machine'} ({plan.choice.verdict})"
     return [
-        f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}; predicted peak {plan.memory.peak_words}",
+        f"{name}, {_how(plan, config)}, on {_machine(plan)}: {verdict}; predicted peak {plan.memory.peak_text}",
         f"{_batch(plan)}; {run_words(plan)}",
         _data(plan, config, is_here=is_here),
         *(f"Warning: {warning}" for warning in warnings(plan, config)),
@@ -39,7 +39,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
 
 def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
-    peak = f"predicted peak {plan.memory.peak_words}"
+    peak = f"predicted peak {plan.memory.peak_text}"
     return f"Plan: {_how(plan, config)} {plan.choice.verdict}; {run_words(plan)}; {peak}"
 
 

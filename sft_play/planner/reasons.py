@@ -25,8 +25,8 @@ from sft_play.planner.candidates import (
 from sft_play.planner.gradients import unused
 from sft_play.planner.kernels import PlannedKernels, planned_experts
 from sft_play.planner.layout import SIMPLICITY
-from sft_play.planner.memory.loading_and_saving import WHOLE_BYTES, WHOLE_SAVE_S
-from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
+from sft_play.planner.memory.loading_and_saving import MAX_WHOLE_BYTES, MAX_WHOLE_SAVE_S
+from sft_play.planner.memory.measured_walk import MeasuredStepSimulation, create_step_simulation
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import SHORT
@@ -64,14 +64,14 @@ def reasons_of(
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
     tokens of a row at most; `notes`: what a trace of the choice said."""
     wish = job.config.model.max_seq_len
-    walk, adapts = walk_of(job.config, job.shape, chosen.precision, chosen.step), job.config.tuning.mode != "full"
+    walk, adapts = create_step_simulation(job.config, job.shape, chosen.precision, chosen.step), job.config.tuning.mode != "full"
     learned = job.learned(chosen.layout).at(chosen.raw.reserved)
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.source_note}"] if job.shape.source_note else []),
-        *([ACTIVATIONS[walk.on_cpu]] if isinstance(walk, MeasuredWalk) else []),
+        *([ACTIVATIONS[walk.was_measured_on_cpu]] if isinstance(walk, MeasuredStepSimulation) else []),
         *([OWN_LOGITS] if job.shape.has_custom_logits else []),
         *(f"adapters: {words}" for words in (job.shape.adapter_placement.notes if job.shape.adapter_placement and adapts else ())),
         *filter(None, (job.shape.text_only_note, job.shape.storage_note, job.shape.published_note)),
@@ -160,7 +160,7 @@ def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
         )
     return (
         f"checkpoints of {size} are written in parts, one by each of {chosen.layout.ranks} ranks ({each} of RAM each): "
-        f"above {WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and "
+        f"above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and "
         f"hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     )
 
@@ -195,7 +195,7 @@ def _calls_words(job: Job, chosen: Candidate) -> str:
 def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
     rows, memory = chosen.step.eval_batch, chosen.memory
     given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
-    evaluation, step = (memory.of_moment(name)[1] or 0 for name in ("evaluation", "training"))
+    evaluation, step = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
     return (
         f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of similar length together; "
         f"{evaluation / GIB:.2f} GiB, a training step {step / GIB:.2f}"

@@ -35,7 +35,7 @@ from sft_play.planner.advice.suggestions import make_advised_plan, suggestions
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
-from sft_play.planner.memory.structure import asked_shape
+from sft_play.planner.memory.structure import configured_shape
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
 from sft_play.planner.plan_summary import fit_line, warnings
@@ -149,7 +149,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
     published = published_params_note(model.name, model.revision, shape.params)
     stored = quantised_storage_note(fields, config.tuning.mode)
-    shape = asked_shape(config, shape)
+    shape = configured_shape(config, shape)
     return replace(shape, text_only_note=text_only_note(fields), storage_note=stored, published_note=published)
 
 

@@ -25,9 +25,9 @@ from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import SINGLE
-from sft_play.planner.memory.measured_walk import MeasuredPass, Way, between
+from sft_play.planner.memory.measured_walk import BlockMode, MeasuredBlocks, interpolate
 from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import Numbers
+from sft_play.planner.memory.structure import ElementBytes
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.imports import importing
 from sft_play.trace.confirm import cached_shape, row_mask, step_settings
@@ -43,14 +43,14 @@ MIN_CHUNK = 64
 # Names of the same in configs.
 _CHUNK_FIELDS = ("chunk_size", "mamba_chunk_size", "block_size")
 # Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer.
-MEASURED_BATCHES: dict[Way, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
+MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
                                        "evaluated": (1, 8, 64)}  # fmt: skip
 # Tokens of a row at least.
 MIN_ROW_TOKENS = 64
 # Tokens of the two rows that run on the CPU.
 CPU_ROW_TOKENS = (64, 128)
-_PASSES_ADAPTER = TypeAdapter(list[MeasuredPass])
-_MODE_TEXTS: dict[Way, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
+_PASSES_ADAPTER = TypeAdapter(list[MeasuredBlocks])
+_MODE_TEXTS: dict[BlockMode, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
                          "evaluated": "without gradients"}  # fmt: skip
 
 
@@ -81,12 +81,12 @@ class BlockMeter:
         shape: ModelShape,
         precision: Precision,
         step: Step,
-        numbers: Numbers,
-        block_mode: Way,
+        numbers: ElementBytes,
+        block_mode: BlockMode,
         batch: int,
         *,
         accumulates: bool = False,
-    ) -> MeasuredPass:
+    ) -> MeasuredBlocks:
         """A pass of `batch` rows of the step; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
         step = replace(step, seq_len=max(step.seq_len, MIN_ROW_TOKENS * step.layout.context_parallel))
@@ -105,7 +105,7 @@ class BlockMeter:
         return measurement.pass_for(batch, step.length)
 
     def _step_settings(
-        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step, numbers: Numbers, block_mode: Way
+        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step, numbers: ElementBytes, block_mode: BlockMode
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
         single_step = replace(
@@ -113,7 +113,7 @@ class BlockMeter:
             checkpointed_layers=None if block_mode == "recomputed" else 0,
         )  # fmt: skip
         settings = step_settings(config, json.loads(self.model), shape, precision, single_step)
-        is_eval_padded = is_padded(config, step.layout, rows=2, masks=step.masks)
+        is_eval_padded = is_padded(config, step.layout, rows=2, uses_masks=step.masks)
         half_dtype: DtypeName = precision.compute if precision.compute != "float32" else "bfloat16"
         dtypes_by_size: dict[int, DtypeName] = {4: "float32", 2: half_dtype}
         return replace(
@@ -140,13 +140,13 @@ class BlockMeasurement:
     settings: StepSettings
     padded_settings: StepSettings
     """For a class that does not take the boundaries of rows one behind the other: a run pads them then, with a mask."""
-    block_mode: Way
+    block_mode: BlockMode
     kind_indices: tuple[int, ...]
     accumulates: bool
     params: int
     """Their parameters, with the embedding and the head."""
 
-    def pass_for(self, rows: int, length: int) -> MeasuredPass:
+    def pass_for(self, rows: int, length: int) -> MeasuredBlocks:
         """A pass, as it was measured or between two that were. Raises ModelError: the blocks cannot be run."""
         batches = MEASURED_BATCHES[self.block_mode]
         if rows > batches[-1]:  # the next power of two, and the one before
@@ -154,9 +154,9 @@ class BlockMeasurement:
             batches = (upper // 2, upper)
         passes = self._load_passes(batches, length)
         next_pass = next(one for one in passes if one.batch >= rows)
-        return next_pass if next_pass.batch == rows else between(passes[passes.index(next_pass) - 1], next_pass, rows)
+        return next_pass if next_pass.batch == rows else interpolate(passes[passes.index(next_pass) - 1], next_pass, rows)
 
-    def _load_passes(self, batches: tuple[int, ...], length: int) -> list[MeasuredPass]:
+    def _load_passes(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
             "settings": self.settings.as_json(), "way": self.block_mode, "places": self.kind_indices,
             "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
@@ -167,7 +167,7 @@ class BlockMeasurement:
             _passes_by_key[key] = load_or_measure("blocks", key_fields, _PASSES_ADAPTER, measure, cacheable=self.settings.code is None)
         return _passes_by_key[key]
 
-    def measure(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
+    def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """The passes, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
         logger.debug("Measuring the blocks of the model's class, once: rows of %d tokens, %s", length, _MODE_TEXTS[self.block_mode])
         problem = ""
@@ -185,7 +185,7 @@ class BlockMeasurement:
                 f"CPU: {one_line(str(error), limit=200)})"
             ) from None
 
-    def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
+    def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         if length > 4 * self._chunk_tokens and self._is_linear_in_tokens and self._needs_more_operators():
             return self._measure_short_rows(batches, length)
         return self._run_blocks([(rows, length) for rows in batches])
@@ -210,23 +210,23 @@ class BlockMeasurement:
         long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
         return long > short
 
-    def _run_blocks(self, passes: Sequence[tuple[int, int]], *, real: bool = False) -> list[MeasuredPass]:
+    def _run_blocks(self, passes: Sequence[tuple[int, int]], *, real: bool = False) -> list[MeasuredBlocks]:
         with importing():
             from sft_play.trace.blocks import run_blocks
         # of real tensors the CPU has no kernel that holds what a GPU's would
         settings = replace(self.settings, attention="eager") if real else self.settings
         return run_blocks(settings, passes, self.block_mode, kind_indices=self.kind_indices, accumulates=self.accumulates, real=real)
 
-    def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
+    def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """As many tokens in rows of two lengths, carried on to the rows that are meant."""
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
         passes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
         measured = iter(self._run_blocks(passes))
         return [
-            replace(between(few, many, rows), ends=()) for rows, few, many in zip(batches, measured, measured, strict=True)
+            replace(interpolate(few, many, rows), ends=()) for rows, few, many in zip(batches, measured, measured, strict=True)
         ]
 
-    def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
+    def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Few real tokens, in rows of two lengths, carried on to all tokens."""
         if self.settings.attention == "eager":
             raise TraceUnavailable("eager attention's squares do not show in short rows")
@@ -239,11 +239,11 @@ class BlockMeasurement:
         )
         mask_bytes = 0 if self._is_linear_in_tokens else length * length
         return [
-            _add_mask_bytes(replace(between(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes) for rows in batches
+            _add_mask_bytes(replace(interpolate(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes) for rows in batches
         ]
 
 
-def _add_mask_bytes(measured: MeasuredPass, mask_bytes: int) -> MeasuredPass:
+def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks:
     """A pass on the CPU with a mask of as many places, and each block's copy of it that is added to scores: at most."""
     bias = 2 * mask_bytes
     layers = (
@@ -254,4 +254,4 @@ def _add_mask_bytes(measured: MeasuredPass, mask_bytes: int) -> MeasuredPass:
     return replace(measured, before=measured.before + mask_bytes, first=first, layers=tuple(later_layers), on_cpu=True)
 
 
-_passes_by_key: dict[str, list[MeasuredPass]] = {}
+_passes_by_key: dict[str, list[MeasuredBlocks]] = {}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sft_play.planner.memory.block import LayerBytes
-from sft_play.planner.memory.measured_walk import MeasuredPass, Way
+from sft_play.planner.memory.measured_walk import BlockMode, MeasuredBlocks
 from sft_play.trace import build
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import TracedLoop, trace_context
@@ -24,12 +24,12 @@ from sft_play.trace.storages import StorageLog
 def run_blocks(
     settings: StepSettings,
     passes: Iterable[tuple[int, int]],
-    block_mode: Way,
+    block_mode: BlockMode,
     *,
     kind_indices: Sequence[int],
     accumulates: bool = False,
     real: bool = False,
-) -> list[MeasuredPass]:
+) -> list[MeasuredBlocks]:
     """Passes of (rows, tokens of a row). `kind_indices`: of each of the first blocks, its index in `ModelShape.layers`;
     `accumulates`: gradients are added to those of a pass before; `real`: on real CPU tensors. Raises TraceUnavailable:
     the libraries cannot run them."""
@@ -52,7 +52,7 @@ def run_blocks(
 class _PassRecorder:
     """Reads one pass. Lists have an entry for each block; bytes are live ones, not rounded to the allocator's units."""
 
-    def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: Way) -> None:
+    def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
         self._loop, self._model, self._blocks, self._block_mode = loop, model, blocks, block_mode
         self._log: StorageLog = loop.log
         self._handles: list[RemovableHandle] = []
@@ -94,7 +94,7 @@ class _PassRecorder:
         self._close_backward()
         return is_kept
 
-    def measure_pass(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredPass:
+    def measure_pass(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredBlocks:
         is_kept = self.run_pass(rows, length)
         if not all(self._start_bytes):
             raise TraceUnavailable("the model does not call each of its first blocks")
@@ -112,7 +112,7 @@ class _PassRecorder:
             by_kind[last_kind] = layers[-1]
         kinds = tuple(by_kind[one] for one in range(len(by_kind)))
         last_extra = layers[-1].kept - by_kind[last_kind].kept
-        return MeasuredPass(rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra)
+        return MeasuredBlocks(rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra)
 
     def _tail_bytes(self, held_bytes: int) -> LayerBytes:
         casts = 0 if self._block_mode == "kept" else sum(self._cast_bytes(block) for block in self._blocks)

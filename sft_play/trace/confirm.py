@@ -20,7 +20,7 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.kernels import planned_experts, planned_kernels
 from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
+from sft_play.planner.memory.structure import repeats_kv, stacked_adapter_params
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
 from sft_play.process.imports import importing
@@ -73,7 +73,7 @@ def step_settings(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
-    mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed(shape.num_layers)
+    mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed_layers(shape.num_layers)
     is_half = precision.compute != "float32"
     adapters = None if mode == "full" else adapter_dtype(config, precision)
     gradient_plan, is_fsdp = gradients_of(config, precision, layout.name), layout.name == "fsdp"
@@ -95,7 +95,7 @@ def step_settings(
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
-        repeats_kv=repeats_kv(shape, attention=step.attention, half=is_half, capability=step.capability),
+        repeats_kv=repeats_kv(shape, attention=step.attention, half_precision=is_half, capability=step.capability),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
         # text in full blocks is never packed
         mask="packed"
@@ -108,7 +108,7 @@ def step_settings(
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask=row_mask(
-            padded=is_padded(config, step.layout, rows=step.eval_batch, masks=step.masks), masks=step.masks
+            padded=is_padded(config, step.layout, rows=step.eval_batch, uses_masks=step.masks), masks=step.masks
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
@@ -156,7 +156,7 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "target_parameters": sorted(
-            {one.path for kind in shape.layers for one in kind.expert_weights if stacked_adapter(one, lora)}
+            {one.path for kind in shape.layers for one in kind.expert_weights if stacked_adapter_params(one, lora)}
         )
         or None,
         "modules_to_save": list(lora.modules_to_save) or None,

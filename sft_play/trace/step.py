@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.trace import build, fakes, kernels, patches, replacements
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
@@ -99,7 +99,7 @@ class TracedLoop:
         log.empty_cache()
         log.start_phase("prepare")
         buckets = self.make_bucket_hook(model)
-        workspace = cublas_workspace(settings.capability) if settings.on_gpu else 0
+        workspace = cublas_workspace_bytes(settings.capability) if settings.on_gpu else 0
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):

@@ -43,7 +43,7 @@ from sft_play.finished.run import (
     require_space,
     text_only_of,
 )
-from sft_play.planner.memory.loading_and_saving import FILE_BYTES
+from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, WeightsKind, write_card
@@ -96,7 +96,7 @@ def merge_run(
     base: Base | None = None,
     out: Path | None = None,
     replace: bool = False,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> Merged:
     """Write the base with the run's adapter merged into it, as a folder that loads as any model, with the options of
     docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM. Raises RunFolderError

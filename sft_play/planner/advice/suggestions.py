@@ -23,7 +23,7 @@ from sft_play.planner.advice.what_if import largest, largest_that_fits
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
 from sft_play.planner.kernels import REPLACED
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
-from sft_play.planner.memory.structure import asked_shape
+from sft_play.planner.memory.structure import configured_shape
 from sft_play.planner.plan import Plan, PlanRequest, Suggestion, job_of, make_plan
 from sft_play.units import GIB
 
@@ -140,7 +140,7 @@ def _by_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
     if isinstance(name, str):
         setting = f"model.name={name}"
         config = _apply(request.config, setting)
-        plan = make_plan(replace(request, config=config, shape=asked_shape(config, load_model_shape(name))))
+        plan = make_plan(replace(request, config=config, shape=configured_shape(config, load_model_shape(name))))
         yield _way(setting, plan.choice, setting=setting)
 
 

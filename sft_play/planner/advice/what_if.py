@@ -21,7 +21,7 @@ from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
 from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
-from sft_play.planner.memory.structure import asked_shape, check_targets
+from sft_play.planner.memory.structure import check_targets, configured_shape
 from sft_play.planner.plan import PlanRequest, job_of
 from sft_play.planner.precision import choose_precision
 
@@ -176,7 +176,7 @@ def _model(request: PlanRequest) -> Largest:
     config, shapes = request.config, dict[int, ModelShape]()
     for name in KNOWN_MODELS:
         try:
-            shape = asked_shape(config, load_model_shape(name))
+            shape = configured_shape(config, load_model_shape(name))
             refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
             check_targets(config, shape)
             choose_precision(config, request.hardware, shape)

@@ -1,9 +1,9 @@
 """Bytes of a training step's peak on one rank, term by term.
 
-A step is a sequence of moments (forward, head, backward, optimizer, evaluation, saving); each has its live bytes, and
+A step is a sequence of phases (forward, head, backward, optimizer, evaluation, saving); each has its live bytes, and
 the largest is the peak. What stays between steps comes from `model_states`, what a block and the head hold and use from
-`block` and `lm_head`, which follow the libraries' own forward on sizes, and what a sharded model gathers from `gather`;
-`step_memory` walks through them. No tensor is created: a candidate takes milliseconds.
+`block`, which follows the libraries' own forward on sizes, and what a sharded model gathers from `gather`;
+`step_memory` goes through them. No tensor is created: a candidate takes milliseconds.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.loading_and_saving import Form, Saving, loading_terms, read_in_ram, saving_of
-from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.loading_and_saving import (
+    CheckpointFormat,
+    CheckpointSaving,
+    host_read_bytes,
+    loading_terms,
+    plan_checkpoint_saving,
+)
+from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.model_states import paged_bytes
-from sft_play.planner.memory.step_memory import Step, Walk, is_padded, largest
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded, largest_by_phase
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import GIB, MIB
 
 # --- how much more than the tensors must be free, by a setting's class ----------------------------------------------
 # Terms that are allocated once: the allocator packs them, and loses only rounding.
-STAYS = ("weights", "adapters", "master_weights", "optimizer", "gradient_buckets", "workspaces")
+RESIDENT_TERMS = ("weights", "adapters", "master_weights", "optimizer", "gradient_buckets", "workspaces")
 # What the allocator keeps beyond a step's temporary tensors, as a fraction of their bytes: remainders of blocks that
 # were split for one size and requested for another (forward, backward, evaluation, the next batch's length). More for
 # attention's S x S matrices and gathered units, the largest of all. From replays, not from measured rows:
 # benchmarks/reserved.json (rows of one length and of changing ones) and closed_form.json; docs/memory-model.md scores
 # it on measured ones.
-PASSING_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
+TEMPORARY_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
 # The same for an evaluation's batch, whose tensors are few and large: each splits another block. In replays of 9
 # settings on a GPU without limit 0.28 to 0.55 (docs/memory-model.md).
 EVALUATION_SLACK = 0.6
@@ -45,10 +51,10 @@ MARGIN_BYTES = int(0.3 * GIB)
 DESKTOP_BYTES = GIB
 
 # What a run does, one after the other; the forward and backward passes of a step and its update are training.
-RunMoment = Literal["loading", "training", "evaluation", "generation", "saving"]
+RunPhase = Literal["loading", "training", "evaluation", "generation", "saving"]
 
-# The run's moment of each moment of the estimate that is none of a step's.
-RUN_MOMENTS: dict[str, RunMoment] = {"evaluation": "evaluation", "saving": "saving"}
+# The run's phase for each phase of the estimate that is none of a training step.
+RUN_PHASES: dict[str, RunPhase] = {"evaluation": "evaluation", "saving": "saving"}
 
 MarginClass = Literal[
     "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
@@ -94,11 +100,11 @@ LOAD_MARGIN = MARGINS["quantised"].share
 
 # Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
 # more, and each rank's last batch is filled up.
-MOST_EVALUATION_ROWS = 64
+MAX_EVALUATION_ROWS = 64
 
 # What a CPU process keeps of freed activations and of the head, as multiples of their size: malloc keeps blocks of up
 # to 32 MiB, as activations are, and gives larger ones back at once, as the head's mostly are. With them and
-# CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 moments
+# CPU_LATE_BYTES the prediction is 1.05 to 2.7 times, at the median 1.35 times, the resident memory of 38 phases
 # (training, evaluation) of 22 runs of models of 2M to 135M parameters (2026-11-28, two cores, torch 2.13;
 # benchmarks/LOG.md).
 CPU_ACTIVATION_SLACK, CPU_HEAD_SLACK = 3.0, 0.25
@@ -122,10 +128,10 @@ class MemoryEstimate:
     """CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a checkpoint that is
     written beside the training."""
     moment: str = ""
-    """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
+    """The phase of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
-    by_moment: dict[RunMoment, tuple[int, int]] = field(default_factory=dict)
-    """Bytes of tensors and reserved ones in each moment of the run, without what earlier runs correct: `reserved` is
+    by_moment: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
+    """Bytes of tensors and reserved ones in each phase of the run, without what earlier runs correct: `reserved` is
     the most but for loading. Answers are generated in batches that take no more than the peak."""
     load_bytes: int = 0
     """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
@@ -138,7 +144,7 @@ class MemoryEstimate:
     """Of those, what each rank takes to write its shard of a checkpoint."""
     host_gather_bytes: int = 0
     """RAM that the first rank would take to write a checkpoint whole."""
-    checkpoint: Form = "whole"
+    checkpoint: CheckpointFormat = "whole"
     checkpoint_bytes: int = 0
     """Weights and optimizer states of one checkpoint."""
     host_load_bytes: int = 0
@@ -154,26 +160,26 @@ class MemoryEstimate:
         return sum(self.terms.values())
 
     @property
-    def stays(self) -> int:
-        """Of those: bytes that stay between steps."""
-        return stays(self.terms)
+    def resident(self) -> int:
+        """Of the allocated bytes: those that stay between steps."""
+        return resident_term_bytes(self.terms)
 
-    def of_moment(self, moment: RunMoment) -> tuple[int | None, int | None]:
-        """Predicted bytes of a moment of the run: of tensors, and reserved, corrected as the peak is. None: unknown."""
-        allocated, reserved = self.by_moment.get(moment, (None, None))
-        if reserved is not None and moment != "loading":
-            raw = max(one for name, (_, one) in self.by_moment.items() if name != "loading")
-            reserved = reserved * self.reserved // raw
+    def phase_bytes(self, phase: RunPhase) -> tuple[int | None, int | None]:
+        """Predicted bytes of a phase of the run: of tensors, and reserved, corrected as the peak is. None: unknown."""
+        allocated, reserved = self.by_moment.get(phase, (None, None))
+        if reserved is not None and phase != "loading":
+            uncorrected_reserved = max(phase_reserved for phase_name, (_, phase_reserved) in self.by_moment.items() if phase_name != "loading")
+            reserved = reserved * self.reserved // uncorrected_reserved
         return allocated, reserved
 
     @property
-    def peak_words(self) -> str:
+    def peak_text(self) -> str:
         """The predicted peak as a run's last line has it beside the measured one: reserved, on a CPU resident."""
-        moment = max(self.by_moment, key=lambda name: self.of_moment(name)[1] or 0)
-        reserved = self.of_moment(moment)[1] or 0
+        phase = max(self.by_moment, key=lambda phase_name: self.phase_bytes(phase_name)[1] or 0)
+        reserved = self.phase_bytes(phase)[1] or 0
         # on a CPU: they are not required, so that the peak may be more than what is
-        has_pages = moment == "loading" and reserved > self.load_bytes
-        return f"{reserved / GIB:.2f} GiB in {moment}{', with pages of files that can be dropped' if has_pages else ''}"
+        includes_file_pages = phase == "loading" and reserved > self.load_bytes
+        return f"{reserved / GIB:.2f} GiB in {phase}{', with pages of files that can be dropped' if includes_file_pages else ''}"
 
     @property
     def required_to_load(self) -> int:
@@ -181,7 +187,7 @@ class MemoryEstimate:
         return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
 
     @property
-    def loading_decides(self) -> bool:
+    def is_limited_by_loading(self) -> bool:
         """Whether loading needs more than any step does."""
         return self.required_to_load > self.reserved + self.margin + self.outside_allocator
 
@@ -191,168 +197,168 @@ class MemoryEstimate:
         return max(self.reserved + self.margin + self.outside_allocator, self.required_to_load)
 
 
-def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
-    """The predicted peak of a step on one rank: the largest of its moments, and what must be free for it."""
-    return estimate_of(walk_of(config, shape, precision, step))
+def estimate_memory(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
+    """The predicted peak of a step on one rank: the largest of its phases, and what must be free for it."""
+    return estimate_from_simulation(create_step_simulation(config, shape, precision, step))
 
 
-def estimate_of(walk: Walk) -> MemoryEstimate:
-    """The same for a walk that was already set up."""
-    step, layout = walk.step, walk.step.layout
-    moments = largest(walk.moments())
-    sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
-    peak = max(moments, key=lambda name: sums[name])
-    terms = moments[peak]
-    saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
-    # the moment with the most live bytes need not be the one with the most reserved: slack differs between terms
-    by_moment: dict[RunMoment, tuple[int, int]] = {}
-    for name, one in moments.items():
-        held = _held(name, one, step)
+def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate:
+    """The same for a simulation that was already set up."""
+    step, layout = simulation.step, simulation.step.layout
+    phases = largest_by_phase(simulation.phases())
+    phase_totals = {str(phase): sum(terms.values()) for phase, terms in phases.items()}
+    peak = max(phases, key=lambda name: phase_totals[name])
+    terms = phases[peak]
+    saving = plan_checkpoint_saving(simulation) if step.saves else CheckpointSaving("whole", 0, 0, 0, 0)
+    # the phase with the most live bytes need not be the one with the most reserved: slack differs between terms
+    by_moment: dict[RunPhase, tuple[int, int]] = {}
+    for name, phase_terms in phases.items():
+        reserved_in_phase = _phase_reserved_bytes(name, phase_terms, step)
         if name == "saving" and not step.on_gpu:  # what is copied to be written is in the same memory
-            held += saving.first
-        before = by_moment.get(RUN_MOMENTS.get(name, "training"), (0, 0))
-        by_moment[RUN_MOMENTS.get(name, "training")] = max(before[0], sums[name]), max(before[1], held)
+            reserved_in_phase += saving.first_rank_ram
+        previous = by_moment.get(RUN_PHASES.get(name, "training"), (0, 0))
+        by_moment[RUN_PHASES.get(name, "training")] = max(previous[0], phase_totals[name]), max(previous[1], reserved_in_phase)
     if step.on_gpu:  # an evaluation starts with an empty cache
-        steps = [one for name, one in moments.items() if name != "evaluation"]
-        over = reserved_over(steps, attention=step.attention, layout=layout)
-        by_moment["training"] = by_moment["training"][0], max(by_moment["training"][1], over)
+        step_terms = [one for name, one in phases.items() if name != "evaluation"]
+        over_streams = step_reserved_bytes(step_terms, attention=step.attention, layout=layout)
+        by_moment["training"] = by_moment["training"][0], max(by_moment["training"][1], over_streams)
     reserved = max(one for _, one in by_moment.values())
-    loaded = sum(loading_terms(walk).values())
-    by_moment["generation"] = sums[peak], reserved
+    load_bytes = sum(loading_terms(simulation).values())
+    by_moment["generation"] = phase_totals[peak], reserved
     # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
-    as_stored = walk.shape.stored_dtype == walk.precision.load and not walk.nf4
-    stored = 4 if walk.shape.stored_dtype == "float32" else 2
-    pages = 0 if as_stored else stored * walk.shape.params
-    by_moment["loading"] = loaded, loaded + (0 if step.on_gpu else CPU_LATE_BYTES + pages)
-    margin = margin_of(walk)
+    has_stored_dtype = simulation.shape.stored_dtype == simulation.precision.load and not simulation.is_nf4
+    stored_width = 4 if simulation.shape.stored_dtype == "float32" else 2
+    file_page_bytes = 0 if has_stored_dtype else stored_width * simulation.shape.params
+    by_moment["loading"] = load_bytes, load_bytes + (0 if step.on_gpu else CPU_LATE_BYTES + file_page_bytes)
+    margin = select_margin(simulation)
     # not a share: what other processes take does not grow with the run
-    free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
-    desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
-    paged = paged_bytes(walk.config.train.optim, walk.shape, walk.trained)
+    kept_free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
+    desktop_note = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
+    paged_state_bytes = paged_bytes(simulation.config.train.optim, simulation.shape, simulation.trained_parameters)
     # layouts of two dimensions have a communicator for each
-    communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
+    communicator_count = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
-        margin=int(reserved * margin.share) + free,
-        outside_allocator=paged
-        + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else CPU_LIBRARIES_BYTES + saving.staged),
+        margin=int(reserved * margin.share) + kept_free,
+        outside_allocator=paged_state_bytes
+        + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicator_count if step.on_gpu else CPU_LIBRARIES_BYTES + saving.staged_ram),
         moment=peak,
-        moments=sums,
+        moments=phase_totals,
         by_moment=by_moment,
-        load_bytes=loaded,
-        host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
-        host_save_bytes=saving.first,
-        host_save_each_bytes=saving.each,
-        host_gather_bytes=saving.gathered,
-        checkpoint=saving.form,
-        checkpoint_bytes=saving.total,
-        host_load_bytes=read_in_ram(walk) if step.on_gpu else 0,
-        margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
-        kept_free=free,
+        load_bytes=load_bytes,
+        host_bytes=simulation.resident.host + simulation.offloaded_bytes() + saving.first_rank_ram + saving.each_rank_ram,
+        host_save_bytes=saving.first_rank_ram,
+        host_save_each_bytes=saving.each_rank_ram,
+        host_gather_bytes=saving.gathered_ram,
+        checkpoint=saving.format,
+        checkpoint_bytes=saving.total_bytes,
+        host_load_bytes=host_read_bytes(simulation) if step.on_gpu else 0,
+        margin_reason=f"{margin.share:.0%} + {kept_free / GIB:.1f} GiB: {margin.reason}{desktop_note}",
+        kept_free=kept_free,
     )
 
 
-def evaluation_rows(walk: Walk) -> int:
+def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
     """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
-    step = walk.step
-    room = max(sum(terms.values()) for terms in walk.training.values())
+    step = simulation.step
+    step_peak = max(sum(terms.values()) for terms in simulation.training_phases.values())
 
     def is_beyond(rows: int) -> bool:
         # on a CPU tensors alone: what malloc keeps of a step is more than of an evaluation
         return any(
-            (_held(name, terms, step) if step.on_gpu else sum(terms.values())) > room
-            for name, terms in walk.evaluation(rows)
+            (_phase_reserved_bytes(phase, terms, step) if step.on_gpu else sum(terms.values())) > step_peak
+            for phase, terms in simulation.evaluation_phases(rows)
         )
 
-    if not is_beyond(MOST_EVALUATION_ROWS):
-        return MOST_EVALUATION_ROWS
+    if not is_beyond(MAX_EVALUATION_ROWS):
+        return MAX_EVALUATION_ROWS
     # more rows never need less, so the limit can be searched by halves
-    return max(1, bisect.bisect_left(range(1, MOST_EVALUATION_ROWS), True, key=is_beyond))
+    return max(1, bisect.bisect_left(range(1, MAX_EVALUATION_ROWS), True, key=is_beyond))
 
 
-def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
-    """Bytes reserved, or resident on a CPU, when a moment's terms are live."""
+def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> int:
+    """Bytes reserved, or resident on a CPU, when a phase's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
-        kept = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
-        return sum(terms.values()) + int(kept) + CPU_LATE_BYTES
-    evaluates = moment == "evaluation"
-    return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
+        slack_bytes = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
+        return sum(terms.values()) + int(slack_bytes) + CPU_LATE_BYTES
+    is_evaluation = phase == "evaluation"
+    return reserved_bytes(terms, attention=step.attention, layout=step.layout, is_evaluation=is_evaluation)
 
 
-def cache_bytes(shape: ModelShape, width: int) -> int:
+def kv_cache_bytes_per_token(shape: ModelShape, width: int) -> int:
     """Bytes of one token's keys and values in all attention layers."""
     return 2 * width * shape.kv_width * sum(kind.count for kind in shape.layers if kind.attention != "none")
 
 
-def answer_tokens(walk: Walk, memory: MemoryEstimate) -> int:
+def generation_token_budget(simulation: StepMemorySimulation, memory: MemoryEstimate) -> int:
     """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
-    step, width = walk.step, BYTES[walk.precision.compute]
-    moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
-    # what a moment holds beyond what stays between steps, for each of its tokens
-    passing, each = memory.moments.get(moment, 0) - memory.stays, cache_bytes(walk.shape, width)
+    step, width = simulation.step, BYTES[simulation.precision.compute]
+    phase, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
+    # temporary bytes per token in this phase
+    temporary_bytes, bytes_per_token = memory.moments.get(phase, 0) - memory.resident, kv_cache_bytes_per_token(simulation.shape, width)
     if not step.on_gpu and step.loss == "chunked":
-        passing = max(terms["activations"] for _, terms in walk.evaluation(rows))
+        temporary_bytes = max(terms["activations"] for _, terms in simulation.evaluation_phases(rows))
         # the head computes one token of a row at a time, whose logits `generate` has in fp32 twice besides (measured:
         # 12.3 bytes a word, 10.1 in bf16, 300 rows, transformers 5.23); a row has at least an answer's tokens
-        each += (width + 8) * walk.shape.vocab_size // walk.config.eval.max_new_tokens
-    each += max(0, passing) // max(1, rows * step.length)
-    return max(1, (memory.allocated - memory.stays) // each)
+        bytes_per_token += (width + 8) * simulation.shape.vocab_size // simulation.config.eval.max_new_tokens
+    bytes_per_token += max(0, temporary_bytes) // max(1, rows * step.length)
+    return max(1, (memory.allocated - memory.resident) // bytes_per_token)
 
 
-def stays(terms: Mapping[str, int]) -> int:
-    """Bytes of a moment's terms that stay between steps."""
-    return sum(terms.get(name, 0) for name in STAYS)
+def resident_term_bytes(terms: Mapping[str, int]) -> int:
+    """Bytes of a phase's terms that stay between steps."""
+    return sum(terms.get(name, 0) for name in RESIDENT_TERMS)
 
 
-def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, evaluates: bool = False) -> int:
-    """Bytes that the allocator has reserved when a moment's terms are live: a bound, where no trace says more;
-    `evaluates`: the moment is an evaluation's."""
-    gradients = terms.get("gradients", 0)
+def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, is_evaluation: bool = False) -> int:
+    """Bytes that the allocator has reserved when a phase's terms are live: a bound, where no trace says more;
+    `is_evaluation`: the phase is an evaluation's."""
+    gradient_bytes = terms.get("gradients", 0)
     # what comes and goes within a step: activations, the head, gathered units
-    passing = sum(terms.values()) - stays(terms) - gradients
-    is_spread = layout.ranks > 1 and layout.context_parallel == 1  # beside shared rows, units are small
-    slack = PASSING_SLACK["several_gpus" if is_spread else "eager" if attention == "eager" else "fused"]
-    slack = max(slack, EVALUATION_SLACK) if evaluates else slack
-    return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
+    temporary = sum(terms.values()) - resident_term_bytes(terms) - gradient_bytes
+    is_multi_gpu = layout.ranks > 1 and layout.context_parallel == 1  # beside shared rows, units are small
+    slack = TEMPORARY_SLACK["several_gpus" if is_multi_gpu else "eager" if attention == "eager" else "fused"]
+    slack = max(slack, EVALUATION_SLACK) if is_evaluation else slack
+    return int(sum(terms.values()) + slack * temporary + GRADIENT_SLACK * gradient_bytes)
 
 
 # Terms that FSDP allocates on its own streams: reduced gradients and gathered units.
-ON_OTHER_STREAMS = ("gradients", "gather_buffers")
+OTHER_STREAM_TERMS = ("gradients", "gather_buffers")
 
 
-def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layout: Layout) -> int:
-    """Bytes that the allocator has reserved after a step with these moments' terms: the largest of their bounds. Under
+def step_reserved_bytes(phases: Iterable[Mapping[str, int]], *, attention: str, layout: Layout) -> int:
+    """Bytes that the allocator has reserved after a step with these phases' terms: the largest of their bounds. Under
     FSDP what is freed on one stream is not given to another, so that each stream keeps its own highest bytes, whenever
     they were: the sum of those counts where it is more. A stream's units are whole and of few sizes, and leave no holes
     in its own pools (replays in benchmarks/closed_form.json)."""
-    steps = list(moments)  # read several times
-    bound = max(reserved_bytes(one, attention=attention, layout=layout) for one in steps)
+    step_terms = list(phases)  # read several times
+    bound = max(reserved_bytes(terms, attention=attention, layout=layout) for terms in step_terms)
     if not layout.is_fsdp:
         return bound
     # a freed block is only reused on the stream that it was allocated on (CUDACachingAllocator)
-    own = [{name: size for name, size in one.items() if name not in ON_OTHER_STREAMS} for one in steps]
-    apart = max(reserved_bytes(one, attention=attention, layout=layout) for one in own)
-    # the highest of each stream, although they are not at the same moment
-    apart += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in steps))
-    return max(bound, apart + max(one.get("gather_buffers", 0) for one in steps))
+    main_stream = [{name: size for name, size in one.items() if name not in OTHER_STREAM_TERMS} for one in step_terms]
+    per_stream = max(reserved_bytes(one, attention=attention, layout=layout) for one in main_stream)
+    # the highest of each stream, although they are not in the same phase
+    per_stream += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in step_terms))
+    return max(bound, per_stream + max(one.get("gather_buffers", 0) for one in step_terms))
 
 
-def margin_of(walk: Walk) -> Margin:
+def select_margin(simulation: StepMemorySimulation) -> Margin:
     """The margin of a setting: the largest of its classes."""
-    config, shape, step, layout = walk.config, walk.shape, walk.step, walk.step.layout
-    own_experts = shape.uses_custom_experts or any(kind.num_experts and not kind.expert_weights for kind in shape.layers)
-    applies: dict[MarginClass, bool] = {
+    config, shape, step, layout = simulation.config, simulation.shape, simulation.step, simulation.step.layout
+    has_own_experts = shape.uses_custom_experts or any(kind.num_experts and not kind.expert_weights for kind in shape.layers)
+    class_applies: dict[MarginClass, bool] = {
         "measured": True,
-        "quantised": walk.nf4,
-        "autocast": walk.full and walk.precision.load != walk.precision.compute,
+        "quantised": simulation.is_nf4,
+        "autocast": simulation.is_full and simulation.precision.load != simulation.precision.compute,
         "padded": step.padded or step.varlen or is_padded(config, layout, rows=step.micro_batch),
         "eager": step.attention == "eager",
-        "foreach": walk.full and config.train.optim == "adamw_torch",
+        "foreach": simulation.is_full and config.train.optim == "adamw_torch",
         "several_gpus": layout.ranks > 1,
         "measured_blocks": shape.block_meter is not None,
         "own_kernels": bool(shape.kernel_packages),
         "shared_rows": layout.context_parallel > 1,
-        "unseen": own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
+        "unseen": has_own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
     }
-    return max((MARGINS[name] for name, it_does in applies.items() if it_does), key=lambda margin: margin.share)
+    return max((MARGINS[name] for name, is_applicable in class_applies.items() if is_applicable), key=lambda margin: margin.share)

@@ -1,4 +1,4 @@
-"""What a rank with a shard of the weights gathers: buffers of FSDP2 and ZeRO-3, moment by moment.
+"""What a rank with a shard of the weights gathers: buffers of FSDP2 and ZeRO-3, phase by phase.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard): a unit is gathered into one flat buffer and copied out into its parameters;
 the buffer of the last unit stays until the next one is waited for. In the backward pass the next unit's buffer is
@@ -15,7 +15,7 @@ from typing import Any
 from sft_play.config.schema import LoraConfig
 from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.model_states import adapters_of, packed_bytes
+from sft_play.planner.memory.model_states import block_adapter_params, nf4_packed_bytes
 
 # DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
 # (`stage3_max_live_parameters`) by its own defaults (deepspeed/runtime/zero/config.py).
@@ -23,8 +23,8 @@ ZERO_BUCKET_PARAMS = 500_000_000
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """What is gathered, in bytes of the compute dtype, and the buffers for it at each moment."""
+class GatherBuffers:
+    """What is gathered, in bytes of the compute dtype, and the buffers for it in each phase."""
 
     blocks: tuple[int, ...]
     """The unit of each block, from the first to the last."""
@@ -35,16 +35,16 @@ class Gathering:
     trained_share: float
     """Fraction of a unit's parameters that train: what is reduced of it."""
     ranks: int
-    wider: float = 1.0
+    reduce_ratio: float = 1.0
     """Bytes of a gradient as sent over its bytes as computed."""
 
     @property
-    def _tied(self) -> int:
+    def _tied_embedding(self) -> int:
         return 0 if self.embedding else self.tail
 
     def forward(self, layer: int) -> int:
         """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
-        return 2 * self.blocks[layer] + self._tied
+        return 2 * self.blocks[layer] + self._tied_embedding
 
     @property
     def before_tail(self) -> int:
@@ -56,60 +56,60 @@ class Gathering:
         """While the head runs backward: its parameters and the last block's buffer."""
         return self.tail + self.blocks[-1]
 
-    def _prefetched(self, layer: int) -> int:
+    def _prefetched_unit(self, layer: int) -> int:
         """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
         return self.blocks[layer - 1] if layer else self.embedding
 
     def backward(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
         reduced = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else self.tail
-        sent = int(reduced * self.trained_share * self.wider)
-        return self.blocks[layer] + self._prefetched(layer) + sent + self._tied
+        reduced_bytes = int(reduced * self.trained_share * self.reduce_ratio)
+        return self.blocks[layer] + self._prefetched_unit(layer) + reduced_bytes + self._tied_embedding
 
-    def _cut(self, gradients: int) -> int:
+    def _sharding_bytes(self, gradients: int) -> int:
         """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
-        return int(gradients * (1 + self.wider + (2 + self.wider) / self.ranks))
+        return int(gradients * (1 + self.reduce_ratio + (2 + self.reduce_ratio) / self.ranks))
 
     def reduction(self, layer: int) -> int:
         """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
-        return self._prefetched(layer) + self._cut(int(self.blocks[layer] * self.trained_share)) + self._tied
+        return self._prefetched_unit(layer) + self._sharding_bytes(int(self.blocks[layer] * self.trained_share)) + self._tied_embedding
 
-    def end(self, dense: int) -> tuple[int, ...]:
-        """When the embedding runs backward: gathered; with its gradient of `dense` bytes; when that is sharded."""
-        last = int(self.blocks[0] * self.trained_share)
-        twice = dense if self._tied else 0  # tied: the head's gradient of the same table is there too
-        return 2 * self.embedding, (self.embedding or self.tail) + last + dense + twice, self._cut(dense)
+    def embedding_backward(self, embedding_gradient: int) -> tuple[int, ...]:
+        """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
+        last_reduction = int(self.blocks[0] * self.trained_share)
+        head_gradient = embedding_gradient if self._tied_embedding else 0  # tied: the head's gradient of the same table is there too
+        return 2 * self.embedding, (self.embedding or self.tail) + last_reduction + embedding_gradient + head_gradient, self._sharding_bytes(embedding_gradient)
 
 
-def gathering(
-    shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, parts: int, **more: Any
-) -> Gathering:
+def build_gather_buffers(
+    shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, tensor_parallel_ranks: int, **fields: Any
+) -> GatherBuffers:
     """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
-    fields. Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's."""
-    kinds = [_block(kind, width=width, nf4=nf4, lora=lora) // parts for kind in shape.layers]
-    table = width * shape.embedding_table_params
-    return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)
+    fields. Of blocks that tensor-parallel ranks share, the gathered part is one rank's."""
+    unit_bytes = [_unit_bytes(kind, width=width, nf4=nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers]
+    table_bytes = width * shape.embedding_table_params
+    return GatherBuffers(tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields)
 
 
-def _block(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -> int:
-    adapters = 0 if lora is None else width * adapters_of(kind, lora)
+def _unit_bytes(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -> int:
+    adapters = 0 if lora is None else width * block_adapter_params(kind, lora)
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(packed_bytes(elements) for elements in kind.packable_sizes)  # constants are whole on every rank already
+    packed = sum(nf4_packed_bytes(elements) for elements in kind.packable_sizes)  # constants are whole on every rank already
     return packed + width * (kind.params - sum(kind.packable_sizes)) + adapters
 
 
-def zero_buckets(
-    layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0, wider: bool = False
+def zero_bucket_bytes(
+    layout: Layout, trained_params: int, params: int, hidden: int, *, packed_params: int = 0, reduces_in_fp32: bool = False
 ) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2, and in stage 3 one
     beside the parameters that it keeps gathered. A bucket has the hidden size squared elements, as transformers fills
-    `reduce_bucket_size: auto` (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which
-    DeepSpeed sees as one element of one byte. `wider`: gradients made in half precision travel in fp32."""
+    `reduce_bucket_size: auto` (integrations/deepspeed.py). `packed_params`: parameters in NF4, two of which
+    DeepSpeed sees as one element of one byte. `reduces_in_fp32`: gradients made in half precision travel in fp32."""
     bucket = 2 * min(hidden * hidden, trained_params)  # two bytes an element
-    if wider:  # a copy being sent, beside the bucket
+    if reduces_in_fp32:  # a copy being sent, beside the bucket
         bucket += 4 * min(hidden * hidden, trained_params)
     if layout.shards_params:
-        wide = min(2 * ZERO_BUCKET_PARAMS, params - packed)
-        return bucket + 2 * wide + min(2 * ZERO_BUCKET_PARAMS - wide, packed // 2)
+        plain_params = min(2 * ZERO_BUCKET_PARAMS, params - packed_params)
+        return bucket + 2 * plain_params + min(2 * ZERO_BUCKET_PARAMS - plain_params, packed_params // 2)
     return 2 * bucket

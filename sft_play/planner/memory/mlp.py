@@ -6,155 +6,155 @@ import math
 
 from sft_play.planner.memory.linear import linear
 from sft_play.planner.memory.model_states import NF4_BLOCK
-from sft_play.planner.memory.operations import Pass, liger_gate
-from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
+from sft_play.planner.memory.operations import ForwardPass, liger_gate
+from sft_play.planner.memory.tape import Grads, Tape, TensorRef, shared_gradient, single_gradient
 
 
-def mlp(run: Pass, x: Ref) -> Ref:
+def mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
     """The feed-forward part: the dense MLP, or experts beside a shared one."""
-    if run.spec.experts:
-        routed = _experts(run, x)
-        return run.add(routed, _dense_mlp(run, x)) if "down" in run.linears else routed
-    return _dense_mlp(run, x)
+    if block.spec.num_experts:
+        routed = _routed_experts(block, x)
+        return block.add(routed, _dense_mlp(block, x)) if "down" in block.linears else routed
+    return _dense_mlp(block, x)
 
 
-def _experts(run: Pass, x: Ref) -> Ref:
+def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py). Which expert
     gets a token does not change these bytes; one expert after another holds no more, except for gradients of the
     weights."""
-    spec, rows = run.spec, run.tokens * run.spec.experts_per_token
-    wide = rows * spec.expert_width
-    routing = _routing(run, x, rows)  # (T * k,)
-    places = run.tape.new(rows, 8)
-    gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
-    read: list[Ref] = []  # what the block reads dequantised or with an adapter, once, until its experts have run
-    both = _grouped(run, gathered, 0, spec.hidden, 2 * spec.expert_width, read)
+    spec, rows = block.spec, block.tokens * block.spec.experts_per_token
+    inner_elements = rows * spec.expert_width
+    routing = _routing_weights(block, x, rows)  # (T * k,)
+    indices = block.tape.new(rows, 8)
+    gathered = block.tape.op((x,), rows * spec.hidden, x.width, saved=(indices,), backward=block.index_backward(x, rows))
+    weights_in_use: list[TensorRef] = []  # what the block reads dequantised or with an adapter, once, until its experts have run
+    gate_up = _grouped_linear(block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
-    bias = run.tape.new(both.elements, both.width) if spec.expert_bias else None
-    parts = run.parts(both, wide, wide)
-    inner = _clamped_gate(run, parts) if spec.clamped_gate else _plain_gate(run, parts)
-    del both  # the caller of the gate keeps its input
-    out = _grouped(run, inner, -1, spec.expert_width, spec.hidden, read)
+    bias = block.tape.new(gate_up.elements, gate_up.width) if spec.has_expert_bias else None
+    halves = block.split(gate_up, inner_elements, inner_elements)
+    inner = _clamped_gate(block, halves) if spec.clamps_gate else _gate(block, halves)
+    del gate_up  # the caller of the gate keeps its input
+    out = _grouped_linear(block, inner, -1, spec.expert_width, spec.hidden, weights_in_use)
     del inner
     if bias is not None:
-        bias = run.tape.new(out.elements, out.width)
-    weighted = _weighted_rows(run, out, routing)
+        bias = block.tape.new(out.elements, out.width)
+    weighted = _weight_rows(block, out, routing)
     del out, routing
-    ordered = run.tape.op(
-        (weighted,), weighted.elements, weighted.width, saved=(places,), backward=run.put_back(weighted, rows)
+    ordered = block.tape.op(
+        (weighted,), weighted.elements, weighted.width, saved=(indices,), backward=block.index_backward(weighted, rows)
     )
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
-    backward = one_gradient(ordered.elements, ordered.width)
-    mixed = run.tape.op((ordered,), x.elements, ordered.width, backward=backward)
+    backward = single_gradient(ordered.elements, ordered.width)
+    combined = block.tape.op((ordered,), x.elements, ordered.width, backward=backward)
     del ordered, bias, gathered
-    mixed = run.to(mixed, x.width)
-    read.clear()
-    return mixed
+    combined = block.to(combined, x.width)
+    weights_in_use.clear()
+    return combined
 
 
-def _routing(run: Pass, x: Ref, rows: int) -> Ref:
-    spec = run.spec
-    chances = run.tape.op((x,), run.tokens * spec.experts, 4, holds_output=True)
-    return run.tape.op((chances,), rows, 4 if spec.routes_in_fp32 else x.width)
+def _routing_weights(block: ForwardPass, x: TensorRef, rows: int) -> TensorRef:
+    spec = block.spec
+    probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
+    return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.width)
 
 
-def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: list[Ref]) -> Ref:
+def _grouped_linear(block: ForwardPass, x: TensorRef, tensor_index: int, inputs: int, outputs: int, weights_in_use: list[TensorRef]) -> TensorRef:
     """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
     autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient, as is a weight that was
     dequantised (training/model/nf4_experts.py) or to which an adapter was added (PEFT's ParamWrapper)."""
-    spec, low = run.spec, run.spec.numbers.autocast
-    elements, width = spec.experts * inputs * outputs, spec.numbers.weights
+    spec, autocast_width = block.spec, block.spec.element_bytes.autocast
+    elements, weight_width = spec.num_experts * inputs * outputs, spec.element_bytes.weights
     # experts of a block that a tensor-parallel rank shares have fewer elements than the whole tensor
-    whole, adapter = spec.expert_weights[place] if spec.expert_weights else (elements, 0)
-    adapter = adapter * elements // max(1, whole)
-    x = run.low(x)
-    trains = spec.full or adapter > 0
-    held = [x] if trains or spec.experts_by_loop else []
+    tensor_elements, adapter_params = spec.expert_tensors[tensor_index] if spec.expert_tensors else (elements, 0)
+    adapter_params = adapter_params * elements // max(1, tensor_elements)
+    x = block.to_autocast(x)
+    trains_weight = spec.trains_weights or adapter_params > 0
+    saved = [x] if trains_weight or spec.uses_grouped_mm_fallback else []
     weight = None
-    if spec.nf4_experts and spec.expert_weights:
-        weight = run.tape.new(elements, width)
-        run.tape.meter.touch(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
-    if adapter:
+    if spec.has_nf4_experts and spec.expert_tensors:
+        weight = block.tape.new(elements, weight_width)
+        block.tape.meter.add_transient(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
+    if adapter_params:
         # both factors in the weight's dtype, held by their product, which is added to the weight
-        factors = [] if width == spec.numbers.adapters else [run.tape.new(adapter, width)]
-        weight = run.tape.new(elements, width)
-        held += factors
+        factors = [] if weight_width == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_width)]
+        weight = block.tape.new(elements, weight_width)
+        saved += factors
         del factors
-    if low is not None and low != width:
-        held.append(run.tape.new(elements, low))
+    if autocast_width is not None and autocast_width != weight_width:
+        saved.append(block.tape.new(elements, autocast_width))
     elif weight is not None:
-        held.append(weight)
+        saved.append(weight)
     if weight is not None:
-        read.append(weight)
+        weights_in_use.append(weight)
     del weight
-    size, e, wanted = x.elements, x.width, x.node is not None
+    size, e, needs_gradient = x.elements, x.width, x.node is not None
 
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        out = tape.new(size, e) if wanted else None
-        if trains and spec.experts_in_turn:  # select_backward: zeros of the whole tensor, beside the others' sum
-            tape.meter.touch(2 * elements * width)
-        if spec.full:
-            run.weight_gradient(elements, width)
-        elif adapter:
-            summed = tape.new(elements, low or width)  # the sum's gradient, of which the factors' are products
-            if summed.width != width:
-                summed = tape.new(elements, width)
-            run.weight_gradient(adapter, spec.numbers.adapters)
-            del summed
-        elif spec.experts_by_loop:
-            tape.meter.touch(elements * e)
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        out = tape.new(size, e) if needs_gradient else None
+        if trains_weight and spec.uses_eager_experts:  # select_backward: zeros of the whole tensor, beside the others' sum
+            tape.meter.add_transient(2 * elements * weight_width)
+        if spec.trains_weights:
+            block.create_weight_gradient(elements, weight_width)
+        elif adapter_params:
+            sum_gradient = tape.new(elements, autocast_width or weight_width)  # the sum's gradient, of which the factors' are products
+            if sum_gradient.width != weight_width:
+                sum_gradient = tape.new(elements, weight_width)
+            block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)
+            del sum_gradient
+        elif spec.uses_grouped_mm_fallback:
+            tape.meter.add_transient(elements * e)
         return (out,)
 
-    return run.tape.op(
-        (x,), x.elements // inputs * outputs, e, saved=held, backward=backward, holds_weight=True, trains=trains
+    return block.tape.op(
+        (x,), x.elements // inputs * outputs, e, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
     )
 
 
-def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
-    gate, up = parts
-    parts.clear()  # the caller's list would keep both alive through the product
-    return run.product(_activated(run, gate), up)
+def _gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
+    gate, up = halves
+    halves.clear()  # the caller's list would keep both alive through the product
+    return block.multiply(_activate(block, gate), up)
 
 
-def _clamped_gate(run: Pass, parts: list[Ref]) -> Ref:
+def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
     """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py, `_apply_gate`)."""
-    gate, up = (run.tape.op((part,), part.elements, part.width, saved=(part,)) for part in parts)
-    parts.clear()
-    share = run.scaled(gate)
-    share = run.tape.op((share,), share.elements, share.width, holds_output=True)
-    share = run.product(gate, share)
-    more = run.tape.op((up,), up.elements, up.width, backward=shared(1))
-    return run.product(more, share)
+    gate, up = (block.tape.op((half,), half.elements, half.width, saved=(half,)) for half in halves)
+    halves.clear()
+    activated = block.scale(gate)
+    activated = block.tape.op((activated,), activated.elements, activated.width, holds_output=True)
+    activated = block.multiply(gate, activated)
+    shifted_up = block.tape.op((up,), up.elements, up.width, backward=shared_gradient(1))
+    return block.multiply(shifted_up, activated)
 
 
-def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:
+def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> TensorRef:
     """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
     width = max(out.width, routing.width)
-    size, e, rows, of_routing = out.elements, out.width, routing.elements, routing.width
+    size, e, rows, routing_width = out.elements, out.width, routing.elements, routing.width
 
-    def backward(tape: Tape, grad: Ref) -> Grads:
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
         gradient = tape.new(size, width)
         gradient = gradient if e == width else tape.new(size, e)
-        tape.meter.touch(size * width)
-        return (gradient, tape.new(rows, of_routing))
+        tape.meter.add_transient(size * width)
+        return (gradient, tape.new(rows, routing_width))
 
-    return run.tape.op((out, routing), size, width, saved=(out, routing), backward=backward)
+    return block.tape.op((out, routing), size, width, saved=(out, routing), backward=backward)
 
 
-def _dense_mlp(run: Pass, x: Ref) -> Ref:
-    liger = run.spec.liger is not None and run.spec.liger.gate
-    if "gate_up" in run.linears:
-        both = linear(run, x, "gate_up")
-        gate, up = run.parts(both, both.elements // 2, both.elements // 2)
-        inner = liger_gate(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
-        return linear(run, inner, "down")
-    if liger:
-        inner = liger_gate(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
+def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
+    uses_liger_gate = block.spec.liger is not None and block.spec.liger.gate
+    if "gate_up" in block.linears:
+        gate_up = linear(block, x, "gate_up")
+        gate, up = block.split(gate_up, gate_up.elements // 2, gate_up.elements // 2)
+        inner = liger_gate(block.tape, gate, up, copies_inputs=True) if uses_liger_gate else block.multiply(up, _activate(block, gate))
+        return linear(block, inner, "down")
+    if uses_liger_gate:
+        inner = liger_gate(block.tape, linear(block, x, "gate"), linear(block, x, "up"), copies_inputs=False)
     else:
-        inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
-    return linear(run, inner, "down")
+        inner = block.multiply(_activate(block, linear(block, x, "gate")), linear(block, x, "up"))
+    return linear(block, inner, "down")
 
 
-def _activated(run: Pass, x: Ref) -> Ref:
-    return run.tape.op((x,), x.elements, x.width, saved=(x,))
+def _activate(block: ForwardPass, x: TensorRef) -> TensorRef:
+    return block.tape.op((x,), x.elements, x.width, saved=(x,))

@@ -1,4 +1,4 @@
-"""The moments of one training step on one rank, from the first block to the last and back, each with its bytes."""
+"""The phases of one training step on one rank, from the first block to the last and back, each with its bytes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ from sft_play.planner.memory.block import (
     BlockBytes,
     LayerBytes,
     LossName,
-    Vocabulary,
+    OutputHead,
     block_bytes,
     forward_peak,
     head_bytes,
 )
-from sft_play.planner.memory.gather import Gathering, gathering, zero_buckets
-from sft_play.planner.memory.model_states import optimizer_transient, part_of_trained, resident, trained
+from sft_play.planner.memory.gather import GatherBuffers, build_gather_buffers, zero_bucket_bytes
+from sft_play.planner.memory.model_states import (
+    optimizer_temporary_bytes,
+    resident_bytes,
+    tensor_parallel_parameters,
+    trained_parameters,
+)
 from sft_play.planner.memory.structure import (
     BlockSpec,
-    Numbers,
+    ElementBytes,
     block_spec,
-    kernel_of,
-    numbers,
-    on_tensor_parallel,
-    sees_mask,
+    element_bytes,
+    needs_attention_mask,
+    select_attention_kernel,
+    tensor_parallel_spec,
 )
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import MIB
 
-Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
-Terms = dict[str, int]
+StepPhase = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
+MemoryTerms = dict[str, int]
 
 # Threads that multiply: the forward's and the autograd engine's.
 WORKSPACE_THREADS = 2
 # A token's id, its label and its entry in the mask.
 TOKEN_BYTES = 3 * 8
-# Terms that a moment has even where they are 0.
-_ALWAYS_NAMED = ("weights", "gradients", "optimizer", "activations", "loss_head")
+# Terms that a phase has even where they are 0.
+_REQUIRED_TERMS = ("weights", "gradients", "optimizer", "activations", "loss_head")
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Step:
     pages: bool = False
     """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 
-    def recomputed(self, layers: int) -> int:
+    def recomputed_layers(self, layers: int) -> int:
         """How many of a model's `layers` are computed a second time, in the backward pass."""
         return layers if self.checkpointed_layers is None else self.checkpointed_layers
 
@@ -103,355 +108,355 @@ class Step:
         return self.micro_batch * self.length
 
 
-def cublas_workspace(capability: tuple[int, int] | None) -> int:
+def cublas_workspace_bytes(capability: tuple[int, int] | None) -> int:
     """Bytes of a thread's cuBLAS workspace, from the caching allocator: 32 MiB on compute capability 9, 10 and 12, else
     `:4096:2:16:8` in KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
     return 32 * MIB if capability and capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
 
 
-def is_padded(config: RunConfig, layout: Layout, *, rows: int, masks: bool = True) -> bool:
+def is_padded(config: RunConfig, layout: Layout, *, rows: int, uses_masks: bool = True) -> bool:
     """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of text never are."""
-    return masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
+    return uses_masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
 
-class Walk:
-    """A step's way through the model. `moments` yields every moment that can be the peak."""
+class StepMemorySimulation:
+    """A step's way through the model. `phases` yields every phase that can be the peak."""
 
     def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
         layout = step.layout
         self.config, self.shape, self.step, self.precision = config, shape, step, precision
-        self.full, self.nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
-        loaded = numbers(config, precision, layout)
-        self.trained = trained(config, shape, loaded)
-        self.part = part_of_trained(config, shape, self.trained, layout.tensor_parallel)
-        self.resident = resident(config, shape, loaded, layout)
-        self.synced = gradients_of(config, precision, layout.name)
-        self.loaded = self.numbers = loaded
-        if layout.is_fsdp and loaded.autocast is not None:  # modules see what is gathered, adapters included
-            gathered = BYTES[self.synced.gathered]
-            self.numbers = Numbers(gathered, loaded.autocast, gathered)
-        self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
-        self.recomputed = step.recomputed(shape.num_layers)
-        self.adds_up = step.grad_accum > 1
+        self.is_full, self.is_nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
+        loaded_element_bytes = element_bytes(config, precision, layout)
+        self.trained_parameters = trained_parameters(config, shape, loaded_element_bytes)
+        self.rank_parameters = tensor_parallel_parameters(config, shape, self.trained_parameters, layout.tensor_parallel)
+        self.resident = resident_bytes(config, shape, loaded_element_bytes, layout)
+        self.gradient_sync = gradients_of(config, precision, layout.name)
+        self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
+        if layout.is_fsdp and loaded_element_bytes.autocast is not None:  # modules see what is gathered, adapters included
+            gathered_width = BYTES[self.gradient_sync.gathered]
+            self.element_bytes = ElementBytes(gathered_width, loaded_element_bytes.autocast, gathered_width)
+        self.weight_width = self.element_bytes.weights if layout.is_fsdp else BYTES[precision.load]
+        self.recomputed_layers = step.recomputed_layers(shape.num_layers)
+        self.accumulates_gradients = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
-        waits = layout.is_fsdp and self.synced.every != "micro_batch" and self.adds_up
-        self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
+        delays_reduction = layout.is_fsdp and self.gradient_sync.every != "micro_batch" and self.accumulates_gradients
+        self.full_gradient_bytes = self.rank_parameters.params * BYTES[self.gradient_sync.reduced] if delays_reduction else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
         FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
-        self.specs = self._specs(padded=step.padded, packed=config.data.packing != "none")
-        self.gathering = self._gathering() if layout.shards_params else None
-        self.blocks, self.widths = self._blocks()
-        self.layers = self._layers()
+        self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
+        self.gather_buffers = self._build_gather_buffers() if layout.shards_params else None
+        self.blocks, self.hidden_widths = self._compute_blocks()
+        self.layers = self._compute_layers()
 
     # --- what the step is made of -------------------------------------------------------------------------------------
-    def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
-        if (padded, packed) in self._known_specs:
-            return self._known_specs[padded, packed]
+    def _block_specs(self, *, has_padding: bool, has_packing: bool = False) -> tuple[BlockSpec, ...]:
+        if (has_padding, has_packing) in self._known_specs:
+            return self._known_specs[has_padding, has_packing]
         step, tuning = self.step, self.config.tuning
         lora, experts = tuning.lora, planned_experts(self.config, self.shape, self.precision)
-        in_turn = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
-        alike: dict[str, Any] = {
-            "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
-            "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
-            "experts_by_loop": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not in_turn,
+        uses_eager_experts = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
+        shared_fields: dict[str, Any] = {
+            "lora_dropout": lora.dropout, "uses_dora": lora.use_dora, "casts_inputs": step.casts_inputs,
+            "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts, "element_bytes": self.element_bytes,
+            "uses_grouped_mm_fallback": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not uses_eager_experts,
             "liger": planned_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
         for kind in self.shape.layers:
             # one by one each chat has a mask for its window
-            masked = (not step.varlen or step.one_by_one) and sees_mask(
-                kind, self.shape, length=step.seq_len, padded=padded and not step.varlen
+            needs_mask = (not step.varlen or step.one_by_one) and needs_attention_mask(
+                kind, self.shape, length=step.seq_len, padded=has_padding and not step.varlen
             )
-            kernel = kernel_of(
+            kernel = select_attention_kernel(
                 self.shape,
                 attention=step.attention,
-                masked=masked,
-                half=self.numbers.autocast is not None or self.width == 2,
+                masked=needs_mask,
+                half_precision=self.element_bytes.autocast is not None or self.weight_width == 2,
                 capability=step.capability,
                 on_gpu=step.on_gpu,
-                gathers=padded and not packed,
-                cudnn=step.cudnn and (packed or self.config.task_mode == "cpt"),
+                unpads_rows=has_padding and not has_packing,
+                uses_cudnn=step.cudnn and (has_packing or self.config.task_mode == "cpt"),
             )
             spec = block_spec(kind, self.shape, mode=tuning.mode, lora=lora)
-            spec = replace(spec, kernel=kernel, masked=masked, **alike)
-            specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
-        self._known_specs[padded, packed] = tuple(specs)
+            spec = replace(spec, kernel=kernel, masked=needs_mask, **shared_fields)
+            specs.append(tensor_parallel_spec(spec, step.layout.tensor_parallel))
+        self._known_specs[has_padding, has_packing] = tuple(specs)
         return tuple(specs)
 
-    def _gathering(self) -> Gathering:
+    def _build_gather_buffers(self) -> GatherBuffers:
         lora = self.config.tuning.lora
-        return gathering(
+        return build_gather_buffers(
             self.shape,
-            width=self.numbers.weights,
-            nf4=self.nf4,
-            lora=None if self.full else lora,
-            parts=self.step.layout.tensor_parallel,
+            width=self.element_bytes.weights,
+            nf4=self.is_nf4,
+            lora=None if self.is_full else lora,
+            tensor_parallel_ranks=self.step.layout.tensor_parallel,
             # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
-            trained_share=1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params)),
+            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, self.shape.params)),
             ranks=self.step.layout.shard,
-            wider=BYTES[self.synced.reduced] / BYTES[self.synced.computed],
+            wider=BYTES[self.gradient_sync.reduced] / BYTES[self.gradient_sync.computed],
         )
 
-    def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
+    def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
-        copied = self.trained.embedding and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
-        widths = [self.numbers.adapters if copied else self.width]
-        for layer, place in enumerate(self.shape.layer_order):
+        has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full  # modules_to_save: PEFT's copy has the adapters' dtype
+        widths = [self.element_bytes.adapters if has_embedding_copy else self.weight_width]
+        for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
             block = block_bytes(
-                self.specs[place],
+                self.specs[kind_index],
                 batch=self.step.micro_batch,
                 length=self.step.length,
                 width=widths[-1],
-                input_has_grad=layer > 0 or self.trained.embedding or self._rows("inputs") or self.recomputed > 0,
-                accumulating=self._accumulating(),
+                input_has_grad=layer > 0 or self.trained_parameters.trains_embedding or self._trains_rows("inputs") or self.recomputed_layers > 0,
+                accumulating=self._is_accumulating(),
             )
             blocks.append(block)
-            widths.append(block.width)
+            widths.append(block.output_width)
         return blocks, widths
 
-    def _layers(self) -> list[LayerBytes]:
+    def _compute_layers(self) -> list[LayerBytes]:
         batch, offloads = self.step.micro_batch, self.step.offloads
         layers = []
         for layer, block in enumerate(self.blocks):
-            own = block.layer
-            if layer >= self.recomputed:
-                layers.append(replace(own, cast=0) if own.cast else own)
+            kept_layer = block.layer
+            if layer >= self.recomputed_layers:
+                layers.append(replace(kept_layer, cast=0) if kept_layer.cast else kept_layer)
                 continue
             # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block runs
             # forward again first, and its input stays until its backward pass has ended
-            alone = self._forward_alone(layer, batch, self.specs, training=True)
-            hidden, peak = self._hidden(batch, layer), max(own.backward + own.input, block.recompute)
-            way = replace(own, forward=alone, kept=hidden, backward=peak)
-            layers.append(way.offloaded if offloads else way)
+            lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
+            hidden_bytes, peak = self._hidden_bytes(batch, layer), max(kept_layer.backward + kept_layer.input, block.recompute_peak)
+            checkpointed = replace(kept_layer, forward=lone_peak, kept=hidden_bytes, backward=peak)
+            layers.append(checkpointed.offloaded if offloads else checkpointed)
         return layers
 
-    def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
-        spec, width = specs[self.shape.layer_order[layer]], self.widths[layer]
+    def _lone_forward_peak(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
+        spec, width = specs[self.shape.layer_order[layer]], self.hidden_widths[layer]
         return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
 
-    def _evaluated(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
+    def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
-        forward = self._forward_alone(layer, rows, specs, training=False)
+        forward = self._lone_forward_peak(layer, rows, specs, training=False)
         return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
-    def _rows(self, end: Literal["inputs", "head"]) -> bool:
-        return self.trained.rows > 0 and not (self.trained.embedding if end == "inputs" else self.trained.head)
+    def _trains_rows(self, table: Literal["inputs", "head"]) -> bool:
+        return self.trained_parameters.new_token_params > 0 and not (self.trained_parameters.trains_embedding if table == "inputs" else self.trained_parameters.trains_head)
 
-    def _table(self) -> int:
+    def _table_copy_bytes(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
-        return self.shape.embedding_table_params * self.width if self._rows("inputs") else 0
+        return self.shape.embedding_table_params * self.weight_width if self._trains_rows("inputs") else 0
 
-    def _head(self, batch: int, *, grad: bool) -> LayerBytes:
-        copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
+    def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
+        has_head_copy = self.trained_parameters.trains_head and not self.is_full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
-            Vocabulary(
+            OutputHead(
                 self.shape.vocab_size,
-                self.trained.head,
-                self.numbers.adapters if copied else self.width,
-                self._rows("head"),
+                self.trained_parameters.trains_head,
+                self.element_bytes.adapters if has_head_copy else self.weight_width,
+                self._trains_rows("head"),
                 self.shape.caps_logits,
             ),
             batch=batch,
             length=self.step.length,
-            width=self.widths[-1],
+            width=self.hidden_widths[-1],
             loss=self.step.loss,
-            accumulating=self._accumulating(),
-            grad=grad,
+            is_accumulating=self._is_accumulating(),
+            needs_gradient=needs_gradient,
             on_gpu=self.step.on_gpu,
         )
 
-    def _accumulating(self) -> bool:
+    def _is_accumulating(self) -> bool:
         """Whether a gradient is added to an older one of full size; a rank that keeps shards divides each new one."""
-        whole = not self.step.layout.shards_grads or self.whole_gradients > 0
-        return whole and self.adds_up
+        has_full_gradients = not self.step.layout.shards_grads or self.full_gradient_bytes > 0
+        return has_full_gradients and self.accumulates_gradients
 
-    def _kept_of(self, gradients: int) -> int:
+    def _kept_gradient_bytes(self, gradients: int) -> int:
         if not self.step.layout.shards_grads:
             return gradients
-        whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
-        return self.resident.gradients * gradients // max(1, whole)
+        all_gradient_bytes = self.rank_parameters.params * (self.element_bytes.weights if self.is_full else self.element_bytes.adapters)
+        return self.resident.gradients * gradients // max(1, all_gradient_bytes)
 
-    def _batch(self, batch: int, specs: Sequence[BlockSpec], *, trains: bool) -> int:
+    def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
         """Token ids, labels and mask of a batch, and the masks that all blocks share."""
-        return TOKEN_BYTES * batch * self.step.length + self._masks(batch, specs)
+        return TOKEN_BYTES * batch * self.step.length + self._mask_bytes(batch, specs)
 
-    def _masks(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+    def _mask_bytes(self, batch: int, specs: Sequence[BlockSpec]) -> int:
         """The S x S masks that all blocks share: one for each kind of attention, booleans for sdpa, numbers for eager.
         They end with the forward pass of the blocks, before the head."""
-        step, squares = self.step, batch * self.step.length**2
+        step, mask_elements = self.step, batch * self.step.length**2
         if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return 0
-        pairs = zip(self.shape.layers, specs, strict=True)
-        shared = (kind for kind, spec in pairs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
-        kinds = {kind.attention for kind in shared}
-        return len(kinds) * squares * (self.width if step.attention == "eager" else 1)
+        kinds_and_specs = zip(self.shape.layers, specs, strict=True)
+        masked_kinds = (kind for kind, spec in kinds_and_specs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
+        attention_kinds = {kind.attention for kind in masked_kinds}
+        return len(attention_kinds) * mask_elements * (self.weight_width if step.attention == "eager" else 1)
 
-    # --- moments -----------------------------------------------------------------------------------------------------
-    def _at(self, name: Moment, gradients: int, activations: int, **more: int) -> tuple[Moment, Terms]:
-        terms = self._lasting | {"gradients": gradients, "activations": activations} | more
-        return name, {term: size for term, size in terms.items() if size or term in _ALWAYS_NAMED}
+    # --- phases ------------------------------------------------------------------------------------------------------
+    def _phase_terms(self, phase: StepPhase, gradients: int, activations: int, **extra_terms: int) -> tuple[StepPhase, MemoryTerms]:
+        terms = self._resident_terms | {"gradients": gradients, "activations": activations} | extra_terms
+        return phase, {term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS}
 
     @cached_property
-    def _lasting(self) -> Terms:
-        parts = self.resident
-        workspaces = WORKSPACE_THREADS * cublas_workspace(self.step.capability) if self.step.on_gpu else 0
+    def _resident_terms(self) -> MemoryTerms:
+        resident = self.resident
+        workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) if self.step.on_gpu else 0
         return {
-            "weights": parts.weights, "adapters": parts.adapters, "master_weights": parts.master, "gradients": 0,
-            "optimizer": parts.optimizer, "gradient_buckets": self._buckets(), "workspaces": workspaces,
+            "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights, "gradients": 0,
+            "optimizer": resident.optimizer, "gradient_buckets": self._bucket_bytes(), "workspaces": workspace_bytes,
             "activations": 0, "loss_head": 0,
         }  # fmt: skip
 
-    def _buckets(self) -> int:
+    def _bucket_bytes(self) -> int:
         layout = self.step.layout
         if layout.is_zero:
-            packed = self.shape.packable_params if self.nf4 else 0
-            return zero_buckets(
-                layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed,
-                wider=BYTES[self.synced.reduced] > BYTES[self.synced.computed],
+            packed = self.shape.packable_params if self.is_nf4 else 0
+            return zero_bucket_bytes(
+                layout, self.trained_parameters.params, self.shape.params, self.shape.hidden_size, packed_params=packed,
+                reduces_in_fp32=BYTES[self.gradient_sync.reduced] > BYTES[self.gradient_sync.computed],
             )  # fmt: skip
-        return self.resident.buckets
+        return self.resident.gradient_buckets
 
-    def offloaded(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
-        layers = range(self.recomputed) if self.step.offloads else ()
-        return sum(self._checkpoint(layer) for layer in layers)
+        layers = range(self.recomputed_layers) if self.step.offloads else ()
+        return sum(self._checkpoint_bytes(layer) for layer in layers)
 
-    def _checkpoint(self, layer: int) -> int:
-        return self._hidden(self.step.micro_batch, layer)
+    def _checkpoint_bytes(self, layer: int) -> int:
+        return self._hidden_bytes(self.step.micro_batch, layer)
 
-    def moments(self) -> Iterator[tuple[Moment, Terms]]:
-        """Every moment that can be the peak, with its terms: of each part of the step the highest, then the others."""
-        yield from self.training.items()
+    def phases(self) -> Iterator[tuple[StepPhase, MemoryTerms]]:
+        """Every phase that can be the peak, with its terms: of each part of the step the highest, then the others."""
+        yield from self.training_phases.items()
         if self.step.eval_batch:
-            yield from self.evaluation(self.step.eval_batch)
+            yield from self.evaluation_phases(self.step.eval_batch)
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
             # the token embedding is the largest: fp32 where it trains under FSDP2
-            gathered = 2 * self.shape.embedding_table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
-            yield self._at("saving", self._between(), 0, gather_buffers=gathered)
+            gathered_bytes = 2 * self.shape.embedding_table_params * (4 if self.is_full else self.element_bytes.weights) if self.gather_buffers else 0
+            yield self._phase_terms("saving", self._gradients_between_steps(), 0, gather_buffers=gathered_bytes)
 
     @cached_property
-    def training(self) -> Mapping[Moment, Terms]:
-        """The step itself: of each moment's visits the one with the most bytes."""
-        held = [self._batch(self.step.micro_batch, self.specs, trains=True)]
-        passing = optimizer_transient(self.config.train.optim, self.shape, self.part)
+    def training_phases(self) -> Mapping[StepPhase, MemoryTerms]:
+        """The step itself: of each phase's visits the one with the most bytes."""
+        held_bytes = [self._batch_bytes(self.step.micro_batch, self.specs, is_training=True)]
+        temporary_bytes = optimizer_temporary_bytes(self.config.train.optim, self.shape, self.rank_parameters)
         if self.step.layout.shards_states:
-            passing //= self.step.layout.shard
-        update = self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
-        # in this order: the forward pass fills `held`, which the backward pass reads
-        return largest(itertools.chain(self._forward(held), self._backward(held), [update]))
+            temporary_bytes //= self.step.layout.shard
+        update = self._phase_terms("optimizer", self.resident.gradients, 0, optimizer_step=temporary_bytes)
+        # in this order: the forward pass fills `held_bytes`, which the backward pass reads
+        return largest_by_phase(itertools.chain(self._forward_phases(held_bytes), self._backward_phases(held_bytes), [update]))
 
-    def _hidden(self, batch: int, layer: int) -> int:
-        return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
+    def _hidden_bytes(self, batch: int, layer: int) -> int:
+        return batch * self.step.length * self.shape.hidden_size * self.hidden_widths[layer]
 
-    def _embedded(self, batch: int) -> int:
-        return self._hidden(batch, 0)
+    def _embedding_output_bytes(self, batch: int) -> int:
+        return self._hidden_bytes(batch, 0)
 
-    def _between(self) -> int:
+    def _gradients_between_steps(self) -> int:
         """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others free them."""
         layout = self.step.layout
         return self.resident.gradients if layout.is_zero and layout.shards_params else 0
 
-    def _older_gradients(self) -> int:
-        return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
+    def _older_gradient_bytes(self) -> int:
+        return max(self.resident.gradients, self.full_gradient_bytes) if self.accumulates_gradients else 0
 
-    def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
-        """Through the blocks to the loss; `held` collects what is held before each block, and at the head: inputs of
-        checkpointed blocks, autocast's copies of fp32 adapters, the embedding's output until the model's forward
-        returns."""
-        gathering, batch = self.gathering, self.step.micro_batch
-        older, cast = self._older_gradients(), 0
-        if self._table():
-            yield self._at("forward", older, held[-1] + self._table() + self._hidden(batch, 0))
+    def _forward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
+        """Through the blocks to the loss; `held_bytes` collects what is held before each block, and at the head:
+        inputs of checkpointed blocks, autocast's copies of fp32 adapters, the embedding's output until the model's
+        forward returns."""
+        gather_buffers, batch = self.gather_buffers, self.step.micro_batch
+        older_gradients, cast_bytes = self._older_gradient_bytes(), 0
+        if self._table_copy_bytes():
+            yield self._phase_terms("forward", older_gradients, held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0))
         for layer, block in enumerate(self.layers):
-            cast += block.cast
+            cast_bytes += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
-            embedded = self._embedded(batch) if layer and not self.recomputed else 0
-            live = held[-1] + cast + embedded + block.forward
-            yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-            held.append(held[-1] + block.kept)
-        size = self._hidden(batch, -1)
-        if gathering:
-            yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail)
-        head = self._head(self.step.micro_batch, grad=True)
-        gathered = gathering.tail if gathering else 0
-        beyond = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
-        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
+            embedding_output = self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
+            live_bytes = held_bytes[-1] + cast_bytes + embedding_output + block.forward
+            yield self._phase_terms("forward", older_gradients, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)
+            held_bytes.append(held_bytes[-1] + block.kept)
+        size = self._hidden_bytes(batch, -1)
+        if gather_buffers:
+            yield self._phase_terms("forward", older_gradients, held_bytes[-1] + cast_bytes + 2 * size, gather_buffers=gather_buffers.before_tail)
+        head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
+        gathered_bytes = gather_buffers.tail if gather_buffers else 0
+        head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
+        yield self._phase_terms("head", older_gradients, held_bytes[-1] + cast_bytes + size, loss_head=head_bytes, gather_buffers=gathered_bytes)
 
-    def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
-        gathering = self.gathering
-        head = self._head(self.step.micro_batch, grad=True)
-        gathered = gathering.head if gathering else 0
-        yield self._at("head", self._older_gradients(), held[-1], loss_head=head.backward, gather_buffers=gathered)
+    def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
+        gather_buffers = self.gather_buffers
+        head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
+        gathered_bytes = gather_buffers.head if gather_buffers else 0
+        yield self._phase_terms("head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes)
         # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or not yet added up
-        new = 0 if self.adds_up else self._kept_of(head.gradients)
-        if self.shape.tied and gathering:
-            new = head.gradients
-        elif self.shape.tied and self.full and self.adds_up:
-            new = self.shape.embedding_table_params * self.numbers.weights
-        done = self._older_gradients() + new
+        new_gradients = 0 if self.accumulates_gradients else self._kept_gradient_bytes(head.gradients)
+        if self.shape.tied and gather_buffers:
+            new_gradients = head.gradients
+        elif self.shape.tied and self.is_full and self.accumulates_gradients:
+            new_gradients = self.shape.embedding_table_params * self.element_bytes.weights
+        gradient_bytes = self._older_gradient_bytes() + new_gradients
         for layer, block in reversed(list(enumerate(self.layers))):
-            yield self._at(
+            yield self._phase_terms(
                 "backward",
-                done,
-                held[layer] + block.backward - block.rebuilt,
+                gradient_bytes,
+                held_bytes[layer] + block.backward - block.rebuilt,
                 dequantised=block.rebuilt,
-                gather_buffers=gathering.backward(layer) if gathering else 0,
+                gather_buffers=gather_buffers.backward(layer) if gather_buffers else 0,
             )
-            if gathering:
-                yield self._at("backward", done, held[layer] + block.input, gather_buffers=gathering.reduction(layer))
-            done += 0 if self.adds_up else self._kept_of(block.gradients)
-        yield from self._end(held[0] + self._hidden(self.step.micro_batch, 0))
+            if gather_buffers:
+                yield self._phase_terms("backward", gradient_bytes, held_bytes[layer] + block.input, gather_buffers=gather_buffers.reduction(layer))
+            gradient_bytes += 0 if self.accumulates_gradients else self._kept_gradient_bytes(block.gradients)
+        yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
 
-    def _end(self, live: int) -> Iterator[tuple[Moment, Terms]]:
+    def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
-        width = self.numbers.weights if self.full else self.numbers.adapters
-        dense = self.shape.embedding_table_params * width if self.trained.embedding else self._table()
-        done = max(self.resident.gradients, self.whole_gradients)
-        if self.gathering:
-            before = done - (0 if self.adds_up else self._kept_of(dense))
-            for gathered in self.gathering.end(dense):
-                yield self._at("backward", before, live, gather_buffers=gathered)
+        width = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
+        embedding_gradient = self.shape.embedding_table_params * width if self.trained_parameters.trains_embedding else self._table_copy_bytes()
+        gradient_bytes = max(self.resident.gradients, self.full_gradient_bytes)
+        if self.gather_buffers:
+            earlier_gradients = gradient_bytes - (0 if self.accumulates_gradients else self._kept_gradient_bytes(embedding_gradient))
+            for gathered_bytes in self.gather_buffers.embedding_backward(embedding_gradient):
+                yield self._phase_terms("backward", earlier_gradients, live_bytes, gather_buffers=gathered_bytes)
             return
-        # `done` counts the embedding's gradient once, or its shard: `dense` is beside it, and so is the head's that
-        # waits for it to be added to an older one; copies of tied modules (PEFT's modules_to_save) are not tied
-        tied = self.shape.tied and self.full
-        beside = self._table() or tied or self._accumulating() or self.step.layout.shards_grads
-        twice = tied and self.adds_up
-        yield self._at("backward", done, live + dense * ((2 if twice else 1) if beside else 0))
+        # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
+        # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
+        is_tied = self.shape.tied and self.is_full
+        is_additional = self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_grads
+        has_two_gradients = is_tied and self.accumulates_gradients
+        yield self._phase_terms("backward", gradient_bytes, live_bytes + embedding_gradient * ((2 if has_two_gradients else 1) if is_additional else 0))
 
-    def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:
+    def evaluation_phases(self, rows: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """A batch of the evaluation: the last block of each kind, then the head. Nothing is held for a backward pass
         but the embedding's output and autocast's copies; rows are not packed, so their mask is not the training's."""
-        specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
-        batch, gathering, there = self._batch(rows, specs, trains=False), self.gathering, self._between()
+        specs = self._block_specs(has_padding=is_padded(self.config, self.step.layout, rows=rows, uses_masks=self.step.masks))
+        batch_bytes, gather_buffers, gradient_bytes = self._batch_bytes(rows, specs, is_training=False), self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
-        last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
+        last_layers, cast_bytes = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}, 0
         for layer, place in enumerate(self.shape.layer_order):
-            block = self._evaluated(layer, rows, specs)
-            if last[place] == layer:
-                embedded = self._hidden(rows, 0) if layer else 0
-                live = batch + cast + embedded + block.forward
-                yield self._at("evaluation", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-            cast += block.cast
-        head = self._head(rows, grad=False)
-        live = batch + cast + self._hidden(rows, 0) + 2 * self._hidden(rows, -1)
-        before = gathering.before_tail if gathering else 0
-        yield self._at("evaluation", there, live, gather_buffers=before)
-        gathered = gathering.tail if gathering else 0
-        batch -= self._masks(rows, specs)
-        yield self._at("evaluation", there, batch + cast, loss_head=head.forward, gather_buffers=gathered)
+            block = self._evaluation_layer(layer, rows, specs)
+            if last_layers[place] == layer:
+                embedding_output = self._hidden_bytes(rows, 0) if layer else 0
+                live_bytes = batch_bytes + cast_bytes + embedding_output + block.forward
+                yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)
+            cast_bytes += block.cast
+        head = self._head_bytes(rows, needs_gradient=False)
+        live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
+        gathered_before_tail = gather_buffers.before_tail if gather_buffers else 0
+        yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gathered_before_tail)
+        gathered_bytes = gather_buffers.tail if gather_buffers else 0
+        batch_bytes -= self._mask_bytes(rows, specs)
+        yield self._phase_terms("evaluation", gradient_bytes, batch_bytes + cast_bytes, loss_head=head.forward, gather_buffers=gathered_bytes)
 
 
-def largest(moments: Iterable[tuple[Moment, Terms]]) -> Mapping[Moment, Terms]:
-    """Of each moment's visits the one with the most bytes."""
-    best: dict[Moment, tuple[int, Terms]] = {}
-    for name, terms in moments:
+def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:
+    """Of each phase's visits the one with the most bytes."""
+    largest_terms: dict[StepPhase, tuple[int, MemoryTerms]] = {}
+    for phase, terms in phases:
         size = sum(terms.values())
-        if name not in best or size > best[name][0]:
-            best[name] = (size, terms)
-    return {name: terms for name, (_, terms) in best.items()}
+        if phase not in largest_terms or size > largest_terms[phase][0]:
+            largest_terms[phase] = (size, terms)
+    return {name: terms for name, (_, terms) in largest_terms.items()}

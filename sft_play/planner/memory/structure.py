@@ -38,7 +38,7 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ElementBytes:
     """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters, optimizer states (None: the
     dtype of their parameter)."""
 
@@ -59,12 +59,12 @@ class BlockSpec:
     linears: tuple[tuple[str, LinearSpec], ...]
     """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up."""
     norm: NormKind = "rms"
-    norm_after: bool = False
+    has_post_norms: bool = False
     """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
     qk_norm: bool = False
-    rotary: float = 1.0
+    partial_rotary_factor: float = 1.0
     """Fraction of a head that is rotated; 0: none."""
-    rotary_by_cat: bool = False
+    concatenates_rotary: bool = False
     """Rotated and other parts of a head are concatenated."""
     attention_dropout: float = 0.0
     """Dropout of attention probabilities: eager attention keeps its mask, the fused kernels recompute it."""
@@ -73,52 +73,52 @@ class BlockSpec:
     """Attention gets a mask of S x S."""
     one_by_one: bool = False
     """Each chat is attended to by a call of its own."""
-    softcap: bool = False
-    sinks: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
     """Attention scores get a column that takes a share of the softmax, as in gpt-oss."""
-    experts: int = 0
+    num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    expert_bias: bool = False
-    clamped_gate: bool = False
+    has_expert_bias: bool = False
+    clamps_gate: bool = False
     """Experts gate as gpt-oss does."""
     routes_in_fp32: bool = False
     """The weights by which experts' outputs are added are fp32."""
-    expert_weights: tuple[tuple[int, int], ...] = ()
+    expert_tensors: tuple[tuple[int, int], ...] = ()
     """Elements of each stacked tensor of experts, and parameters of its adapter (0: none)."""
-    experts_in_turn: bool = False
+    uses_eager_experts: bool = False
     """Experts run one after another instead of as one grouped product."""
-    experts_by_loop: bool = False
+    uses_grouped_mm_fallback: bool = False
     """Grouped products run as transformers' own loop (GPUs before Ampere), which holds the rows of frozen weights and
     makes their gradients too."""
-    full: bool = False
+    trains_weights: bool = False
     """The weights train themselves, without adapters."""
-    nf4: bool = False
-    nf4_experts: bool = False
+    is_nf4: bool = False
+    has_nf4_experts: bool = False
     lora_dropout: float = 0.0
-    dora: bool = False
+    uses_dora: bool = False
     casts_inputs: bool = False
     """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
     liger: Replaced | None = None
     """What Liger's kernels replace; None: nothing."""
-    numbers: Numbers = field(default_factory=Numbers)
+    element_bytes: ElementBytes = field(default_factory=ElementBytes)
 
 
 # Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs.
-ROW_ROLES = ("o", "down")
+ROW_PARALLEL_ROLES = ("o", "down")
 
 
-def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
+def element_bytes(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> ElementBytes:
     """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the compute dtype."""
     load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
         adapters = compute
     # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their parameter's dtype
-    return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
+    return ElementBytes(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
 
 
-def asked_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+def configured_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     """A model's shapes as the run changes them: rows of new tokens, experts that stay in 16 bits."""
     if config.tuning.quantize_experts is False:
         shape = shape.without_packed_experts()
@@ -131,113 +131,113 @@ def is_target(linear: LinearShape, targets: tuple[str, ...] | Literal["auto"]) -
     return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))
 
 
-def stacked_adapter(stacked: StackedExpertWeight, lora: LoraConfig) -> int:
+def stacked_adapter_params(stacked: StackedExpertWeight, lora: LoraConfig) -> int:
     """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
     targets = lora.adapted_parameters
-    chosen = targets == "auto" or any(stacked.matches(target) for target in targets)
-    return lora.rank * stacked.experts * (stacked.inputs + stacked.outputs) if chosen else 0
+    is_target_tensor = targets == "auto" or any(stacked.matches(target) for target in targets)
+    return lora.rank * stacked.experts * (stacked.inputs + stacked.outputs) if is_target_tensor else 0
 
 
-def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
+def needs_attention_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
     """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows (transformers omits it
     where causality alone expresses it: masking_utils.py, `_ignore_causal_mask_sdpa`)."""
-    windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
-    return kind.attention != "none" and (padded or windowed)
+    is_windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
+    return kind.attention != "none" and (padded or is_windowed)
 
 
-def kernel_of(
+def select_attention_kernel(
     shape: ModelShape,
     *,
     attention: str,
     masked: bool,
-    half: bool,
+    half_precision: bool,
     capability: tuple[int, int] | None,
     on_gpu: bool,
-    gathers: bool = False,
-    cudnn: bool = False,
+    unpads_rows: bool = False,
+    uses_cudnn: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa, or the one that was asked for. `gathers`: rows are padded, which
+    """The kernel that runs: torch's choice for sdpa, or the one asked for. `unpads_rows`: rows are padded, which
     flash-attn 2 takes without their padding. Keys and values are repeated where `repeats_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
-        return "varlen" if gathers and on_gpu else "flash"
+        return "varlen" if unpads_rows and on_gpu else "flash"
     # transformers repeats keys and values wherever there is a mask
-    call = sdpa_call(shape, masked=masked, half=half)
-    kernel = sdpa_kernel(call, capability, cudnn=cudnn)
-    kernel = sdpa_kernel(replace(call, grouped=False), capability, cudnn=cudnn) if kernel == "math" else kernel
+    call = sdpa_call(shape, masked=masked, half_precision=half_precision)
+    kernel = sdpa_kernel(call, capability, cudnn=uses_cudnn)
+    kernel = sdpa_kernel(replace(call, grouped=False), capability, cudnn=uses_cudnn) if kernel == "math" else kernel
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
-def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
+def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaCall:
     """What transformers asks of PyTorch's sdpa for this model."""
     # heads that are grouped in a way that transformers would leave to PyTorch
-    grouped = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_HEAD
-    return SdpaCall(shape.head_dim, shape.head_dim, grouped=grouped and not masked, masked=masked, half=half)
+    has_grouped_heads = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_HEAD
+    return SdpaCall(shape.head_dim, shape.head_dim, grouped=has_grouped_heads and not masked, masked=masked, half=half_precision)
 
 
-def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
+def repeats_kv(shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None) -> bool:
     """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
     takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
-    call = sdpa_call(shape, masked=False, half=half)
+    call = sdpa_call(shape, masked=False, half_precision=half_precision)
     return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
 
 
 @lru_cache(maxsize=4096)
 def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfig) -> BlockSpec:
     """A block of this kind with the adapters of this mode; how it runs is left at the defaults."""
-    full = mode == "full"
-    adapted = () if full else lora.target_modules
-    norms = max(1, shape.norms_per_layer)
+    is_full = mode == "full"
+    targets = () if is_full else lora.target_modules
+    norm_count = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         linears=tuple(
-            (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, adapted) else 0))
-            for role, linear in roles(kind, shape).items()
+            (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, targets) else 0))
+            for role, linear in linears_by_role(kind, shape).items()
         ),
         norm=shape.norm,
-        norm_after=norms >= 4,
+        has_post_norms=norm_count >= 4,
         qk_norm=shape.has_qk_norm,
-        rotary=shape.rotary_dim / max(1, shape.head_dim),
-        rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.has_fused_qkv and shape.rotary_dim > 0),
+        partial_rotary_factor=shape.rotary_dim / max(1, shape.head_dim),
+        concatenates_rotary=0 < shape.rotary_dim < shape.head_dim or (shape.has_fused_qkv and shape.rotary_dim > 0),
         attention_dropout=shape.attention_dropout,
-        softcap=shape.attention_softcap is not None,
-        sinks=shape.has_attention_sinks,
-        experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
+        has_softcap=shape.attention_softcap is not None,
+        has_sinks=shape.has_attention_sinks,
+        num_experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
-        expert_weights=tuple((one.weights, 0 if full else stacked_adapter(one, lora)) for one in kind.expert_weights),
-        expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
-        clamped_gate=shape.has_clamped_gate,
+        expert_tensors=tuple((one.weights, 0 if is_full else stacked_adapter_params(one, lora)) for one in kind.expert_weights),
+        has_expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
+        clamps_gate=shape.has_clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
-        full=full,
-        nf4=mode == "qlora",
-        nf4_experts=mode == "qlora" and all(one.is_packable for one in kind.expert_weights),
+        trains_weights=is_full,
+        is_nf4=mode == "qlora",
+        has_nf4_experts=mode == "qlora" and all(one.is_packable for one in kind.expert_weights),
     )
 
 
-_ATTENTION = {4: "qkvo", 2: ("qkv", "o")}
+_ATTENTION_ROLES = {4: "qkvo", 2: ("qkv", "o")}
 # Roles by how many layers there are: families name them differently, but list them in one order.
-_MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
+_MLP_ROLES = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 
 
-def roles(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape]:
+def linears_by_role(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape]:
     """The linear layers of a block of the table by role; none of a class that is measured."""
     if shape.adapter_placement is not None:
         return {}
-    attention = [linear for linear in kind.linears if linear.is_attention]
-    rest = [linear for linear in kind.linears if not linear.is_attention]
-    return dict(zip((*_ATTENTION[len(attention)], *_MLP[len(rest)]), (*attention, *rest), strict=True))
+    attention_linears = [linear for linear in kind.linears if linear.is_attention]
+    mlp_linears = [linear for linear in kind.linears if not linear.is_attention]
+    return dict(zip((*_ATTENTION_ROLES[len(attention_linears)], *_MLP_ROLES[len(mlp_linears)]), (*attention_linears, *mlp_linears), strict=True))
 
 
-def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
+def tensor_parallel_spec(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
     if ranks == 1:
         return spec
-    linears = tuple((role, part_of_linear(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
+    linears = tuple((role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)) for role, linear in spec.linears)
     return replace(
         spec,
         linears=linears,
@@ -250,9 +250,9 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
 AnyLinear = TypeVar("AnyLinear", LinearShape, LinearSpec)
 
 
-def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
+def tensor_parallel_linear(linear: AnyLinear, ranks: int, *, is_row_parallel: bool) -> AnyLinear:
     """One tensor-parallel rank's part of a linear layer."""
-    if by_row:
+    if is_row_parallel:
         return replace(linear, inputs=max(1, linear.inputs // ranks))
     return replace(linear, outputs=max(1, linear.outputs // ranks))
 
@@ -264,41 +264,41 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
     there."""
-    _check_experts(config, shape)
+    _check_expert_options(config, shape)
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
     names = sorted({linear.name for linear in layers})
-    lost = [one for one in targets if one in OUTPUT_HEADS or not any(linear.matches(one) for linear in layers)]
-    if lost:
-        said = "; ".join(f"{one_line(target)}{_why_none(target, shape, names)}" for target in lost)
-        listed = f"The linear layers are: {', '.join(names)}; auto takes these"
-        raise ConfigError(f"tuning.lora.target_modules: {said}. {listed}")
+    unmatched = [one for one in targets if one in OUTPUT_HEADS or not any(linear.matches(one) for linear in layers)]
+    if unmatched:
+        problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
+        known_layers = f"The linear layers are: {', '.join(names)}; auto takes these"
+        raise ConfigError(f"tuning.lora.target_modules: {problems}. {known_layers}")
 
 
-def _check_experts(config: RunConfig, shape: ModelShape) -> None:
+def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
     tuning, lora = config.tuning, config.tuning.lora
     stacked = [one for kind in shape.layers for one in kind.expert_weights]
-    wanted = () if tuning.mode == "full" else lora.adapted_parameters
+    adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    asked = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(wanted)
-    if asked and not stacked:
+    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
+    if options and not stacked:
         model = one_line(config.model.name)
-        raise ConfigError(f"{' and '.join(asked)}: {model} has no experts in one tensor; leave it out")
-    named = wanted if isinstance(wanted, tuple) else ()
-    if lost := [name for name in named if not any(one.matches(name) for one in stacked)]:
+        raise ConfigError(f"{' and '.join(options)}: {model} has no experts in one tensor; leave it out")
+    parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
+    if unmatched := [name for name in parameter_names if not any(one.matches(name) for one in stacked)]:
         names = ", ".join(sorted({one.path.rpartition(".")[2] for one in stacked}))
-        raise ConfigError(f"{key}: {one_line(', '.join(lost))} matches nothing; the stacked experts are: {names}")
+        raise ConfigError(f"{key}: {one_line(', '.join(unmatched))} matches nothing; the stacked experts are: {names}")
 
 
-def _why_none(target: str, shape: ModelShape, names: list[str]) -> str:
-    why = None
+def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
+    reason = None
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
     if shape.adapter_placement is not None:
-        why = next((why for path, why in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
+        reason = next((why for path, why in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
     elif any(linear.matches(target) for linear, _ in shape.linears):
-        why = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
-    near = did_you_mean(target, names)
-    return f": {why}" if why else f" matches nothing{f' ({near})' if near else ''}"
+        reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
+    suggestion = did_you_mean(target, names)
+    return f": {reason}" if reason else f" matches nothing{f' ({suggestion})' if suggestion else ''}"

@@ -208,7 +208,7 @@ class _Roofline:
     @cached_property
     def again(self) -> float:
         """Share of the layers that are computed a second time."""
-        return self.step.recomputed(self.shape.num_layers) / self.shape.num_layers
+        return self.step.recomputed_layers(self.shape.num_layers) / self.shape.num_layers
 
     @property
     def full_rows(self) -> Passes:

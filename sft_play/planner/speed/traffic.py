@@ -14,9 +14,9 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.memory.model_states import trained
+from sft_play.planner.memory.model_states import trained_parameters
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.structure import Numbers
+from sft_play.planner.memory.structure import ElementBytes
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import MIB
 
@@ -91,7 +91,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
     ranks, reach = layout.gradient_ranks, layout.tensor_parallel  # neighbours are of one tensor-parallel group
     if ranks == 1:
         return Traffic()
-    params = trained(config, shape, Numbers()).params / layout.tensor_parallel
+    params = trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
     gradients = params * BYTES[chosen.reduced]
     if not layout.shards_params:
         reduced = (Collective("all_reduce", gradients, ranks, _buckets(gradients)),)
@@ -129,7 +129,7 @@ def base_weights(config: RunConfig, shape: ModelShape, width: int) -> float:
 
 
 def _weights(config: RunConfig, shape: ModelShape, width: int) -> float:
-    adapters = 0 if config.tuning.mode == "full" else width * trained(config, shape, Numbers()).params
+    adapters = 0 if config.tuning.mode == "full" else width * trained_parameters(config, shape, ElementBytes()).params
     return base_weights(config, shape, width) + adapters
 
 
@@ -138,7 +138,7 @@ def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, 
     than `ZERO_REUSE_PARAMS` lie until then; a checkpointed block larger than half of that releases its first layers
     before its backward pass. For packed weights DeepSpeed counts bytes."""
     whole, layers = _weights(config, shape, BYTES[precision.compute]), shape.num_layers
-    again = step.recomputed(layers) / layers
+    again = step.recomputed_layers(layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
     blocks = counted - (1 if shape.tied else 2) * shape.embedding_table_params

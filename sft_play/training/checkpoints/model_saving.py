@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from sft_play.errors import ModelError
 from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.files import atomic
-from sft_play.planner.memory.loading_and_saving import FILE_BYTES
+from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import (
     ADAPTER_FILE,
     adapter_names,
@@ -308,7 +308,7 @@ def write_tensors(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     dtype_rule: Callable[[str, torch.Tensor], torch.dtype],
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> None:
     """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
     to come; `file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`, has

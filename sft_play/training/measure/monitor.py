@@ -16,7 +16,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from sft_play.planner.memory.estimate import RunMoment
+from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
 from sft_play.training.loop.rows import SOURCES
 from sft_play.training.measure.peaks import Peaks
@@ -27,7 +27,7 @@ from sft_play.units import GIB
 PARTS = ("data", "forward_backward", "optimizer")
 # What happens between steps, and the moment that its memory is counted for, None for training's. Its time is logged,
 # but counts neither for the step nor for the speed.
-PAUSES: dict[str, RunMoment | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
+PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
 # What a pass adds to.
 _SUMS = ("_loss", "_trained", "_tokens", "_places", "_samples", "_head", "_sources")
 # What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24.

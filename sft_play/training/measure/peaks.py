@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from sft_play.planner.memory.estimate import RunMoment
+from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
 from sft_play.process.imports import give_back_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
@@ -63,12 +63,12 @@ class Peaks:
 
     on_gpu: bool = False
     level_bytes: int = 0
-    _kept: dict[RunMoment, tuple[int, int]] = field(default_factory=dict)
-    _moment: RunMoment | None = None
+    _kept: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
+    _moment: RunPhase | None = None
     _samples: _Samples | None = None
     """Those of the present moment on a CPU."""
 
-    def start(self, moment: RunMoment) -> None:
+    def start(self, moment: RunPhase) -> None:
         """Begin a moment, and keep the peak of the one before."""
         self.close()
         self._moment = moment
@@ -92,7 +92,7 @@ class Peaks:
         self._kept = {}
 
     @contextlib.contextmanager
-    def during(self, moment: RunMoment) -> Iterator[None]:
+    def during(self, moment: RunPhase) -> Iterator[None]:
         """While open, memory counts for this moment; then the one before continues, if there was one."""
         before = self._moment
         self.start(moment)
@@ -103,7 +103,7 @@ class Peaks:
             if before is not None:
                 self.start(before)
 
-    def by_moment(self) -> dict[RunMoment, tuple[int, int]]:
+    def by_moment(self) -> dict[RunPhase, tuple[int, int]]:
         """The peaks of all moments so far."""
         self._keep()
         return dict(self._kept)
@@ -146,9 +146,9 @@ class MemoryMeter:
         """`peak_bytes_by_moment` of the summary: the same of each moment."""
         return {moment: self._figures(moment, highest) for moment, highest in self.peaks.by_moment().items()}
 
-    def _figures(self, moment: RunMoment | None, highest: tuple[int, int] | None) -> dict[str, Any]:
+    def _figures(self, moment: RunPhase | None, highest: tuple[int, int] | None) -> dict[str, Any]:
         memory = self._plan.memory
-        allocated, reserved = (memory.allocated, memory.reserved) if moment is None else memory.of_moment(moment)
+        allocated, reserved = (memory.allocated, memory.reserved) if moment is None else memory.phase_bytes(moment)
         figures: dict[str, Any] = {
             "predicted_allocated": allocated, "measured_allocated": None,
             "predicted_reserved": reserved, "measured_reserved": None,
