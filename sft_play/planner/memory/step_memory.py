@@ -210,7 +210,7 @@ class StepMemorySimulation:
                 length=self.step.length,
                 width=widths[-1],
                 input_has_grad=layer > 0 or self.trained_parameters.trains_embedding or self._trains_rows("inputs") or self.recomputed_layers > 0,
-                accumulating=self._is_accumulating(),
+                is_accumulating=self._is_accumulating(),
             )
             blocks.append(block)
             widths.append(block.output_width)
