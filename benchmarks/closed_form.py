@@ -23,7 +23,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.gradients import adapter_dtype, gradients_of
+from sft_play.planner.gradients import adapter_dtype, gradient_sync
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
@@ -259,7 +259,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         eval_batch=step.eval_batch or None,
         quant_storage="bfloat16" if name == "fsdp" else "uint8",
         strategy=strategy,
-        sync_each_batch=name == "fsdp" and gradients_of(config, setting.precision, "fsdp").every == "micro_batch",
+        sync_each_batch=name == "fsdp" and gradient_sync(config, setting.precision, "fsdp").interval == "micro_batch",
         world=step.layout.ranks,
         capability=step.capability or (9, 0),
     )

@@ -94,7 +94,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         name="logging",
     )
     hardware = detect_hardware()
-    plan = make_plan(PlanRequest(config, load_model_shape(str(model_folder)), hardware, only=("single",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(str(model_folder)), hardware, allowed_layouts=("single",)))
     ids = [7 + index % 50 for index in range(SEQ_LEN)]
     rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
     with tempfile.TemporaryDirectory() as place:

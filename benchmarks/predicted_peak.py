@@ -113,7 +113,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
         micro = 2 * planned(dataclasses.replace(row, micro_batch=0), scratch, hardware)[1].batch.micro_batch
     config = config_of(row, scratch, micro)
     shape = load_model_shape(config.model.name)
-    return config, make_plan(PlanRequest(config, shape, hardware, only=("single",), has_eval=False))
+    return config, make_plan(PlanRequest(config, shape, hardware, allowed_layouts=("single",), has_eval=False))
 
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     found: dict[str, Any] = {
         "micro_batch": plan.batch.micro_batch,
         "grad_accum": plan.batch.grad_accum,
-        "checkpointed_layers": plan.choice.checkpointed,
+        "checkpointed_layers": plan.choice.checkpointed_layers,
         "fits": plan.fits,
         "allocated": plan.memory.allocated,
         "reserved": plan.memory.reserved,
@@ -280,7 +280,7 @@ def plain_loop(config: RunConfig, plan: Plan, model_spec: Any, model: Any) -> tu
     device = next(model.parameters()).device
     if config.train.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-        checkpoint_first_layers(model, plan.choice.checkpointed)
+        checkpoint_first_layers(model, plan.choice.checkpointed_layers)
     if model_spec.peft_config is not None:
         model.enable_input_require_grads()
         model = get_peft_model(model, model_spec.peft_config)

@@ -26,7 +26,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import Speed, SpeedError, predict_speed, rates_of, speed_error
+from sft_play.planner.speed.throughput import Speed, SpeedError, find_rates, find_speed_error, predict_speed
 from sft_play.trace.block_meter import load_planned_shape
 
 ROWS = Path(__file__).with_name("published_speeds.csv")
@@ -112,7 +112,7 @@ def step_of(row: Mapping[str, str]) -> Step:
 def speed_of(row: Mapping[str, str]) -> Speed:
     """The plan's speed of a row's settings."""
     rates, config = (
-        rates_of(machine_of(row), PRECISION),
+        find_rates(machine_of(row), PRECISION),
         _config(row["mode"], row["lora_r"], row["kernels"] == "compiled"),
     )
     return predict_speed(config, shape(row["model"]), PRECISION, step_of(row), rates)
@@ -120,7 +120,7 @@ def speed_of(row: Mapping[str, str]) -> Speed:
 
 def error_of(row: Mapping[str, str]) -> SpeedError:
     """What the plan would say of the error of a row's speed."""
-    return speed_error(shape(row["model"]), PRECISION, machine_of(row), step_of(row))
+    return find_speed_error(shape(row["model"]), PRECISION, machine_of(row), step_of(row))
 
 
 def compared(row: Mapping[str, str]) -> dict[str, Any]:

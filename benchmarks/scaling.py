@@ -18,7 +18,7 @@ from sft_play.facts.models.architecture import load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.trace.block_meter import load_planned_shape
 
 FMS = (
@@ -123,8 +123,8 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
         checkpointed_layers=None if point.checkpointing else 0,
         casts_inputs=True,
     )
-    rates = rates_of(hardware, precision)
-    rates = rates if share is None else replace(rates, share=share)
+    rates = find_rates(hardware, precision)
+    rates = rates if share is None else replace(rates, matrix_share=share)
     return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus
 
 

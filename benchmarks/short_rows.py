@@ -22,7 +22,7 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.micro_batches import RowTokens, row_tokens
+from sft_play.planner.micro_batches import RowTokens, summarize_row_tokens
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.runs.files import write_json
 
@@ -53,12 +53,12 @@ def plan_of(card: str, model: str, mode: str, batch: int, rows: RowTokens | None
     text = f"model: {{name: {model}, max_seq_len: {LENGTH}}}\ntuning: {{mode: {mode}}}\n"
     config = config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="short.yaml")
     request = PlanRequest(config, load_model_shape(model), parse_hardware(f"1x{card}"), has_eval=False)
-    return make_plan(replace(request, rows=rows))
+    return make_plan(replace(request, row_tokens=rows))
 
 
 def main(rows: Path, tokenizer: Path, out: Path) -> None:
     """Print and write the table."""
-    known = row_tokens(Counter(lengths_of(rows, tokenizer)), limit=LENGTH)
+    known = summarize_row_tokens(Counter(lengths_of(rows, tokenizer)), limit=LENGTH)
     assert known is not None
     cards: list[dict[str, Any]] = []
     for batch in (32, 64):

@@ -29,7 +29,7 @@ from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.trace.block_meter import load_planned_shape
@@ -64,7 +64,7 @@ def predicted(row: dict[str, str]) -> float | None:
         attention="eager" if row["attention"] == "eager" else "sdpa",
         casts_inputs=True,
     )
-    return predict_speed(config, shape, precision, step, rates_of(hardware, precision)).tokens_per_s / count
+    return predict_speed(config, shape, precision, step, find_rates(hardware, precision)).tokens_per_s / count
 
 
 def score(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from sft_play.config.load import load_config
 from sft_play.facts.hardware import parse_hardware
 from sft_play.files import ROOT
-from sft_play.planner.advice.what_if import largest_that_fits
+from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting.plan_run import shape_for
 
@@ -65,7 +65,7 @@ def cell(model: str, mode: str, card: str) -> Cell:
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
     request = PlanRequest(config, shape_for(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False)
-    longest = largest_that_fits("seq_len", request).value
+    longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None or not (plan := make_plan(request)).fits:
         return Cell(longest)

@@ -16,10 +16,10 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import with_batch
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.planner.advice.suggestions import suggestions
-from sft_play.planner.advice.what_if import largest_that_fits
-from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, splits
-from sft_play.planner.layout import Stopped
+from sft_play.planner.advice.suggestions import find_suggestions
+from sft_play.planner.advice.what_if import find_largest_fit
+from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
+from sft_play.planner.layout import PreviousRun
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.plan_details import batch_lines
 from sft_play.runs.folder import RunFolder
@@ -58,20 +58,20 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0
         if not fits or ("auto" not in (micro, accum) and micro * accum * ranks != wanted):
             with pytest.raises(ConfigError, match=rf"train\.effective_batch_size={wanted} "):
-                splits(train, ranks=ranks)
+                batch_splits(train, ranks=ranks)
             kinds.add("refused")
             continue
-        found = splits(train, ranks=ranks)
+        found = batch_splits(train, ranks=ranks)
         assert all(batch.effective_batch == wanted for batch in found)
         if follows:
             assert found == [BatchPlan(micro, accum, ranks)]
-            said = arithmetic(train, found[0])
+            said = format_batch_product(train, found[0])
             assert said == (
                 f"effective batch {wanted} = micro {micro} x accum {accum} x {ranks} ranks: "
                 "train.effective_batch_size was not given"
             )
         else:
-            assert "was not given" not in arithmetic(train, found[0])
+            assert "was not given" not in format_batch_product(train, found[0])
         kinds.add("follows" if follows else "given")
     assert kinds == {"follows", "given", "refused"}
 
@@ -89,12 +89,12 @@ def test_three_numbers_that_agree_on_one_rank_keep_the_effective_batch_over_any_
         if not every:
             refusal = rf"={effective} does not split over {ranks} ranks \(it does over 1\b"
             with pytest.raises(ConfigError, match=refusal):
-                splits(train, ranks=ranks)
+                batch_splits(train, ranks=ranks)
             kinds.add("refused")
             continue
         rows, passes = max(every)
-        assert splits(train, ranks=ranks) == [BatchPlan(rows, passes, ranks)]
-        said = arithmetic(train, BatchPlan(rows, passes, ranks))
+        assert batch_splits(train, ranks=ranks) == [BatchPlan(rows, passes, ranks)]
+        said = format_batch_product(train, BatchPlan(rows, passes, ranks))
         assert (f"train.grad_accum={accum} becomes {passes}" in said) == (passes != accum)
         assert (f"train.batch_size={micro} becomes {rows}" in said) == (rows != micro)
         assert "\n" not in said
@@ -130,9 +130,9 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
     kept = resolved(config, effective_batch=8)
     again = config_from_text(json.dumps(kept), name="resolved.json")
     assert effective_batch(again.train, ranks=2) == 8
-    assert splits(again.train, ranks=2) == [BatchPlan(2, 2, 2)]
+    assert batch_splits(again.train, ranks=2) == [BatchPlan(2, 2, 2)]
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=8 is not .* x 4 ranks = 16"):
-        splits(again.train, ranks=4)  # it agreed over two
+        batch_splits(again.train, ranks=4)  # it agreed over two
     plain = written()
     assert resolved(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
 
@@ -141,7 +141,7 @@ def test_ways_out_keep_an_effective_batch_that_follows():
     config = written(
         "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
     )
-    found = list(suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090"))))
+    found = list(find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090"))))
     settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
     assert "train.batch_size=1 train.grad_accum=32" in settings
     for way in settings:
@@ -154,7 +154,7 @@ def test_the_largest_counts_the_batch_that_follows():
     shape, hardware = load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("1xRTX4090")
     follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
     explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
-    assert largest_that_fits("batch", PlanRequest(follows, shape, hardware)) == largest_that_fits(
+    assert find_largest_fit("batch", PlanRequest(follows, shape, hardware)) == find_largest_fit(
         "batch", PlanRequest(explicit, shape, hardware)
     )
 
@@ -172,7 +172,7 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             f"train.effective_batch_size={kept}",
         )
         config = written(*draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)]))
-        stopped = Stopped("ddp", BatchPlan(micro, accum, first))
+        stopped = PreviousRun("ddp", BatchPlan(micro, accum, first))
         for _ in range(3):
             ranks = draw.choice([first, stopped.batch.ranks, draw.randint(1, 8)])
             if kept % ranks:
@@ -182,7 +182,7 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
                 assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
                 kinds.add("refused")
                 continue
-            found = splits(config.train, ranks=ranks, fixed=kept_of(config, stopped, ranks).batch)
+            found = batch_splits(config.train, ranks=ranks, resumed_batch=kept_of(config, stopped, ranks).batch)
             assert all(batch.effective_batch == kept for batch in found)
             again = found[0]
             if len(found) == 1:
@@ -190,7 +190,7 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             if (ranks, micro, accum) == (first, stopped.batch.micro_batch, stopped.batch.grad_accum):
                 assert BatchPlan(micro, accum, ranks) in found
             kinds.add("one split" if len(found) == 1 else "the plan splits")
-            stopped = Stopped("ddp", BatchPlan(again.micro_batch, again.grad_accum, ranks))
+            stopped = PreviousRun("ddp", BatchPlan(again.micro_batch, again.grad_accum, ranks))
     assert kinds == {"refused", "one split", "the plan splits"}
 
 

@@ -331,7 +331,7 @@ def test_a_gpus_peak_is_shown_beside_the_plans():
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import parse_hardware
-    from sft_play.planner.speed.throughput import rates_of
+    from sft_play.planner.speed.throughput import find_rates
     from sft_play.starting.plan_run import plan_for
 
     loaded = load_config(small / "padded.yaml")
@@ -341,7 +341,7 @@ def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, mon
     assert short is not None
     assert long is not None
     assert 0 < short < long  # attention sees more keys
-    rate = rates_of(plan.hardware, plan.precision).matrix
+    rate = find_rates(plan.hardware, plan.precision).matrix_flops_per_s
     twice = bench.utilisation({**run, "tokens_per_s": 2e6}, plan, loaded)
     assert twice == pytest.approx(2 * long)
     # lora: 4 operations per weight of the blocks and token at least (forward and the inputs' gradients)

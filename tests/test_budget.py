@@ -16,8 +16,8 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, Price, PriceList, load_prices, lowest_prices
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.advice.budget import Budget, Offer, budget_of
-from sft_play.planner.plan import PlanRequest, Work, make_plan
+from sft_play.planner.advice.budget import BudgetResult, Offer, compare_machine_prices
+from sft_play.planner.plan import PlanRequest, RunLength, make_plan
 from tests.conftest import Command
 
 TODAY = date(2026, 11, 23)
@@ -39,8 +39,8 @@ def planned(*, steps: int | None):
     """A function that plans the run on a machine; no work is known without steps."""
     config = config_from_text(RUN, name="run.yaml")
     shape = load_model_shape(config.model.name)
-    work = None if steps is None else Work(steps, None)
-    return lambda machine: make_plan(PlanRequest(config, shape, machine, has_eval=False), work=lambda _: work)
+    work = None if steps is None else RunLength(steps, None)
+    return lambda machine: make_plan(PlanRequest(config, shape, machine, has_eval=False), estimate_length=lambda _: work)
 
 
 def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
@@ -85,22 +85,22 @@ def offers(chance: random.Random) -> tuple[Offer, ...]:
 def test_cheapest_and_fastest_are_within_the_budget_on_random_offers():
     chance, seen = random.Random("budget"), set()
     for _ in range(300):
-        found = Budget(chance.randrange(30), offers(chance), ("1xT4",), TODAY)
+        found = BudgetResult(chance.randrange(30), offers(chance), ("1xT4",), TODAY)
         within = [offer for offer in found.offers if offer.cost <= found.usd]
-        assert list(found.within) == within
+        assert list(found.affordable_offers) == within
         text = "\n".join(found.lines())
         if not found.offers:
             assert "fits on no machine" in text
         elif not within:
             least = min(offer.cost for offer in found.offers)
             assert (found.cheapest, found.fastest) == (None, None)
-            assert f"NO machine is within it; the cheapest is {found.offers[0].where}: " in text
+            assert f"NO machine is within it; the cheapest is {found.offers[0].machine_text}: " in text
             assert f"{least:,.2f} USD" in text
             assert text.count(", above it") == len(found.offers)
         else:
             assert found.cheapest.cost == min(offer.cost for offer in within)
             assert found.fastest.hours == min(offer.hours for offer in within)
-            assert f"the cheapest machine is {found.cheapest.where}: " in text
+            assert f"the cheapest machine is {found.cheapest.machine_text}: " in text
             assert ("Fastest within it: the same" in text) == (found.fastest == found.cheapest)
         if found.offers:
             days = [(TODAY - date.fromisoformat(offer.read)).days for offer in found.offers]
@@ -116,7 +116,7 @@ def test_cheapest_and_fastest_are_within_the_budget_on_random_offers():
 def test_hours_and_cost_are_those_of_each_machines_own_plan():
     prices = [(Price(LIST, "H100", 3.0), 1), (Price(LIST, "H100", 2.0), 8), (Price(LIST, "T4", 0.5), 1)]
     plan = planned(steps=500)
-    found = budget_of(5.0, prices, plan=plan, today=TODAY)
+    found = compare_machine_prices(5.0, prices, make_machine_plan=plan, today=TODAY)
     assert {offer.machine for offer in found.offers} == {"1xH100", "8xH100"}
     assert found.too_small == ("1xT4",)  # 15 GB of weights in 14.6 GiB
     for offer in found.offers:
@@ -129,16 +129,16 @@ def test_hours_and_cost_are_those_of_each_machines_own_plan():
 
 def test_a_run_of_unknown_length_is_refused_with_what_to_set():
     with pytest.raises(ConfigError, match=r"length of the run.*train\.max_steps.*data\.train_path"):
-        budget_of(5.0, [(Price(LIST, "H100", 3.0), 1)], plan=planned(steps=None), today=TODAY)
+        compare_machine_prices(5.0, [(Price(LIST, "H100", 3.0), 1)], make_machine_plan=planned(steps=None), today=TODAY)
 
 
 def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
     request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), has_eval=False)
-    plan = make_plan(request, work=lambda _: Work(10, None))
+    plan = make_plan(request, estimate_length=lambda _: RunLength(10, None))
     assert plan.fits
     assert plan.choice.needs_unknown_ram
-    found = budget_of(99.0, [(Price(LIST, "RTX 4090", 0.4), 1)], plan=lambda _: plan, today=TODAY)
+    found = compare_machine_prices(99.0, [(Price(LIST, "RTX 4090", 0.4), 1)], make_machine_plan=lambda _: plan, today=TODAY)
     assert found.offers == ()
     assert found.too_small == ("1xRTX 4090",)
 

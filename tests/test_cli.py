@@ -211,7 +211,7 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
     assert "earlier run" not in command("plan", "--config", str(config))[1]
     code, printed = command("train", "--config", str(config))
     assert code == 0, printed
-    (run,) = calibration.load()
+    (run,) = calibration.load_measured_runs()
     summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
     assert (run.device, run.mode, run.layout) == ("cpu", "lora", "single")
     by_moment = summary["peak_bytes_by_moment"]

@@ -18,10 +18,10 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.machine import require_machine
 from sft_play.planner import calibration, plan_details
-from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
-from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json
-from sft_play.planner.speed.compile_and_liger import TRAFFIC
-from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
+from sft_play.planner.plan import PlanRequest, RunLength, make_plan, plan_from_json
+from sft_play.planner.speed.compile_and_liger import COMPILED_TRAFFIC_SHARE
+from sft_play.planner.speed.throughput import find_rates, predict_speed
 from tests.test_plan_truth import measured
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def config(*overrides: str, compile: bool = True) -> Any:
 def planned(machine: str, model: str, *overrides: str, compile: bool = True, **options: Any) -> Any:
     hardware = replace(parse_hardware(machine), cpu_name="CPU", cpu_cores=16)
     request = PlanRequest(config(*overrides, compile=compile), load_model_shape(model), hardware, **options)
-    return make_plan(request, work=lambda effective: Work(1000, None))
+    return make_plan(request, estimate_length=lambda effective: RunLength(1000, None))
 
 
 def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_memory():
@@ -60,9 +60,9 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         for name in ("matrix", "dequantise", "optimizer", "host"):
             assert other[name] == pytest.approx(one[name])
         precision, step = plain.precision, plain.choice.step
-        rates = rates_of(plain.hardware, precision)
+        rates = find_rates(plain.hardware, precision)
         reads = _reads(plain, rates)
-        assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * TRAFFIC)
+        assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * COMPILED_TRAFFIC_SHARE)
         assert other["kernel_starts"] < one["kernel_starts"]
         assert fast.speed.step_s < plain.speed.step_s
         again = predict_speed(config(*words), load_model_shape(model), precision, step, rates)
@@ -110,14 +110,14 @@ def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words
 
 def test_layouts_that_exchange_inside_blocks_are_not_possible():
     shape, hardware = load_model_shape(MODELS[1]), parse_hardware("4xH100")
-    possible, refused = layouts_for(config("tuning.mode=lora"), shape, hardware)
+    possible, refused = find_layouts(config("tuning.mode=lora"), shape, hardware)
     assert {layout.name for layout in possible} == {"ddp", "fsdp"}
     because = {item.name: item.because for item in refused}
-    assert set(because) >= {*DEEPSPEED, "tp", "fsdp_tp"}
-    assert all("train.compile: " in because[name] for name in (*DEEPSPEED, "tp", "fsdp_tp"))
+    assert set(because) >= {*DEEPSPEED_LAYOUTS, "tp", "fsdp_tp"}
+    assert all("train.compile: " in because[name] for name in (*DEEPSPEED_LAYOUTS, "tp", "fsdp_tp"))
     with pytest.raises(ConfigError, match=r"train\.compile: ranks of fsdp_cp exchange"):
-        layouts_for(config("model.mesh_shape=[[2,2],[fsdp,cp]]"), shape, hardware)
-    assert {layout.name for layout in layouts_for(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
+        find_layouts(config("model.mesh_shape=[[2,2],[fsdp,cp]]"), shape, hardware)
+    assert {layout.name for layout in find_layouts(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
 
 
 def test_chats_have_no_boundaries_in_compiled_blocks_on_a_cpu():
@@ -133,10 +133,10 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     run = functools.partial(measured, measured_reserved=2000)
     runs = [run(), run(compiled=True, measured_reserved=1500, measured_tokens_per_s=80.0)]
     asked = {"device": "GPU", "mode": "lora", "layout": "single", "model": "m"}
-    plain, fast = (calibration.correction(runs, **asked, compiled=on) for on in (False, True))
-    assert (plain.runs, plain.memory, plain.speed) == (1, 2.0, 0.5)
-    assert (fast.runs, fast.memory, fast.speed) == (1, 1.5, 0.8)
-    assert calibration.correction(runs[:1], **asked, compiled=True) == calibration.Correction()
+    plain, fast = (calibration.compute_correction(runs, **asked, is_compiled=on) for on in (False, True))
+    assert (plain.run_count, plain.memory_factor, plain.speed_factor) == (1, 2.0, 0.5)
+    assert (fast.run_count, fast.memory_factor, fast.speed_factor) == (1, 1.5, 0.8)
+    assert calibration.compute_correction(runs[:1], **asked, is_compiled=True) == calibration.Correction()
     earlier = [run(device=parse_hardware("H100").gpus[0].name, model="x")]
     untouched = planned("H100", MODELS[0], "tuning.mode=lora")
     assert planned("H100", MODELS[0], "tuning.mode=lora", earlier=earlier).speed == untouched.speed
@@ -160,11 +160,11 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
         "tokens_per_s": 3.0, "compile": None,
     }  # fmt: skip
     remember([(config(), plan)], summary)
-    assert calibration.load() == []
+    assert calibration.load_measured_runs() == []
     remember([(config(), plan)], summary | {"compile": {"graphs": 1}})
-    assert [one.compiled for one in calibration.load()] == [True]
+    assert [one.compiled for one in calibration.load_measured_runs()] == [True]
     remember([(config(compile=False), plan)], summary)
-    assert [one.compiled for one in calibration.load()] == [True, False]
+    assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]
 
 
 # --- what inductor needs ----------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():
-    from sft_play.planner.layout import not_compiled
+    from sft_play.planner.layout import compile_obstacle
 
-    assert "fsdp shards the same" in str(not_compiled(Layout("zero3", 2, 2)))
-    assert not_compiled(Layout("fsdp", 2, 2)) is None
+    assert "fsdp shards the same" in str(compile_obstacle(Layout("zero3", 2, 2)))
+    assert compile_obstacle(Layout("fsdp", 2, 2)) is None

@@ -20,12 +20,20 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
 from sft_play.launch.command import LAUNCHER, nccl_variables, torchrun
 from sft_play.launch.exported import Ranks, ranks_of
-from sft_play.planner.batching import BatchPlan, splits
-from sft_play.planner.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
-from sft_play.planner.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
+from sft_play.planner.batching import BatchPlan, batch_splits
+from sft_play.planner.candidates import (
+    Candidate,
+    MemoryBudget,
+    choose_candidate,
+    closest_to_fitting,
+    evaluate_candidates,
+    fastest_speed,
+    lowest_memory_candidates,
+)
+from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import PlanRequest, Traced, budget_bytes, job_of, make_plan
+from sft_play.planner.plan import PlanRequest, TracePrediction, build_plan_inputs, device_budget_bytes, make_plan
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -66,13 +74,13 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
         size = max(size for size in range(1, micro + 1) if share % size == 0)
         exact = {(size, share // size)}
     try:
-        found = splits(train, ranks=ranks)
+        found = batch_splits(train, ranks=ranks)
     except ConfigError as error:
         assert not exact
         advice = [int(word) for word in str(error).partition("; use ")[2].replace("=", " ").split() if word.isdigit()]
         assert advice
         good = train.model_copy(update={"effective_batch_size": advice[0]})
-        assert splits(good, ranks=ranks)
+        assert batch_splits(good, ranks=ranks)
         return
     assert [(plan.micro_batch, plan.grad_accum) for plan in found] == sorted(exact)
     assert all(plan.effective_batch == effective and plan.ranks == ranks for plan in found)
@@ -85,8 +93,8 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
 def real_candidates() -> tuple[Candidate, ...]:
     run = config("tuning: {mode: lora}")
     shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
-    job = job_of(PlanRequest(run, shape, machine(40, 40)))
-    return tuple(weigh(job, layouts_for(run, shape, machine(40, 40))[0]))
+    job = build_plan_inputs(PlanRequest(run, shape, machine(40, 40)))
+    return tuple(evaluate_candidates(job, find_layouts(run, shape, machine(40, 40))[0]))
 
 
 @st.composite
@@ -99,7 +107,7 @@ def candidates(draw) -> list[Candidate]:
         made.append(
             dataclasses.replace(
                 base,
-                room=Room(memory.required - draw(st.sampled_from([0, 1, memory.required // 2])), None),
+                budget=MemoryBudget(memory.required - draw(st.sampled_from([0, 1, memory.required // 2])), None),
                 memory=memory,
                 speed=base.speed.scaled(base.speed.tokens_per_s / speed),
             )
@@ -109,15 +117,15 @@ def candidates(draw) -> list[Candidate]:
 
 def rank_of(candidate: Candidate) -> tuple[int, bool, int, int]:
     """Simple layouts first, then all or no layers checkpointed, then small micro-batches, then little memory."""
-    mixed = 0 < candidate.checkpointed < candidate.layers
-    order = list(SIMPLICITY).index(candidate.layout.name)
+    mixed = 0 < candidate.checkpointed_layers < candidate.layers
+    order = list(LAYOUT_PREFERENCE).index(candidate.layout.name)
     return order, mixed, candidate.batch.micro_batch, candidate.memory.required
 
 
 @QUICK
 @given(candidates())
 def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_where_nothing_else_does(found):
-    chosen = choose(found)
+    chosen = choose_candidate(found)
     fitting = [one for one in found if one.fits]
     without_offload = [one for one in fitting if not one.layout.name.endswith("_offload")]
     pool = without_offload or fitting
@@ -133,9 +141,9 @@ def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_w
 @QUICK
 @given(candidates())
 def test_the_fastest_fits_and_the_least_needs_least(found):
-    assert fastest(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
-    nearest = least(found)
-    assert all(nearest.overload <= one.overload for one in found)
+    assert fastest_speed(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
+    nearest = closest_to_fitting(found)
+    assert all(nearest.budget_ratio <= one.budget_ratio for one in found)
 
 
 @QUICK
@@ -144,27 +152,27 @@ def test_a_candidate_is_short_of_each_memory_that_is_less_than_it_needs(found, d
     for one in found:
         one = dataclasses.replace(
             one,
-            room=Room(device_gib * GIB, None if host_gib is None else host_gib * GIB),
+            budget=MemoryBudget(device_gib * GIB, None if host_gib is None else host_gib * GIB),
             host_required=one.batch.micro_batch * GIB,
         )
         short = {"GPU memory"} if one.memory.required > device_gib * GIB else set()
         short |= {"RAM"} if host_gib is not None and one.batch.micro_batch > host_gib else set()
-        assert set(one.short_of) == short
+        assert set(one.insufficient_memory) == short
         assert one.fits == (not short)
         shares = [one.memory.required / (device_gib * GIB)]
         shares += [one.batch.micro_batch / host_gib] if host_gib is not None else []
-        assert one.overload == pytest.approx(max(shares))
-        assert (one.overload > 1) == bool(short)
+        assert one.budget_ratio == pytest.approx(max(shares))
+        assert (one.budget_ratio > 1) == bool(short)
 
 
 @QUICK
 @given(free=st.lists(st.floats(1, 79), min_size=1, max_size=6), ram=st.integers(1, 64), ranks=st.integers(1, 5))
 def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram(free, ram, ranks):
-    assert budget_bytes(machine(*free)) == int(sorted(free)[0] * GIB)
+    assert device_budget_bytes(machine(*free)) == int(sorted(free)[0] * GIB)
     named_only = tuple(Gpu(n, "GPU", int(size * GIB), None, None) for n, size in enumerate(free))
-    assert budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(sorted(free)[0] * GIB)
+    assert device_budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(sorted(free)[0] * GIB)
     on_cpu = Hardware((), "CPU", 8, 2 * ram * GIB, ram * GIB, cpu_ranks=ranks)
-    assert budget_bytes(on_cpu) == ram * GIB // ranks
+    assert device_budget_bytes(on_cpu) == ram * GIB // ranks
 
 
 @FEW
@@ -190,15 +198,15 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     plain = make_plan(PlanRequest(run, shape, hardware))
     asked = []
 
-    def confirm(candidate: Candidate) -> Traced:
+    def confirm(candidate: Candidate) -> TracePrediction:
         asked.append(candidate)
         memory = candidate.memory
-        return Traced(int(memory.allocated * allocated), int(memory.reserved * reserved))
+        return TracePrediction(int(memory.allocated * allocated), int(memory.reserved * reserved))
 
-    traced = make_plan(PlanRequest(run, shape, hardware), confirm=confirm)
+    traced = make_plan(PlanRequest(run, shape, hardware), trace_candidate=confirm)
     first, last = asked[0].memory, asked[-1].memory
     assert first.allocated == plain.memory.allocated
-    assert traced.choice.traced
+    assert traced.choice.is_traced
     assert traced.memory.allocated == pytest.approx(last.allocated * max(1.0, allocated), abs=2)
     assert traced.memory.reserved == pytest.approx(last.reserved * max(1.0, reserved), abs=2)
     assert traced.memory.margin == pytest.approx(last.margin * max(1.0, reserved), abs=2)
@@ -222,7 +230,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
     run = config(f"tuning: {{mode: {mode}}}", f"train: {{optim: {optim}}}")
     count = per_node * nodes
     hardware = machine(*[40.0] * count, nodes=nodes)
-    possible, refused = layouts_for(run, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), hardware)
+    possible, refused = find_layouts(run, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), hardware)
     names = [layout.name for layout in possible]
     assert all(layout.ranks == count for layout in possible)
     assert not set(names) & {item.name for item in refused}
@@ -255,8 +263,8 @@ def test_a_layouts_properties_follow_from_its_name(name):
     assert layout.is_zero == is_zero
     assert layout.is_fsdp == is_fsdp
     assert layout.shards_params == (is_fsdp or stage == 3)
-    assert layout.shards_grads == (layout.shards_params or stage == 2)
-    assert layout.shards_states == (layout.shards_grads or stage == 1)
+    assert layout.shards_gradients == (layout.shards_params or stage == 2)
+    assert layout.shards_states == (layout.shards_gradients or stage == 1)
     assert layout.offloads_states == name.endswith("offload")
     assert layout.offloads_params == (name == "zero3_offload")
 
@@ -268,7 +276,7 @@ def test_a_layouts_properties_follow_from_its_name(name):
     ranks=st.integers(1, 4),
 )
 def test_only_deepspeeds_checkpoints_are_bound_to_their_layout(before, after, ranks):
-    because = Stopped(before, BatchPlan(1, 1, ranks)).cannot_become(after)
+    because = PreviousRun(before, BatchPlan(1, 1, ranks)).resume_obstacle(after)
     same = before == after
     with_deepspeed = before.startswith("zero") or after.startswith("zero")
     assert (because is None) == (same or not with_deepspeed)
@@ -279,12 +287,12 @@ def test_only_deepspeeds_checkpoints_are_bound_to_their_layout(before, after, ra
 def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, given_ram):
     run, shape = config("tuning: {mode: full}"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
-    job = job_of(PlanRequest(run, shape, hardware))
-    for candidate in thriftiest(job, layouts_for(run, shape, hardware)[0]):
+    job = build_plan_inputs(PlanRequest(run, shape, hardware))
+    for candidate in lowest_memory_candidates(job, find_layouts(run, shape, hardware)[0]):
         memory, need = candidate.memory, candidate.host_required
         assert need == (memory.host_bytes - memory.host_save_bytes) * ranks + memory.host_save_bytes
         enough = not given_ram or need <= ram * GIB
-        assert candidate.fits == (enough and candidate.memory.required <= job.budget)
+        assert candidate.fits == (enough and candidate.memory.required <= job.device_budget)
 
 
 @QUICK
@@ -294,20 +302,20 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
     run = config("tuning: {mode: lora}", f"train: {{gradient_checkpointing: {text}}}")
     shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(free)
-    job = job_of(PlanRequest(run, shape, hardware))
-    found = weigh(job, layouts_for(run, shape, hardware)[0][:1])
-    counts = {candidate.checkpointed for candidate in found}
+    job = build_plan_inputs(PlanRequest(run, shape, hardware))
+    found = evaluate_candidates(job, find_layouts(run, shape, hardware)[0][:1])
+    counts = {candidate.checkpointed_layers for candidate in found}
     layers = shape.num_layers
     if wish == "auto":
         assert {0, layers} <= counts
         for micro in {candidate.batch.micro_batch for candidate in found}:
-            mine = {one.checkpointed: one for one in found if one.batch.micro_batch == micro}
+            mine = {one.checkpointed_layers: one for one in found if one.batch.micro_batch == micro}
             between = {layers // 4, layers // 2, layers * 3 // 4}
             assert set(mine) == {0, layers} | (between if mine[layers].fits and not mine[0].fits else set())
     else:
         assert counts == {layers if wish is True else 0 if wish is False else min(wish, layers)}
     for one in found:
-        expected = True if one.checkpointed == layers else False if one.checkpointed == 0 else "selective"
+        expected = True if one.checkpointed_layers == layers else False if one.checkpointed_layers == 0 else "selective"
         assert one.checkpointing == expected
     sizes = sorted({one.batch.micro_batch for one in found})
     for first, second in itertools.pairwise(sizes):  # larger ones are weighed unless two in a row do not fit

@@ -18,7 +18,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import keeps_params, layout_of, read_deepspeed_file, shipped_config, with_batch
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
-from sft_play.planner.batching import splits
+from sft_play.planner.batching import batch_splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.starting.plan_stages import plan_ranks
 from tests.conftest import ROOT
@@ -124,8 +124,8 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         assert len(lines) >= len({*said} - {KEYS[name] for name in KEYS if FIELDS[name] in text})
         if said:
             agreed += 1
-            assert all(split.effective_batch == found.effective_batch_size for split in splits(found, ranks=ranks))
-            split = splits(found, ranks=ranks)[0]
+            assert all(split.effective_batch == found.effective_batch_size for split in batch_splits(found, ranks=ranks))
+            split = batch_splits(found, ranks=ranks)[0]
             numbers = replace(NUMBERS, micro_batch=split.micro_batch, grad_accum=split.grad_accum,
                               data_parallel_ranks=ranks)  # fmt: skip
             fill(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
@@ -247,10 +247,10 @@ def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
     )
     shape, machine = load_model_shape(config.model.name), parse_hardware("4xA100-80GB")
     kept, gone = (
-        make_plan(PlanRequest(config, shape, machine, only=("zero3_offload",)), keeps_params=keeps)
+        make_plan(PlanRequest(config, shape, machine, allowed_layouts=("zero3_offload",)), keeps_params=keeps)
         for keeps in (True, False)
     )
-    whole = make_plan(PlanRequest(config, shape, machine, only=("zero3",)))
+    whole = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("zero3",)))
     assert kept.layout == gone.layout == "zero3_offload"
     assert kept.choice.layout.keeps_params
     assert kept.memory.terms["weights"] >= whole.memory.terms["weights"] > gone.memory.terms["weights"]

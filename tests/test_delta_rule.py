@@ -111,5 +111,5 @@ def test_only_a_gpu_with_the_package_runs_its_kernels():
         for without in (frozenset(), frozenset({LINEAR_ATTENTION_PACKAGE})):
             for packages in ((), (LINEAR_ATTENTION_PACKAGE,)):
                 asked = dataclasses.replace(shape, kernel_packages=packages)
-                step = make_plan(PlanRequest(run(), asked, parse_hardware(machine), (), False, without=without)).choice.step
+                step = make_plan(PlanRequest(run(), asked, parse_hardware(machine), (), False, missing_packages=without)).choice.step
                 assert step.fla == (machine == "1xA100" and not without and bool(packages))

@@ -326,7 +326,7 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
-    plan = make_plan(PlanRequest(config, load_model_shape(str(tiny_llama)), machine, only=("fsdp",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(str(tiny_llama)), machine, allowed_layouts=("fsdp",)))
 
     class Trainer:
         model_wrapped: Any = torch.nn.Linear(2, 2)

@@ -37,8 +37,8 @@ from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.plan import PlanRequest, Work
-from sft_play.planner.reasons import slow_words
+from sft_play.planner.plan import PlanRequest, RunLength
+from sft_play.planner.reasons import slow_code_reasons
 from tests import warm
 from tests.conftest import ROOT
 
@@ -324,8 +324,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path
 def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> Planned:
     config = load_config(world / "run.yaml", overrides=overrides).config
     shape = load_model_shape(config.model.name)
-    work = Work(steps, None) if steps else None
-    plan = make_advised_plan(PlanRequest(config, shape, hardware, only=(only,)), work=lambda _: work)  # type: ignore[arg-type]
+    work = RunLength(steps, None) if steps else None
+    plan = make_advised_plan(PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_length=lambda _: work)  # type: ignore[arg-type]
     return Planned(config, shape, plan)
 
 
@@ -589,7 +589,7 @@ MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 1024,
 )  # fmt: skip
 def test_experts_that_run_one_after_another_are_named_with_their_cost(changes, overrides, says):
     run, _ = of_model(MIXTRAL | changes, "H100", *overrides)
-    words = " ".join(slow_words(run.config, run.shape, run.plan.choice, frozenset()))
+    words = " ".join(slow_code_reasons(run.config, run.shape, run.plan.choice, frozenset()))
     assert (words == "") == (says is None)
     assert says is None or (says in words and "s of a step of" in words)
 
@@ -598,7 +598,7 @@ def test_experts_that_run_one_after_another_are_named_with_their_cost(changes, o
 def test_packages_that_linear_attention_lacks_are_named_on_gpus(machine_name):
     run, _ = of_model(MIXTRAL, machine_name)
     shape = replace(run.shape, kernel_packages=("causal-conv1d", FLA))
-    told = slow_words(run.config, shape, run.plan.choice, frozenset({FLA, "mamba-ssm", "causal-conv1d"}))
+    told = slow_code_reasons(run.config, shape, run.plan.choice, frozenset({FLA, "mamba-ssm", "causal-conv1d"}))
     conv, fla = (line for line in told if "is not installed" in line)
     assert conv.startswith("causal-conv1d is not installed: mixtral runs its own slower code instead")
     assert ("leave it so: on Blackwell its releases before 0.6.0" in fla) is (machine_name != "H100")

@@ -276,7 +276,7 @@ def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozen
     from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.plan import PlanRequest, make_plan
 
-    return make_plan(PlanRequest(run, shape, parse_hardware(machine), without=without))
+    return make_plan(PlanRequest(run, shape, parse_hardware(machine), missing_packages=without))
 
 
 def test_eager_experts_cost_what_was_published():
@@ -298,7 +298,7 @@ def test_eager_experts_cost_what_was_published():
         )
         assert EXPERTS_PART not in fast.speed.parts
         assert not any("experts" in line for line in fast.reasons)
-        share = slow.choice.checkpointed / 24
+        share = slow.choice.checkpointed_layers / 24
         published = 0.443 * (2 + share) * slow.batch.grad_accum
         assert slow.speed.parts[EXPERTS_PART] == pytest.approx(published, rel=0.05)
         (line,) = [line for line in slow.reasons if line.startswith("experts: ")]

@@ -22,9 +22,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.advice.what_if import largest_that_fits
+from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overflow_of
+from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_fault
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
 from sft_play.training.loop.finite import FiniteSteps
@@ -34,9 +34,9 @@ from tests.conftest import ROOT
 
 SHAPE = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
 OLD, NEW = ("1xT4", "1xV100", "1xRTX2080Ti"), ("1xA100", "1xRTX3060")
-IN_FORWARD = sorted(kind for kind, seen in OVERFLOWS.items() if not (seen.only_with or seen.in_backward))
-IN_BACKWARD = sorted(kind for kind, seen in OVERFLOWS.items() if seen.in_backward)
-WITH_EAGER = sorted(kind for kind, seen in OVERFLOWS.items() if seen.only_with == "eager")
+IN_FORWARD = sorted(kind for kind, seen in FP16_OVERFLOWS.items() if not (seen.only_with or seen.in_backward))
+IN_BACKWARD = sorted(kind for kind, seen in FP16_OVERFLOWS.items() if seen.in_backward)
+WITH_EAGER = sorted(kind for kind, seen in FP16_OVERFLOWS.items() if seen.only_with == "eager")
 
 
 def config(text: str = "", name: str = "no/model") -> RunConfig:
@@ -52,14 +52,14 @@ def machine(name: str) -> Hardware:
 
 
 def test_every_family_is_a_model_type_with_a_source():
-    assert [kind for kind in OVERFLOWS if kind not in CONFIG_MAPPING] == ["plamo2"]  # its code is not transformers'
-    assert all(seen.source.startswith("https://") and seen.what for seen in OVERFLOWS.values())
-    assert (len(IN_FORWARD), len(IN_BACKWARD), len(WITH_EAGER), len(OVERFLOWS)) == (18, 3, 5, 27)
+    assert [kind for kind in FP16_OVERFLOWS if kind not in CONFIG_MAPPING] == ["plamo2"]  # its code is not transformers'
+    assert all(seen.source.startswith("https://") and seen.what for seen in FP16_OVERFLOWS.values())
+    assert (len(IN_FORWARD), len(IN_BACKWARD), len(WITH_EAGER), len(FP16_OVERFLOWS)) == (18, 3, 5, 27)
 
 
 def test_the_page_names_every_family():
     section = (ROOT / "docs" / "gpus.md").read_text().split("## GPUs without bf16")[1].split("\n## ")[0]
-    families = {kind.removesuffix("_text") for kind in OVERFLOWS}
+    families = {kind.removesuffix("_text") for kind in FP16_OVERFLOWS}
     assert sorted(kind for kind in families if f"`{kind}`" not in section) == []
 
 
@@ -69,7 +69,7 @@ def test_the_page_names_every_family():
 def test_a_gpu_without_bf16_computes_an_overflowing_family_in_fp32(kind, train, gpu):
     found = choose_precision(config(train), machine(gpu), of(kind))
     assert (found.compute, found.load) == ("float32", "float32")
-    for words in ("has no bf16 units", "65,504", f"in {kind} models", OVERFLOWS[kind].source):
+    for words in ("has no bf16 units", "65,504", f"in {kind} models", FP16_OVERFLOWS[kind].source):
         assert words in found.reason
 
 
@@ -107,7 +107,7 @@ def test_fp16_by_name_is_refused_and_names_the_ways_out(kind, gpu):
         choose_precision(config("train: {fp16: true}"), machine(gpu), of(kind))
     said = str(refused.value)
     assert "train.fp16: true" in said
-    assert OVERFLOWS[kind].source in said
+    assert FP16_OVERFLOWS[kind].source in said
     assert "another model" in said
     bf16, fp32 = (said.index(f"train.fp16=false train.bf16={value}") for value in ("true", "false"))
     assert bf16 < fp32
@@ -120,7 +120,7 @@ def test_gradients_alone_are_left_to_loss_scaling_which_the_plan_says(kind):
         found = choose_precision(config(train), machine("1xV100"), of(kind))
         assert found.compute == "float16"
         assert "steps are skipped until loss scaling" in found.reason
-        assert OVERFLOWS[kind].source in found.reason
+        assert FP16_OVERFLOWS[kind].source in found.reason
 
 
 @pytest.mark.parametrize("kind", WITH_EAGER)
@@ -197,13 +197,13 @@ def test_the_command_refuses_with_one_message(tmp_path, capsys):
 
 def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
     run = config("train: {fp16: true}\ntuning: {mode: qlora}", "Qwen/Qwen2.5-3B-Instruct")
-    found = largest_that_fits("model", PlanRequest(run, SHAPE, machine("1xT4"))).value
+    found = find_largest_fit("model", PlanRequest(run, SHAPE, machine("1xT4"))).value
     assert isinstance(found, str)
-    assert overflow_of(load_model_shape(found).model_type) is None
+    assert find_fp16_overflow(load_model_shape(found).model_type) is None
 
 
 def test_a_fault_says_whether_the_family_is_known_and_the_ways_out():
-    known, unknown = fault("gemma3_text", overflow_of("gemma3_text")), fault("llama", overflow_of("llama"))
+    known, unknown = format_fp16_fault("gemma3_text", find_fp16_overflow("gemma3_text")), format_fp16_fault("llama", find_fp16_overflow("llama"))
     assert "known: in gemma3_text models activations reach 800,000 (https://" in known
     assert "llama is not among the families known for it" in unknown
     for said in (known, unknown):

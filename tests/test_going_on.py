@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from sft_play.errors import ModelError
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.layout import Stopped
+from sft_play.planner.layout import PreviousRun
 from tests.conftest import ROOT
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
@@ -286,14 +286,14 @@ def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
 
 
 def test_what_a_layout_can_become():
-    ddp, zero = Stopped("ddp", BatchPlan(2, 2, 2)), Stopped("zero3", BatchPlan(2, 2, 2))
+    ddp, zero = PreviousRun("ddp", BatchPlan(2, 2, 2)), PreviousRun("zero3", BatchPlan(2, 2, 2))
     assert ddp.batch.effective_batch == 8
-    assert ddp.cannot_become("fsdp") is None
-    assert ddp.cannot_become("single") is None
-    assert zero.cannot_become("zero3") is None
-    assert "stopped under zero3, and is now zero2" in str(zero.cannot_become("zero2"))
-    assert zero.cannot_become("ddp")
-    assert ddp.cannot_become("zero2")
+    assert ddp.resume_obstacle("fsdp") is None
+    assert ddp.resume_obstacle("single") is None
+    assert zero.resume_obstacle("zero3") is None
+    assert "stopped under zero3, and is now zero2" in str(zero.resume_obstacle("zero2"))
+    assert zero.resume_obstacle("ddp")
+    assert ddp.resume_obstacle("zero2")
 
 
 def test_saved_weights_that_are_not_the_models_are_found(tmp_path):

@@ -18,15 +18,20 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import translate
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.candidates import candidate_of
-from sft_play.planner.gradients import DIVIDES_GRADIENTS, gradients_of, refusal, unused
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
+from sft_play.planner.candidates import build_candidate
+from sft_play.planner.gradients import (
+    GRADIENT_SHARDING_LAYOUTS,
+    gradient_sync,
+    gradient_sync_refusal,
+    ineffective_distributed_options,
+)
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
-from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.speed.throughput import predict_speed, rates_of
-from sft_play.planner.speed.traffic import sent_bytes, traffic_of
+from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
+from sft_play.planner.precision import DTYPE_BYTES, Precision
+from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.planner.speed.traffic import sent_bytes, step_traffic
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -55,8 +60,8 @@ def layout_of(name: str, ranks: int = 4) -> Layout:
      ("zero2", "micro_batch"), ("zero3", "micro_batch"), ("zero3_offload", "micro_batch")],
 )  # fmt: skip
 def test_auto_is_what_the_engine_does_by_itself(layout, every):
-    assert gradients_of(run_of(), BF16, layout).every == every
-    assert refusal(run_of(), BF16, layout) is None
+    assert gradient_sync(run_of(), BF16, layout).interval == every
+    assert gradient_sync_refusal(run_of(), BF16, layout) is None
 
 
 @pytest.mark.parametrize(
@@ -68,9 +73,9 @@ def test_auto_is_what_the_engine_does_by_itself(layout, every):
     ],
 )  # fmt: skip
 def test_a_number_of_micro_batches_is_how_many_are_reduced_together(wish, accum, ddp, times):
-    chosen = gradients_of(run_of(accum=accum, sync_gradients_every=wish), BF16, "ddp")
-    assert chosen.every == ddp
-    assert chosen.times(1 if accum == "1" else 4) == times
+    chosen = gradient_sync(run_of(accum=accum, sync_gradients_every=wish), BF16, "ddp")
+    assert chosen.interval == ddp
+    assert chosen.reductions_per_step(1 if accum == "1" else 4) == times
 
 
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
@@ -96,7 +101,7 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
             draw.choice([BF16, FP32]),
         )
         config = run_of(mode, accum, sync_gradients_every=every, mixed_precision=mixed)
-        because = refusal(config, precision, layout, on_gpu=draw.random() < 0.5)
+        because = gradient_sync_refusal(config, precision, layout, on_gpu=draw.random() < 0.5)
         if layout == "single":
             assert because is None
             continue
@@ -110,17 +115,17 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
                 assert "auto" in rest, because
             continue
         honoured += 1
-        chosen = gradients_of(config, precision, layout)
+        chosen = gradient_sync(config, precision, layout)
         if every != "auto" and accum != "1":
-            assert chosen.every == every, (config.distributed, layout)
-        if layout in DIVIDES_GRADIENTS:
-            assert chosen.every == "micro_batch"
-        assert mixed["reduce"] in ("auto", chosen.reduced)
-        assert mixed["param"] in ("auto", chosen.gathered)
-        assert mixed["buffer"] in ("auto", chosen.buffers)
-        assert chosen.compressed == (chosen.reduced != chosen.computed)
+            assert chosen.interval == every, (config.distributed, layout)
+        if layout in GRADIENT_SHARDING_LAYOUTS:
+            assert chosen.interval == "micro_batch"
+        assert mixed["reduce"] in ("auto", chosen.reduced_dtype)
+        assert mixed["param"] in ("auto", chosen.gathered_dtype)
+        assert mixed["buffer"] in ("auto", chosen.buffer_dtype)
+        assert chosen.is_compressed == (chosen.reduced_dtype != chosen.computed_dtype)
         if layout == "ddp":
-            assert BYTES[chosen.reduced] <= BYTES[chosen.computed]
+            assert DTYPE_BYTES[chosen.reduced_dtype] <= DTYPE_BYTES[chosen.computed_dtype]
     assert min(honoured, refused) > 400
 
 
@@ -136,7 +141,7 @@ def test_keys_that_no_layout_can_do_are_one_message():
 def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
     hardware = parse_hardware("4xA100-80GB")
     for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
-        possible, refused = layouts_for(run_of(sync_gradients_every=wish), load_model_shape(MODEL), hardware)
+        possible, refused = find_layouts(run_of(sync_gradients_every=wish), load_model_shape(MODEL), hardware)
         assert wanted <= {layout.name for layout in possible}
         assert not wanted & {item.name for item in refused}
         assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
@@ -156,10 +161,10 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
         "distributed.mixed_precision.reduce=bfloat16, distributed.profile_communication=5: no effect on one "
         "process, which sends nothing"
     ) in plan.reasons
-    assert unused(run_of(), "single") == []
-    said = unused(run_of(find_unused_parameters=True, profile_communication=True), "zero3")
+    assert ineffective_distributed_options(run_of(), "single") == []
+    said = ineffective_distributed_options(run_of(find_unused_parameters=True, profile_communication=True), "zero3")
     assert said == ["distributed.find_unused_parameters=true: no effect under zero3, which needs no search"]
-    assert unused(run_of(find_unused_parameters=True), "ddp") == []
+    assert ineffective_distributed_options(run_of(find_unused_parameters=True), "ddp") == []
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
     wide = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32"})
     ranks = 8
     walks = [StepMemorySimulation(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
-    width = BYTES[precision.compute]
+    width = DTYPE_BYTES[precision.compute]
     assert [walk.full_gradient_bytes for walk in walks] == [0, shape.params * width, shape.params * 4]
     peaks = [estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
     more = peaks[1].moments["head"] - peaks[0].moments["head"]
@@ -234,7 +239,7 @@ def test_syncing_less_often_never_needs_less_memory_and_never_sends_more():
         memory = [estimate_memory(config, shape, precision, step).allocated for config in (often, once)]
         assert memory[1] >= memory[0]
         speeds = [
-            predict_speed(config, shape, precision, step, rates_of(hardware, precision)) for config in (often, once)
+            predict_speed(config, shape, precision, step, find_rates(hardware, precision)) for config in (often, once)
         ]
         sent = [speed.moved_bytes for speed in speeds]
         assert sent[1] <= sent[0]
@@ -252,7 +257,7 @@ def test_the_closed_form_by_hand():
     size = 2 * shape.params
 
     def kinds(layout: str, **keys: object) -> dict[str, int]:
-        return traffic_of(run_of(**keys), shape, BF16, step_of(layout, accum=2)).by_kind(2)
+        return step_traffic(run_of(**keys), shape, BF16, step_of(layout, accum=2)).bytes_by_kind(2)
 
     assert kinds("ddp") == {"all_reduce": size}
     assert kinds("ddp", sync_gradients_every="micro_batch") == {"all_reduce": 2 * size}
@@ -266,16 +271,16 @@ def test_the_closed_form_by_hand():
     assert kinds("fsdp")["all_gather"] == 2 * (2 * size - tail)
     assert kinds("fsdp", mixed_precision={"param": "float32"})["all_gather"] == 4 * (2 * size - tail)
     once = replace(step_of("zero3", accum=2), checkpointed_layers=0)  # 494 million weights are used again within 1e9
-    gathered = traffic_of(run_of(), shape, BF16, once).by_kind(2)
+    gathered = step_traffic(run_of(), shape, BF16, once).bytes_by_kind(2)
     assert gathered == {"all_gather": 2 * size, "reduce_scatter": 2 * size}
     large = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
-    gathered = traffic_of(run_of(), large, BF16, step_of("zero3", accum=1)).by_kind(1)
+    gathered = step_traffic(run_of(), large, BF16, step_of("zero3", accum=1)).bytes_by_kind(1)
     assert gathered["all_gather"] == pytest.approx(2 * (2 * large.params - 1e9 / 3), rel=1e-6)
     huge = load_model_shape("meta-llama/Llama-3.3-70B-Instruct")  # 80 blocks of 855 million weights, each checkpointed
-    gathered = traffic_of(run_of(), huge, BF16, step_of("zero3", accum=1)).by_kind(1)
+    gathered = step_traffic(run_of(), huge, BF16, step_of("zero3", accum=1)).bytes_by_kind(1)
     again = huge.params - 2 * huge.vocab_size * huge.hidden_size - 80 * 0.5e9
     assert gathered["all_gather"] == pytest.approx(2 * (2 * huge.params - 1e9 / 3 + again), rel=1e-6)
-    hybrid = traffic_of(run_of(), shape, BF16, step_of("fsdp_hybrid", accum=2)).by_kind(2)
+    hybrid = step_traffic(run_of(), shape, BF16, step_of("fsdp_hybrid", accum=2)).bytes_by_kind(2)
     assert hybrid["all_reduce"] == 2 * size // 2  # each of two shards, in both passes
     assert sent_bytes("all_reduce", 8.0, 4) == 12.0
     assert sent_bytes("all_gather", 8.0, 4) == 6.0
@@ -284,7 +289,7 @@ def test_the_closed_form_by_hand():
 
 def test_a_plan_keeps_its_collectives_through_json():
     config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), only=("fsdp",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), allowed_layouts=("fsdp",)))
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
     assert plan.speed.collectives["reduce_scatter"] == 4 * load_model_shape(MODEL).params
 
@@ -299,8 +304,8 @@ def test_the_trace_runs_what_the_keys_say():
         (run_of(mixed_precision={"reduce": "float32"}), "fsdp", (True, None, "float32")),
         (run_of(sync_gradients_every="step"), "ddp", (False, None, None)),
     ):  # fmt: skip
-        job = job_of(PlanRequest(run, shape, hardware))
-        candidate = candidate_of(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
+        job = build_plan_inputs(PlanRequest(run, shape, hardware))
+        candidate = build_candidate(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
         found = step_settings(run, {}, shape, BF16, candidate.step)
         assert (found.sync_each_batch, found.gathers_in, found.reduces_in) == wanted
 

@@ -19,8 +19,8 @@ from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner import calibration
-from sft_play.planner.advice.suggestions import suggestions
-from sft_play.planner.kernels import REPLACED, CountedKernels, PlannedKernels, planned_kernels
+from sft_play.planner.advice.suggestions import find_suggestions
+from sft_play.planner.kernels import LIGER_REPLACEMENTS, CountedKernels, PlannedKernels, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.operations import liger_gate, liger_norm, liger_rotation
@@ -28,8 +28,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.tape import OWN_SEGMENT_BYTES, Tape
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.compile_and_liger import STILL_MOVED, saved_bytes, saved_starts_s
-from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.compile_and_liger import MIN_TRAFFIC_SHARE, liger_saved_bytes, liger_saved_starts_s
+from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.starting.train_here import remember
 from sft_play.trace.settings import StepSettings
 from sft_play.units import GIB
@@ -60,7 +60,7 @@ def config(kernels: str, mode: str = "lora", **changes: Any) -> RunConfig:
 def plan_of(kernels: str, *, without: frozenset[str] = frozenset(), hardware: str = "H100", **options: Any) -> Any:
     run = config(kernels, **options)
     shape = load_model_shape(run.model.name)
-    return make_plan(PlanRequest(run, shape, parse_hardware(f"1x{hardware}"), without=without))
+    return make_plan(PlanRequest(run, shape, parse_hardware(f"1x{hardware}"), missing_packages=without))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
 @pytest.mark.build
 def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
     from sft_play.planner.batching import BatchPlan
-    from sft_play.planner.candidates import candidate_of
-    from sft_play.planner.plan import job_of
+    from sft_play.planner.candidates import build_candidate
+    from sft_play.planner.plan import build_plan_inputs
     from sft_play.trace import build
     from sft_play.trace.confirm import trace_candidate
 
     monkeypatch.delitem(build.KERNEL_CONTEXTS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
     shape = parse_model_shape(dict(model), name="m")
-    candidate = candidate_of(job_of(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
-    assert trace_candidate(run, model, shape, BF16, candidate).unavailable == "Liger's kernels run on a GPU alone"
+    candidate = build_candidate(build_plan_inputs(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
+    assert trace_candidate(run, model, shape, BF16, candidate).unavailable_reason == "Liger's kernels run on a GPU alone"
 
 
 @pytest.mark.build
@@ -229,7 +229,7 @@ def test_the_trace_leaves_the_class_as_it_was() -> None:
 @pytest.mark.build
 def test_the_table_is_the_packages_own() -> None:
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch")
-    for kind, replaced in REPLACED.items():
+    for kind, replaced in LIGER_REPLACEMENTS.items():
         options = inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
         assert options["rms_norm"].default is True
         assert options["rope"].default is replaced.rotation, kind
@@ -250,7 +250,7 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
     layout = draw.choice((SINGLE, SINGLE, Layout("ddp", 2), Layout("tp", 2, tensor_parallel=2)))
     run, shape = config(wish, **{"tuning.backend": backend}), load_model_shape(model)
     without = frozenset() if installed else frozenset({LIGER_PACKAGE})
-    found = planned_kernels(run, shape, layout, on_gpu=on_gpu, without=without)
+    found = plan_kernels(run, shape, layout, on_gpu=on_gpu, missing_packages=without)
     can = on_gpu and backend == "bnb" and layout.tensor_parallel == 1 and "OLMo" not in model
     if wish == "none":
         assert found == PlannedKernels()
@@ -262,7 +262,7 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
     if found.speed is not None:
         assert found.speed.gate == (shape.num_experts == 0)
         assert found.speed.head_norms == ("Qwen3" in model)
-    assert found.counted == CountedKernels("liger" if memory else "plain", "liger" if speed else "plain")
+    assert found.counted_names == CountedKernels("liger" if memory else "plain", "liger" if speed else "plain")
 
 
 def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
@@ -302,12 +302,12 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
     # and 18, Liger's 6 and 10
     forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
     backward = 2 * 4 * 78 + 6 * 26 + 3 * 8
-    assert saved_bytes(shape, REPLACED["llama"], e=2, again=0.0) == forward + backward
-    assert saved_bytes(shape, REPLACED["llama"], e=2, again=1.0) == 2 * forward + backward
+    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=2, recomputed_share=0.0) == forward + backward
+    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=2, recomputed_share=1.0) == 2 * forward + backward
     # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
     fp32 = 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
-    assert saved_bytes(shape, REPLACED["llama"], e=4, again=0.0) == fp32
-    assert saved_starts_s(shape, REPLACED["llama"], again=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
+    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=4, recomputed_share=0.0) == fp32
+    assert liger_saved_starts_s(shape, LIGER_REPLACEMENTS["llama"], recomputed_share=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -318,23 +318,23 @@ def test_no_speed_promises_more_than_the_kernels_leave(seed: int) -> None:
     )
     mode, machine = draw.choice(("full", "lora", "qlora")), draw.choice(("H100", "A100-80GB", "RTX4090", "T4"))
     step = Step(draw.choice((1, 4)), 1, draw.choice((256, 4096)), checkpointed_layers=draw.choice((None, 0)))
-    shape, rates = load_model_shape(model), rates_of(parse_hardware(f"1x{machine}"), BF16)
+    shape, rates = load_model_shape(model), find_rates(parse_hardware(f"1x{machine}"), BF16)
     speeds = [predict_speed(config(kernels, mode), shape, BF16, step, rates) for kernels in ("none", "liger", "auto")]
     plain, liger, auto = (speed.parts for speed in speeds)
     assert auto == liger
     assert liger["matrix"] == plain["matrix"]
-    assert STILL_MOVED * plain["memory"] <= liger["memory"] < plain["memory"]
+    assert MIN_TRAFFIC_SHARE * plain["memory"] <= liger["memory"] < plain["memory"]
     assert speeds[1].step_s < speeds[0].step_s
 
 
 # --- what later plans learn, and falling back -----------------------------------------------------------------------
-def _run(**changes: Any) -> calibration.Measured:
+def _run(**changes: Any) -> calibration.MeasuredRun:
     usual: dict[str, Any] = {
         "device": "H100", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 1,
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 100,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 100.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return calibration.Measured(**{**usual, **changes})
+    return calibration.MeasuredRun(**{**usual, **changes})
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -347,21 +347,21 @@ def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
     ]  # fmt: skip
     for names in (("plain", "plain"), ("plain", "liger"), ("liger", "liger")):
         counted = CountedKernels(*names)
-        found = calibration.correction(runs, device="H100", mode="lora", layout="single", model="m", kernels=counted)
+        found = calibration.compute_correction(runs, device="H100", mode="lora", layout="single", model="m", kernels=counted)
         of_memory = [run.measured_reserved / 100 for run in runs if run.kernels == names[0] and run.predicted_reserved]
         of_speed = sorted(run.measured_tokens_per_s / 100 for run in runs if run.kernels == names[1])
-        assert found.memory == max([1.0, *of_memory])
-        assert found.runs == len(of_memory)
+        assert found.memory_factor == max([1.0, *of_memory])
+        assert found.run_count == len(of_memory)
         middle = len(of_speed) // 2
         expected = (of_speed[middle] + of_speed[-middle - 1]) / 2 if of_speed else 1.0
-        assert found.speed == pytest.approx(expected)
+        assert found.speed_factor == pytest.approx(expected)
 
 
 def test_lines_without_kernels_are_runs_of_the_plain_ones(tmp_path: Any) -> None:
     line = dataclasses.asdict(_run())
     del line["kernels"]
     (tmp_path / "measured.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    assert [run.kernels for run in calibration.load(tmp_path / "measured.jsonl")] == ["plain"]
+    assert [run.kernels for run in calibration.load_measured_runs(tmp_path / "measured.jsonl")] == ["plain"]
 
 
 @pytest.mark.parametrize(
@@ -377,8 +377,8 @@ def test_lines_without_kernels_are_runs_of_the_plain_ones(tmp_path: Any) -> None
 def test_a_prediction_of_other_kernels_is_not_learned_from(
     monkeypatch: Any, wish: str, used: list[str], memory: bool, speed: bool
 ) -> None:
-    kept: list[calibration.Measured] = []
-    monkeypatch.setattr(calibration, "add", kept.append)
+    kept: list[calibration.MeasuredRun] = []
+    monkeypatch.setattr(calibration, "add_measured_run", kept.append)
     plan = plan_of(wish)
     summary = {
         "peak_bytes_by_moment": {"training": {"measured_reserved": 5, "measured_allocated": 4}}, "tokens_per_s": 3.0,
@@ -428,7 +428,7 @@ def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and
 ) -> None:
     run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
     without = frozenset() if installed else frozenset({LIGER_PACKAGE})
-    found = list(suggestions(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), without=without)))
+    found = list(find_suggestions(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), missing_packages=without)))
     named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
     assert bool(named_ways) == (wish == "auto" and installed)
     assert found

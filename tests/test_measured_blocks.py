@@ -247,7 +247,7 @@ def test_a_class_without_checkpointing_is_planned_without_it():
     shape = measured_shape(fields)
     assert not shape.can_checkpoint
     plan = make_plan(PlanRequest(run(length=64), shape, parse_hardware("1xRTX3060")))
-    assert {candidate.checkpointed for candidate in plan.candidates} == {0}
+    assert {candidate.checkpointed_layers for candidate in plan.candidates} == {0}
     with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing that frees memory; set it"):
         make_plan(
             PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, parse_hardware("1xRTX3060"))

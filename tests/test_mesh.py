@@ -26,11 +26,11 @@ from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_choices, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import largest_that_fits
-from sft_play.planner.candidates import candidate_of
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
-from sft_play.planner.mesh import AXES, Mesh, mesh_of
-from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.advice.what_if import find_largest_fit
+from sft_play.planner.candidates import build_candidate
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
+from sft_play.planner.mesh import MESH_AXES, Mesh, parse_mesh
+from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
 from tests.conftest import chosen
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
@@ -58,20 +58,20 @@ def cpu(ranks: int) -> Hardware:
 
 
 @QUICK
-@given(sizes=st.permutations([1, 1, 2, 3]), order=st.permutations(sorted(AXES)), upper=st.booleans())
+@given(sizes=st.permutations([1, 1, 2, 3]), order=st.permutations(sorted(MESH_AXES)), upper=st.booleans())
 def test_a_mesh_is_its_sizes_by_name_in_any_order(sizes, order, upper):
     wanted = dict(zip(order, sizes, strict=True))
     given_mesh = (tuple(sizes), tuple(name.upper() if upper else name for name in order))
     large = {name for name, size in wanted.items() if size > 1}
     if large in ({"tp", "cp"}, {"dp", "tp"}, {"dp", "cp"}):
         with pytest.raises(ConfigError, match=r"model\.mesh_shape=.* cannot be combined.*; use \[\["):
-            mesh_of(given_mesh)
+            parse_mesh(given_mesh)
         return
-    mesh = mesh_of(given_mesh)
+    mesh = parse_mesh(given_mesh)
     assert mesh == Mesh(**wanted)
     assert mesh.ranks == 6
-    assert mesh.batches == wanted["dp"] * wanted["fsdp"]
-    assert mesh_of(json.loads(re.sub(r"([a-z]+)", r'"\1"', str(mesh)))) == mesh  # as it is said is as it is written
+    assert mesh.data_parallel_ranks == wanted["dp"] * wanted["fsdp"]
+    assert parse_mesh(json.loads(re.sub(r"([a-z]+)", r'"\1"', str(mesh)))) == mesh  # as it is said is as it is written
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_class_that_would_be_divided_wrongly_is_refused(found, kind):
 
 
 def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
-    shape, job = load_model_shape(LLAMA), job_of(PlanRequest(run(mode="full"), load_model_shape(LLAMA), parse_hardware("8xH100")))
+    shape, job = load_model_shape(LLAMA), build_plan_inputs(PlanRequest(run(mode="full"), load_model_shape(LLAMA), parse_hardware("8xH100")))
     blocks = sum(kind.count * kind.linear_weights for kind in shape.layers)
     for fsdp, tp in ((1, 2), (1, 8), (2, 4), (4, 2)):
         layout = Layout("fsdp_tp" if fsdp > 1 else "tp", fsdp, fsdp, tp)
-        one = candidate_of(
+        one = build_candidate(
             job, layout, make_advised_plan(PlanRequest(run(mode="full"), shape, parse_hardware("8xH100"))).batch, 32
         )
         share = (shape.params - blocks + blocks / tp) / fsdp
@@ -262,7 +262,7 @@ def test_a_part_of_a_row_needs_a_part_of_its_activations():
         shared = make_advised_plan(PlanRequest(mesh, shape, parse_hardware("8xH100"))).choice
         short = run([[8], ["fsdp"]], mode="full", model__max_seq_len=8192 // parts, train__batch_size=1)
         alone = make_advised_plan(PlanRequest(short, shape, parse_hardware("8xH100"))).choice
-        if shared.checkpointed == alone.checkpointed and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
+        if shared.checkpointed_layers == alone.checkpointed_layers and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
             assert shared.memory.terms["activations"] == pytest.approx(alone.memory.terms["activations"], rel=0.01)
         assert shared.speed.tokens == 8192 * shared.batch.effective_batch
 
@@ -292,7 +292,7 @@ def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
     assert offloaded.memory.host_bytes - kept.memory.host_bytes == inputs
     assert offloaded.speed.step_s > kept.speed.step_s
     assert "if each node has" in offloaded.verdict
-    assert "checkpointing with offload" in offloaded.checkpointing_words
+    assert "checkpointing with offload" in offloaded.checkpointing_text
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -314,7 +314,7 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
         assert plan.choice.layout.ranks == count
         assert plan.batch.effective_batch == config.train.effective_batch_size
         assert not any("does not launch" in str(one.rejected_because) for one in plan.candidates)
-        assert plan.choice.layout in layouts_for(config, load_model_shape(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
+        assert plan.choice.layout in find_layouts(config, load_model_shape(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
     assert chosen
 
 
@@ -329,7 +329,7 @@ def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
     }
     found = refusal = None
     try:
-        found = make_advised_plan(PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S"), only=("ddp", "fsdp")))
+        found = make_advised_plan(PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S"), allowed_layouts=("ddp", "fsdp")))
     except ConfigError as error:
         refusal = error
     assert refusal is None
@@ -522,7 +522,7 @@ def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say
 
 def test_the_largest_model_of_a_mesh_is_one_that_it_can_run():
     """Classes that tensor-parallel ranks cannot divide are passed over."""
-    found = largest_that_fits("model", PlanRequest(run([1, 4]), load_model_shape(LLAMA), parse_hardware("4xH100,ram=1TiB")))
+    found = find_largest_fit("model", PlanRequest(run([1, 4]), load_model_shape(LLAMA), parse_hardware("4xH100,ram=1TiB")))
     assert load_model_shape(str(found.value)).model_type in TENSOR_PARALLEL_TYPES
 
 

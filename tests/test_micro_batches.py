@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import TypeAdapter
 
-from sft_play.planner.micro_batches import Cut, MicroBatches, average_passes, row_tokens
+from sft_play.planner.micro_batches import MicroBatches, RowAssignment, average_micro_steps, summarize_row_tokens
 from tests.ranks import found_by_ranks
 
 CASES = range(60)
@@ -26,7 +26,7 @@ def drawn(seed: int) -> tuple[list[int], int, int, int]:
     return lengths, longest * draw.randint(1, 6), draw.choice([0, 1, 50, 700]), draw.choice([1, 2, 3, 4])
 
 
-def check_whole(cut: Cut, count: int, ranks: int) -> None:
+def check_whole(cut: RowAssignment, count: int, ranks: int) -> None:
     assert sorted(row for each in cut for batch in each for row in batch) == list(range(count))
     assert all(len(each) == ranks and any(each) for each in cut)
 
@@ -38,7 +38,7 @@ def places(batch: Sequence[int], lengths: Sequence[int]) -> int:
 @pytest.mark.parametrize("seed", CASES)
 def test_padded_micro_batches_hold_every_row_once_within_their_tokens(seed):
     lengths, tokens, overhead, ranks = drawn(seed)
-    cut = MicroBatches(1, tokens=tokens, overhead=overhead).cut(lengths, ranks=ranks)
+    cut = MicroBatches(1, tokens=tokens, overhead=overhead).assign_rows(lengths, ranks=ranks)
     check_whole(cut, len(lengths), ranks)
     assert all(places(batch, lengths) <= tokens for each in cut for batch in each)
     order = [row for each in cut for batch in each for row in batch]
@@ -48,7 +48,7 @@ def test_padded_micro_batches_hold_every_row_once_within_their_tokens(seed):
         assert max(sizes) - min(sizes) <= 1
 
 
-def cost(cut: Cut, lengths: Sequence[int], overhead: int, ranks: int) -> int:
+def cost(cut: RowAssignment, lengths: Sequence[int], overhead: int, ranks: int) -> int:
     return sum(overhead + -(-sum(map(len, each)) // ranks) * lengths[min(itertools.chain(*each))] for each in cut)
 
 
@@ -57,7 +57,7 @@ def test_no_other_cut_of_sorted_rows_costs_less(seed):
     draw = random.Random(seed)
     lengths = sorted((draw.randint(2, 90) for _ in range(draw.randint(1, 9))), reverse=True)
     tokens, overhead, ranks = 90 * draw.randint(1, 3), draw.choice([0, 20, 200]), draw.choice([1, 2])
-    found = MicroBatches(1, tokens=tokens, overhead=overhead).cut(lengths, ranks=ranks)
+    found = MicroBatches(1, tokens=tokens, overhead=overhead).assign_rows(lengths, ranks=ranks)
     best = None
     for ends in itertools.product([False, True], repeat=len(lengths) - 1):  # every way to cut
         borders = [0, *(place for place, cuts in enumerate(ends, start=1) if cuts), len(lengths)]
@@ -74,11 +74,11 @@ def test_joined_micro_batches_need_no_more_passes_than_rows_of_full_length(seed)
     longest = lengths[0]
     rows = max(1, tokens // longest)
     plan = MicroBatches(rows, tokens=rows * longest, padded=False)
-    cut = plan.cut(lengths, ranks=ranks)
+    cut = plan.assign_rows(lengths, ranks=ranks)
     check_whole(cut, len(lengths), ranks)
     sums = [[sum(lengths[row] for row in batch) for batch in each] for each in cut]
     assert max(map(max, sums)) <= rows * longest
-    assert len(cut) <= plan.most_passes(-(-len(lengths) // ranks))
+    assert len(cut) <= plan.max_micro_steps(-(-len(lengths) // ranks))
     flat = list(itertools.chain(*sums))
     assert flat == sorted(flat, reverse=True)  # those that ranks compute at the same time are alike
 
@@ -87,10 +87,10 @@ def test_joined_micro_batches_need_no_more_passes_than_rows_of_full_length(seed)
 def test_a_batch_that_was_given_is_kept_in_rows(seed):
     lengths, _, _, ranks = drawn(seed)
     rows = random.Random(seed).randint(1, 9)
-    cut = MicroBatches(rows).cut(lengths, ranks=ranks)
+    cut = MicroBatches(rows).assign_rows(lengths, ranks=ranks)
     check_whole(cut, len(lengths), ranks)
     assert all(sum(map(len, each)) == rows * ranks for each in cut[:-1])
-    assert len(cut) == MicroBatches(rows).most_passes(-(-len(lengths) // ranks)) == -(-len(lengths) // (rows * ranks))
+    assert len(cut) == MicroBatches(rows).max_micro_steps(-(-len(lengths) // ranks)) == -(-len(lengths) // (rows * ranks))
 
 
 @pytest.mark.parametrize("seed", CASES)
@@ -99,13 +99,13 @@ def test_a_step_of_one_pass_stays_one(seed):
     rows = -(-len(lengths) // ranks)
     for padded in (True, False):
         plan = MicroBatches(rows, tokens=rows * lengths[0], overhead=overhead, padded=padded, single=True)
-        assert len(plan.cut(lengths, ranks=ranks)) == plan.most_passes(rows) == 1
+        assert len(plan.assign_rows(lengths, ranks=ranks)) == plan.max_micro_steps(rows) == 1
 
 
 def test_very_large_steps_are_cut_in_time_and_within_their_tokens():
     draw = random.Random(1)
     lengths = sorted((draw.randint(10, 900) for _ in range(6000)), reverse=True)
-    cut = MicroBatches(4, tokens=3600, overhead=300).cut(lengths, ranks=4)
+    cut = MicroBatches(4, tokens=3600, overhead=300).assign_rows(lengths, ranks=4)
     check_whole(cut, 6000, 4)
     assert all(places(batch, lengths) <= 3600 for each in cut for batch in each)
 
@@ -117,7 +117,7 @@ def test_very_large_steps_are_cut_in_time_and_within_their_tokens():
 def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(5, 400) for _ in range(draw.randint(1, 700))]
-    rows = row_tokens(Counter(lengths), limit=512)
+    rows = summarize_row_tokens(Counter(lengths), limit=512)
     assert rows is not None
     assert (rows.longest, rows.rows) == (max(lengths), len(lengths))
     assert rows.mean == pytest.approx(sum(lengths) / len(lengths))
@@ -126,10 +126,10 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
     assert list(rows.sample) == sorted(lengths, reverse=True)
     batch, ranks = draw.choice([4, 32, 64]), draw.choice([1, 2])
     for plan in (MicroBatches(2), MicroBatches(2, tokens=800, overhead=40), MicroBatches(2, tokens=800, padded=False)):
-        passes = average_passes(rows, plan, effective_batch=batch, ranks=ranks)
-        assert passes.places <= 800
-        assert passes.tokens <= passes.count * passes.places * ranks * 1.0001  # places are padded tokens
-        assert passes.length <= rows.longest
+        passes = average_micro_steps(rows, plan, effective_batch=batch, ranks=ranks)
+        assert passes.padded_tokens <= 800
+        assert passes.tokens <= passes.count * passes.padded_tokens * ranks * 1.0001  # places are padded tokens
+        assert passes.row_length <= rows.longest
     if len(lengths) > 200:
         assert passes.tokens == pytest.approx(batch * rows.mean, rel=0.6)
 
@@ -137,7 +137,7 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
 def test_a_sample_of_very_many_rows_is_like_them():
     draw = random.Random(3)
     lengths = [int(draw.lognormvariate(5, 0.8)) + 1 for _ in range(50_000)]
-    rows = row_tokens(Counter(lengths), limit=10**6)
+    rows = summarize_row_tokens(Counter(lengths), limit=10**6)
     assert rows is not None
     assert len(rows.sample) == 1024
     assert sum(rows.sample) / 1024 == pytest.approx(rows.mean, rel=0.01)
@@ -145,19 +145,19 @@ def test_a_sample_of_very_many_rows_is_like_them():
 
 
 def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
-    rows = row_tokens(Counter([100, 300, 512]), limit=512, held_out=80)
+    rows = summarize_row_tokens(Counter([100, 300, 512]), limit=512, held_out=80)
     assert rows is not None
-    assert rows.within(512) is rows
-    assert rows.within(1024) is None  # a row was cut at 512, perhaps
-    shorter = rows.within(256)
+    assert rows.limited_to(512) is rows
+    assert rows.limited_to(1024) is None  # a row was cut at 512, perhaps
+    shorter = rows.limited_to(256)
     assert shorter is not None
     assert (shorter.longest, shorter.p95, shorter.held_out, shorter.mean) == (256, 256, 80, pytest.approx(204))
-    loose = row_tokens(Counter([100, 300]), limit=512, held_out=400)
+    loose = summarize_row_tokens(Counter([100, 300]), limit=512, held_out=400)
     assert loose is not None
-    assert loose.within(4096) is loose
-    assert loose.longest_of_all == 400
+    assert loose.limited_to(4096) is loose
+    assert loose.longest_row == 400
     assert TypeAdapter(type(rows)).validate_json(json.dumps(dataclasses.asdict(rows))) == rows
-    assert row_tokens({}, limit=512) is None
+    assert summarize_row_tokens({}, limit=512) is None
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

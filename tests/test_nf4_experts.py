@@ -364,13 +364,13 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
     """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
-    from sft_play.planner.advice.what_if import largest_that_fits
+    from sft_play.planner.advice.what_if import find_largest_fit
 
     found = {}
     for quantize in ("auto", False):
         text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
         config = config_from_text(json.dumps(text), name="run")
-        name = largest_that_fits("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
+        name = find_largest_fit("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
         found[quantize] = load_model_shape(name)
     assert found["auto"].num_experts
     assert found["auto"].params > found[False].params

@@ -19,12 +19,12 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.model_shape import LinearShape
 from sft_play.planner import candidates
-from sft_play.planner.attention import Attended
-from sft_play.planner.candidates import micro_batches
-from sft_play.planner.micro_batches import MicroBatches, average_passes, row_tokens
-from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.attention import RowAttention
+from sft_play.planner.candidates import plan_micro_batches
+from sft_play.planner.micro_batches import MicroBatches, average_micro_steps, summarize_row_tokens
+from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
+from sft_play.planner.speed.throughput import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -45,7 +45,7 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
             kind = dataclasses.replace(kind, linears=(*kind.linears, LATENT))
             shape = dataclasses.replace(shape, layers=(kind,))
         precision = Precision("bfloat16" if half else "float32", "bfloat16", "")
-        because = Attended(run_of(), shape, "sdpa", capability, device).one_by_one_because(precision)
+        because = RowAttention(run_of(), shape, "sdpa", capability, device).one_by_one_reason(precision)
         runs = half and width <= 256 and not is_latent
         if device == "cuda":
             runs = runs and capability not in ((6, 0), (7, 0), (7, 5))
@@ -57,11 +57,11 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
 
 
 def test_a_plan_says_why_each_chat_is_a_call():
-    known = row_tokens(dict.fromkeys(range(100, 2000, 9), 1), limit=2048)
+    known = summarize_row_tokens(dict.fromkeys(range(100, 2000, 9), 1), limit=2048)
 
     def reasons(gpu: Gpu) -> tuple[bool, str]:
         machine = Hardware((gpu,), "CPU", 8, 256 * GIB, 256 * GIB)
-        plan = make_plan(PlanRequest(run_of(), load_model_shape(LLAMA), machine, rows=known))
+        plan = make_plan(PlanRequest(run_of(), load_model_shape(LLAMA), machine, row_tokens=known))
         assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
         return plan.choice.step.one_by_one, " ".join(plan.reasons)
 
@@ -89,29 +89,29 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
     """On random cards without a kernel, models and rows: every candidate is the faster one of both."""
     draw, seen = random.Random(3), {True: 0, False: 0}
     cards = [entry.name for entry in CATALOG_ENTRIES]
-    monkeypatch.setattr(Attended, "one_by_one_because", lambda *_: "no kernel")  # on every card
+    monkeypatch.setattr(RowAttention, "one_by_one_reason", lambda *_: "no kernel")  # on every card
     for _ in range(30):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
         card, batch = draw.choice(cards), draw.choice([8, 32, 64])
         mean = draw.choice([12, 40, 200, 800])
         spread = draw.choice([0.0, 0.02, 0.6])
         lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
-        known = row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
+        known = summarize_row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
         request = PlanRequest(
-            run_of(model, mode, batch), load_model_shape(model), parse_hardware(f"1x{card}"), rows=known, has_eval=False
+            run_of(model, mode, batch), load_model_shape(model), parse_hardware(f"1x{card}"), row_tokens=known, has_eval=False
         )
-        plan, job = make_plan(request), job_of(request)
+        plan, job = make_plan(request), build_plan_inputs(request)
         for candidate in plan.candidates:
             step, speeds = candidate.step, {}
-            precision = job.precision_of(step.layout)
+            precision = job.layout_precision(step.layout)
             assert step.one_by_one == step.varlen
             for joined in (True, False):
                 other = dataclasses.replace(step, varlen=joined, one_by_one=joined, padded=not joined and step.masks)
-                cut = micro_batches(job, precision, other)
+                cut = plan_micro_batches(job, precision, other)
                 assert cut.padded != joined
-                passes = average_passes(known, cut, effective_batch=batch, ranks=1)
+                passes = average_micro_steps(known, cut, effective_batch=batch, ranks=1)
                 speeds[joined] = predict_speed(
-                    job.config, job.shape, precision, other, job.rates, passes=passes
+                    job.config, job.shape, precision, other, job.rates, micro_steps=passes
                 ).tokens_per_s
             assert step.varlen == (speeds[True] >= speeds[False]), (card, model, mean, spread, speeds)
             assert candidate.speed.tokens_per_s == pytest.approx(max(speeds.values()))
@@ -125,40 +125,40 @@ def test_every_chat_of_a_pass_costs_its_starts():
     """By hand: a GPU whose products take no time waits for all starts, those of each chat in each layer and pass among
     them: forwards once, and backwards counted twice."""
     request = PlanRequest(run_of(mode="full"), load_model_shape(LLAMA), parse_hardware("1xH200"), has_eval=False)
-    job = job_of(request)
-    rates = dataclasses.replace(job.rates, matrix=1e30, bandwidth=1e30)
-    step = candidates._step_of(
-        dataclasses.replace(job, rows=None),
+    job = build_plan_inputs(request)
+    rates = dataclasses.replace(job.rates, matrix_flops_per_s=1e30, bandwidth=1e30)
+    step = candidates._build_step(
+        dataclasses.replace(job, row_tokens=None),
         make_plan(request).choice.layout,
         make_plan(request).batch,
         0,
         loss="chunked",
     )
     assert step.varlen
-    passes = average_passes(row_tokens({64: 32}, limit=2048), MicroBatches(1, tokens=2048, padded=False),
+    passes = average_micro_steps(summarize_row_tokens({64: 32}, limit=2048), MicroBatches(1, tokens=2048, padded=False),
                             effective_batch=32, ranks=1)  # fmt: skip
     assert (passes.count, passes.rows) == (1, 32)
     starts = {
         apart: predict_speed(
-            job.config, job.shape, job.precision, dataclasses.replace(step, one_by_one=apart), rates, passes=passes
+            job.config, job.shape, job.precision, dataclasses.replace(step, one_by_one=apart), rates, micro_steps=passes
         ).parts["kernel_starts"]
         for apart in (True, False)
     }
-    assert starts[False] == pytest.approx(PASS_OVERHEAD_S * 32 * 3)
-    assert starts[True] - starts[False] == pytest.approx(CHAT_STARTS * PASS_OVERHEAD_S * 32 * 3 * 32)
+    assert starts[False] == pytest.approx(LAYER_OVERHEAD_S * 32 * 3)
+    assert starts[True] - starts[False] == pytest.approx(CHAT_START_SHARE * LAYER_OVERHEAD_S * 32 * 3 * 32)
 
 
 def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():
     draw = random.Random(9)
     for _ in range(40):
-        rows = row_tokens({draw.randint(1, 90): draw.randint(1, 40) for _ in range(6)}, limit=90)
+        rows = summarize_row_tokens({draw.randint(1, 90): draw.randint(1, 40) for _ in range(6)}, limit=90)
         ranks, batch = draw.choice([1, 2, 4]), draw.choice([4, 16, 33])
         cut = MicroBatches(2, tokens=180, padded=draw.random() < 0.5, overhead=20)
-        passes = average_passes(rows, cut, effective_batch=batch, ranks=ranks)
+        passes = average_micro_steps(rows, cut, effective_batch=batch, ranks=ranks)
         assert 1 <= passes.rows <= min(batch, rows.rows)
         if ranks == 1:  # every row is in one pass
             assert passes.rows * passes.count == pytest.approx(min(batch, rows.rows))
-        assert passes.rows * rows.longest >= passes.places - 1e-9
+        assert passes.rows * rows.longest >= passes.padded_tokens - 1e-9
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------

@@ -532,30 +532,30 @@ def timeout(config: RunConfig) -> Facts:
 
 def hybrid(config: RunConfig) -> Facts:
     """The layouts of four ranks on one node, with the ranks that each divides its states over."""
-    from sft_play.planner.layout import layouts_for
+    from sft_play.planner.layout import find_layouts
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
-    return {item.name: item.shard for item in layouts_for(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
+    return {item.name: item.shard for item in find_layouts(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
 
 
 def over_ranks(config: RunConfig) -> Facts:
     """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
     layout cannot. What DDP is told, how many steps are profiled, how checkpoints are written."""
-    from sft_play.planner.gradients import gradients_of
-    from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
+    from sft_play.planner.gradients import gradient_sync
+    from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
     from sft_play.planner.precision import choose_precision
     from sft_play.training.measure.profile import window_of
     from sft_play.training.ranks.engines import engine_arguments
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
     shape, precision = load_model_shape(config.model.name), choose_precision(config, machine)
-    possible, refused = layouts_for(config, shape, machine)
+    possible, refused = find_layouts(config, shape, machine)
     facts: Facts = {item.name: item.because for item in refused}
     for layout in possible:
-        chosen = gradients_of(config, precision, layout.name)
-        facts[layout.name] = f"{chosen.every} {chosen.gathered} {chosen.reduced} {chosen.buffers}"
+        chosen = gradient_sync(config, precision, layout.name)
+        facts[layout.name] = f"{chosen.interval} {chosen.gathered_dtype} {chosen.reduced_dtype} {chosen.buffer_dtype}"
     only = ("ddp",) if any(layout.name == "ddp" for layout in possible) else LAYOUT_NAMES
-    made = make_plan(PlanRequest(config, shape, machine, only=only))
+    made = make_plan(PlanRequest(config, shape, machine, allowed_layouts=only))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
     window = window_of(config, made, Path("/nowhere"))
     return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps,
@@ -570,7 +570,7 @@ def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leav
     text = f"model: {{name: Qwen/Qwen2.5-0.5B}}\ndistributed: {{find_unused_parameters: {str(asked).lower()}}}\n"
     config = config_from_text(text, name="x")
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
-    made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, only=("ddp",)))
+    made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=("ddp",)))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, skips=skips)
     assert told["ddp_find_unused_parameters"] is (asked or skips)
 
@@ -583,7 +583,7 @@ def traced(config: RunConfig) -> Facts:
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
     shape = load_model_shape(config.model.name)
     answer = trace_candidate(config, {}, shape, choose_precision(config, machine), on_cpu(config).choice)
-    return {"unavailable": answer.unavailable}
+    return {"unavailable": answer.unavailable_reason}
 
 
 LORA, LORA16 = ["tuning.mode=lora"], ["tuning.mode=lora", "train.bf16=true"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.layout import Stopped
+from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
@@ -58,7 +58,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
             kinds.add("nothing")
             continue
         again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
-        stopped = Stopped("ddp", BatchPlan(micro, accum, ranks))
+        stopped = PreviousRun("ddp", BatchPlan(micro, accum, ranks))
         kept = kept_of(again.config, stopped, ranks).batch or BatchPlan(
             int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
         )

@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.parameters import Parameters, parameters_line, parameters_of
+from sft_play.planner.parameters import ParameterCounts, count_parameters, format_parameters
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.plan_details import plan_lines
 from sft_play.planner.precision import Precision
@@ -42,7 +42,7 @@ def test_the_counts_add_up(seed):
     saves = draw.choice([[], [], ["lm_head"], ["embed_tokens", "lm_head"]]) if mode != "full" else []
     lora = {"r": draw.choice([4, 16]), "target_parameters": draw.choice(["auto", [], ["down_proj"]])}
     shape, config = load_model_shape(name), run(name, mode, modules_to_save=saves, **lora if mode != "full" else {})
-    found = parameters_of(config, shape, draw.choice([FP32, BF16, MASTERS]), SINGLE)
+    found = count_parameters(config, shape, draw.choice([FP32, BF16, MASTERS]), SINGLE)
     matrices = sum(linear.weights * count for linear, count in shape.linears)
     stacks = [(one.weights, kind.count) for kind in shape.layers for one in kind.expert_weights]
     packed = sum(weights * count for weights, count in stacks)
@@ -58,10 +58,10 @@ def test_the_counts_add_up(seed):
         assert found.experts is None
     else:
         assert found.experts.total == sum(weights * count for weights, count in stacks)
-        none = parameters_of(run(name, mode, **{**lora, "target_parameters": []}), shape, BF16, SINGLE)
+        none = count_parameters(run(name, mode, **{**lora, "target_parameters": []}), shape, BF16, SINGLE)
         assert found.experts.adapters == found.adapters - none.adapters
         assert (found.experts.adapters > 0) == (mode != "full" and bool(lora["target_parameters"]))
-    assert TypeAdapter(Parameters).validate_json(json.dumps(asdict(found))) == found
+    assert TypeAdapter(ParameterCounts).validate_json(json.dumps(asdict(found))) == found
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_counts_add_up(seed):
 )
 def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
     layout = SINGLE if layout == "single" else Layout(layout, 2, 2)
-    found = parameters_of(run("Qwen/Qwen3-4B", mode), load_model_shape("Qwen/Qwen3-4B"), precision, layout)
+    found = count_parameters(run("Qwen/Qwen3-4B", mode), load_model_shape("Qwen/Qwen3-4B"), precision, layout)
     assert (found.adapter_dtype or found.rest_dtype) == dtype
 
 
@@ -106,7 +106,7 @@ def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
 )  # fmt: skip
 def test_one_line_says_it(name, mode, options, line):
     config = run(name, mode, **options)
-    assert parameters_line(parameters_of(config, load_model_shape(name), BF16, SINGLE), config) == line
+    assert format_parameters(count_parameters(config, load_model_shape(name), BF16, SINGLE), config) == line
 
 
 def test_plan_and_json_have_it_and_earlier_plans_have_none():
@@ -158,7 +158,7 @@ def test_a_model_in_memory_has_those_parameters(folder, mode, precision):
         model = get_peft_model(model, spec.peft_config)
         plan = make_plan(PlanRequest(config, shape, parse_hardware("cpu")))
         set_adapter_dtype(model, config, replace(plan, precision=precision))
-    expected = parameters_of(config, shape, precision, SINGLE)
+    expected = count_parameters(config, shape, precision, SINGLE)
     found = _in_memory(model)
     assert found == {
         "total": expected.total,

@@ -296,5 +296,5 @@ def test_records_of_earlier_versions_are_still_read(tmp_path: Path) -> None:
         "predicted_tokens_per_s": 1.0, "measured_tokens_per_s": 1.0, "versions": "", "finished": "", "version": 2,
     }  # fmt: skip
     (tmp_path / "measured.jsonl").write_text(json.dumps(line) + "\n")
-    (run,) = calibration.load(tmp_path / "measured.jsonl")
+    (run,) = calibration.load_measured_runs(tmp_path / "measured.jsonl")
     assert run.memory_ratio == 1.5

@@ -14,10 +14,10 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import grid, largest, largest_that_fits
-from sft_play.planner.batching import divisors, splits
+from sft_play.planner.advice.what_if import find_largest_fit, largest_fitting_multiple, parse_grid
+from sft_play.planner.batching import batch_splits, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, Layout
-from sft_play.planner.plan import PlanRequest, Traced, Work, make_plan, require_fit
+from sft_play.planner.plan import PlanRequest, RunLength, TracePrediction, make_plan, require_fit
 from sft_play.planner.plan_details import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
 from sft_play.planner.precision import choose_precision
 
@@ -33,7 +33,7 @@ def cpu(ram: int = 24 * GIB) -> Hardware:
 
 
 def batches(ranks=1, **train):
-    return [(plan.micro_batch, plan.grad_accum) for plan in splits(TrainConfig(**train), ranks=ranks)]
+    return [(plan.micro_batch, plan.grad_accum) for plan in batch_splits(TrainConfig(**train), ranks=ranks)]
 
 
 def test_every_split_multiplies_to_the_effective_batch():
@@ -159,7 +159,7 @@ def test_a_way_out_that_is_said_to_fit_does(name, machine, text):
         if way.change.startswith("layout "):
             continue
         only = LAYOUT_NAMES if way.hardware else ("single",)
-        again = make_plan(PlanRequest(run, shape, parse_hardware(way.hardware or machine), only=only))
+        again = make_plan(PlanRequest(run, shape, parse_hardware(way.hardware or machine), allowed_layouts=only))
         assert (again.fits, again.memory.required) == (way.fits, way.required), way.change
         checked += way.fits
     assert checked
@@ -188,7 +188,7 @@ def test_the_smallest_micro_batch_within_three_percent_of_the_best_is_taken():
 def test_checkpointing_is_left_out_where_all_fits_and_kept_for_some_layers_where_some_do():
     def chosen(gib):
         plan = plan_of(machine=gpus(1, gib), text="train: {batch_size: 4}")
-        return plan.choice.checkpointed
+        return plan.choice.checkpointed_layers
 
     counts = [chosen(gib) for gib in (12, 20, 24, 30, 40, 80)]
     assert counts[0] == 36
@@ -200,8 +200,8 @@ def test_checkpointing_is_left_out_where_all_fits_and_kept_for_some_layers_where
 @pytest.mark.parametrize(("given", "count"), [("true", 36), ("false", 0), ("10", 10), ("99", 36)])
 def test_checkpointing_that_is_given_is_kept(given, count):
     plan = plan_of(machine=gpus(1, 200), text=f"train: {{gradient_checkpointing: {given}}}")
-    assert plan.choice.checkpointed == count
-    assert {candidate.checkpointed for candidate in plan.candidates} == {count}
+    assert plan.choice.checkpointed_layers == count
+    assert {candidate.checkpointed_layers for candidate in plan.candidates} == {count}
 
 
 def test_the_simplest_layout_that_fits_is_taken_and_the_others_say_why_not():
@@ -261,11 +261,11 @@ def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
 
 def test_a_trace_that_finds_more_counts_and_says_so():
     def traced(candidate):
-        return Traced(int(candidate.memory.allocated * 1.1), int(candidate.memory.reserved * 1.1))
+        return TracePrediction(int(candidate.memory.allocated * 1.1), int(candidate.memory.reserved * 1.1))
 
     plain, confirmed = plan_of(machine=gpus(1, 80)), plan_of(machine=gpus(1, 80), confirm=traced)
-    assert confirmed.choice.traced
-    assert not plain.choice.traced
+    assert confirmed.choice.is_traced
+    assert not plain.choice.is_traced
     assert confirmed.memory.allocated == pytest.approx(1.1 * plain.memory.allocated, rel=1e-6)
     assert sum(confirmed.memory.terms.values()) == confirmed.memory.allocated
     assert any("+10.0% apart: the larger one is used" in reason for reason in confirmed.reasons)
@@ -278,7 +278,7 @@ def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
     def traced(candidate):
         seen.append(candidate.key)
         more = 10 * GIB if len(seen) == 1 else 0
-        return Traced(candidate.memory.allocated + more, candidate.memory.reserved + more)
+        return TracePrediction(candidate.memory.allocated + more, candidate.memory.reserved + more)
 
     confirmed = plan_of(machine=gpus(1, 16), confirm=traced)
     assert len(seen) == 2
@@ -288,8 +288,8 @@ def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
 
 
 def test_a_trace_that_cannot_be_had_is_said_and_changes_nothing():
-    plan = plan_of(confirm=lambda candidate: Traced(unavailable="no such class"))
-    assert not plan.choice.traced
+    plan = plan_of(confirm=lambda candidate: TracePrediction(unavailable_reason="no such class"))
+    assert not plan.choice.is_traced
     assert plan.choice == plan_of().choice
     assert "not confirmed by a trace: no such class" in plan.reasons
 
@@ -300,7 +300,7 @@ def measured(**changes):
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 110,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return calibration.Measured(**{**usual, **changes})
+    return calibration.MeasuredRun(**{**usual, **changes})
 
 
 def test_earlier_runs_on_the_machine_correct_memory_upwards_and_speed_both_ways():
@@ -328,15 +328,15 @@ def test_what_one_layout_measured_does_not_make_another_look_faster():
 
 def test_the_record_survives_broken_lines_and_keeps_the_newest(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    assert calibration.load() == []
-    calibration.add(measured(model="first"))
+    assert calibration.load_measured_runs() == []
+    calibration.add_measured_run(measured(model="first"))
     with calibration.record_path().open("a") as file:
         file.write("{broken\n[1]\n" + json.dumps({"model": "older version"}) + "\n")
-    calibration.add(measured(model="second"))
-    assert [run.model for run in calibration.load()] == ["first", "second"]
-    for _ in range(calibration.KEPT):
-        calibration.add(measured(model="many"))
-    assert {run.model for run in calibration.load()} == {"many"}
+    calibration.add_measured_run(measured(model="second"))
+    assert [run.model for run in calibration.load_measured_runs()] == ["first", "second"]
+    for _ in range(calibration.MAX_RECORDED_RUNS):
+        calibration.add_measured_run(measured(model="many"))
+    assert {run.model for run in calibration.load_measured_runs()} == {"many"}
 
 
 @pytest.mark.parametrize(
@@ -348,25 +348,25 @@ def test_the_record_survives_broken_lines_and_keeps_the_newest(tmp_path, monkeyp
     ],
 )
 def test_a_grid_is_every_combination(text, expected):
-    assert grid(text.split()) == expected
+    assert parse_grid(text.split()) == expected
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "a=", "a=1,,2", "a=" + ",".join("1" * 300)])
 def test_a_grid_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="WHATIF"):
-        grid([text])
+        parse_grid([text])
 
 
 @pytest.mark.parametrize(("most", "limit"), [(64 * 100, 64 * 37), (1000, 1000), (100, 64), (64, 0)])
 def test_the_largest_is_found(most, limit):
-    assert largest(lambda value: value <= limit, step=64, most=most) == (limit or None)
+    assert largest_fitting_multiple(lambda value: value <= limit, step=64, limit=most) == (limit or None)
 
 
 @pytest.mark.parametrize("question", ["seq_len", "batch"])
 def test_the_largest_that_fits_fits_and_the_next_does_not(question):
     shape, machine = load_model_shape("Qwen/Qwen2.5-3B-Instruct"), gpus(1, 8)
     text = "train: {gradient_checkpointing: true, batch_size: 1, effective_batch_size: 1}"
-    found = largest_that_fits(question, PlanRequest(config(text), shape, machine)).value
+    found = find_largest_fit(question, PlanRequest(config(text), shape, machine)).value
     assert isinstance(found, int)
 
     def fits(value):
@@ -384,7 +384,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(question):
 
 def test_the_largest_model_that_fits_grows_with_the_gpu():
     def largest_model(gib):
-        found = largest_that_fits(
+        found = find_largest_fit(
             "model", PlanRequest(config(), load_model_shape("Qwen/Qwen2.5-3B-Instruct"), gpus(1, gib))
         ).value
         return load_model_shape(found).params if found else 0
@@ -396,7 +396,7 @@ def test_the_largest_model_that_fits_grows_with_the_gpu():
 
 def test_time_energy_and_money_of_the_whole_run():
     machine = parse_hardware("2xH100,price=2.5")
-    plan = plan_of(machine=machine, work=lambda effective: Work(steps=1000, tokens=10_000_000))
+    plan = plan_of(machine=machine, work=lambda effective: RunLength(steps=1000, tokens=10_000_000))
     run = plan.as_json()["run"]
     assert plan.speed_known
     assert run["hours"] == pytest.approx(1000 * plan.speed.step_s / 3600)

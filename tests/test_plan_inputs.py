@@ -24,12 +24,12 @@ from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.planner.advice import what_if
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import grid, largest_that_fits
-from sft_play.planner.candidates import thriftiest, weigh
-from sft_play.planner.layout import layouts_for
+from sft_play.planner.advice.what_if import find_largest_fit, parse_grid
+from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
+from sft_play.planner.layout import find_layouts
 from sft_play.planner.micro_batches import RowTokens
-from sft_play.planner.plan import Plan, PlanRequest, job_of
-from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, table_lines, way_lines
+from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
+from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, suggestion_lines, table_lines
 from sft_play.runs.folder import FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_for
@@ -197,21 +197,21 @@ def test_nothing_fits_is_answered_in_time():
 def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
     for length in (512, 2048, 8192, 32768):
         run = config(f"tuning.mode={mode}", f"model.max_seq_len={length}")
-        job = job_of(PlanRequest(run, load_model_shape("Qwen/Qwen2.5-7B-Instruct"), parse_hardware(hardware)))
-        layouts, _ = layouts_for(job.config, job.shape, job.hardware)
-        assert any(one.fits for one in thriftiest(job, layouts)) == any(one.fits for one in weigh(job, layouts))
+        job = build_plan_inputs(PlanRequest(run, load_model_shape("Qwen/Qwen2.5-7B-Instruct"), parse_hardware(hardware)))
+        layouts, _ = find_layouts(job.config, job.shape, job.hardware)
+        assert any(one.fits for one in lowest_memory_candidates(job, layouts)) == any(one.fits for one in evaluate_candidates(job, layouts))
 
 
 def test_max_says_how_and_with_how_much_ram():
     job = config()
-    found = largest_that_fits("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB")))
+    found = find_largest_fit("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB")))
     assert "zero3_offload" in found.limited_by
     assert "of 1024.0 GiB of RAM on each node" in found.limited_by
 
 
 def test_max_model_has_room_for_the_sequences():
     job = config("model.max_seq_len=32768")
-    found = largest_that_fits("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xRTX4090")))
+    found = find_largest_fit("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xRTX4090")))
     assert isinstance(found.value, str)
     assert (load_model_shape(found.value).max_positions or 0) >= 32768
 
@@ -250,7 +250,7 @@ def test_a_grid_of_50_plans_that_do_not_fit_is_answered_in_time(command: Command
     cells = (
         "model.max_seq_len=" + ",".join(str(256 * count) for count in range(1, 11)) + " tuning.lora.r=8,16,32,64,128"
     )
-    assert len(grid(cells.split())) == 50
+    assert len(parse_grid(cells.split())) == 50
     start = time.process_time()
     code, said = command("plan", "--config", LORA, "--hardware", "1xRTX3060,ram=8GiB", "--json", "--whatif", cells)
     assert time.process_time() - start < 7
@@ -342,7 +342,7 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     monkeypatch.setattr(what_if, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
     asked = config("model.max_seq_len=512", "tuning.mode=qlora")
     request = PlanRequest(asked, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
-    assert largest_that_fits("model", request).value == name
+    assert find_largest_fit("model", request).value == name
 
 
 def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
@@ -354,7 +354,7 @@ def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
     monkeypatch.setattr(what_if, "KNOWN_MODELS", known)
     monkeypatch.setattr(what_if, "refuse_quantised", refuses)
     request = PlanRequest(config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
-    assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
+    assert find_largest_fit("model", request).value == "Qwen/Qwen2.5-0.5B"
 
 
 def test_the_words_fit_the_numbers():
@@ -363,7 +363,7 @@ def test_the_words_fit_the_numbers():
     none = plan_of("cpu,ram=8GiB")
     assert not any("chosen" in line for line in table_lines(none))
     assert any("does not fit" in line for line in table_lines(none))
-    for way, line in zip(none.suggestions, way_lines(none)[1:], strict=False):
+    for way, line in zip(none.suggestions, suggestion_lines(none)[1:], strict=False):
         assert ("GiB per GPU" if way.hardware else "GiB per process") in line
     assert not any("predicted" in (one.rejected_because or "") for one in plan_of("cpu,ram=512GiB").candidates)
 

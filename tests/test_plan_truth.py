@@ -19,12 +19,12 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import QUESTIONS, largest_that_fits
-from sft_play.planner.candidates import choose
-from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
-from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.planner.advice.what_if import QUESTIONS, find_largest_fit
+from sft_play.planner.candidates import choose_candidate
+from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
+from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
 from sft_play.planner.plan_details import choice_line, detected_lines, grid_lines, largest_line, plan_lines
-from sft_play.planner.reasons import speed_words
+from sft_play.planner.reasons import format_relative_speed
 from sft_play.starting.train_here import remember
 from tests.conftest import Command
 
@@ -72,20 +72,20 @@ def random_plans() -> list[tuple[RunConfig, Plan]]:
     jobs = [(run_of(chance, chance.choice(MODELS)), machine_of(chance)) for _ in range(25)]
     for config, machine in [(full, parse_hardware("1xH200,ram=8GiB")), *jobs]:
         only = (chance.choice(LAYOUT_NAMES),) if config is not full and chance.random() < 0.3 else LAYOUT_NAMES
-        work = (lambda effective: Work(100, 1_000_000)) if chance.random() < 0.5 else None
+        work = (lambda effective: RunLength(100, 1_000_000)) if chance.random() < 0.5 else None
         made = make_advised_plan(
-            PlanRequest(config, load_model_shape(config.model.name), machine, only=only, earlier=runs),
-            work=work,
-            confirm=traced,
+            PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=only, measured_runs=runs),
+            estimate_length=work,
+            trace_candidate=traced,
         )
         found.append((config, made))
     return found
 
 
-def traced(candidate: Any) -> Traced:
+def traced(candidate: Any) -> TracePrediction:
     if candidate.layout.ranks > 2:
-        return Traced(unavailable="too many ranks")
-    return Traced(candidate.memory.allocated + GIB // 7, candidate.memory.reserved + GIB // 5)
+        return TracePrediction(unavailable_reason="too many ranks")
+    return TracePrediction(candidate.memory.allocated + GIB // 7, candidate.memory.reserved + GIB // 5)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -
     """Plan a run with what is recorded, and record what a machine measures that does constant shares of what is
     predicted without a record. The plan is handed over as JSON, as ranks are."""
     shape = load_model_shape(config.model.name)
-    plan = make_plan(PlanRequest(config, shape, machine, only=("single",), earlier=calibration.load()))
-    free = make_plan(PlanRequest(config, shape, machine, only=("single",)))
+    plan = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("single",), measured_runs=calibration.load_measured_runs()))
+    free = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("single",)))
     raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
     peak = {"measured_allocated": raw.memory.allocated, "measured_reserved": round(memory * raw.memory.reserved)}
     handed = plan_from_json(json.loads(json.dumps(plan.as_json())))
@@ -131,9 +131,9 @@ def test_a_machine_that_does_a_constant_share_is_predicted_from_its_second_run_o
         assert plan.speed.tokens_per_s == pytest.approx(share * first.speed.tokens_per_s, rel=1e-6)
         assert plan.memory.reserved == pytest.approx(1.2 * first.memory.reserved, rel=1e-6)
         assert plan.memory.allocated == first.memory.allocated
-    assert all(plan.choice.raw == first.choice.raw for plan in others)
-    assert all(run.speed_ratio == pytest.approx(share) for run in calibration.load())
-    assert all(run.memory_ratio == pytest.approx(1.2) for run in calibration.load())
+    assert all(plan.choice.uncorrected == first.choice.uncorrected for plan in others)
+    assert all(run.speed_ratio == pytest.approx(share) for run in calibration.load_measured_runs())
+    assert all(run.memory_ratio == pytest.approx(1.2) for run in calibration.load_measured_runs())
 
 
 def test_a_noisy_machine_is_predicted_within_its_noise(cache):
@@ -151,64 +151,64 @@ def test_a_noisy_machine_is_predicted_within_its_noise(cache):
             assert max(1, 0.979 * over) <= plan.memory.reserved / free.memory.reserved <= max(1, 1.021 * over)
 
 
-def measured(**changes: Any) -> calibration.Measured:
+def measured(**changes: Any) -> calibration.MeasuredRun:
     usual = {
         "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 8,
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1000,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return calibration.Measured(**{**usual, **changes})
+    return calibration.MeasuredRun(**{**usual, **changes})
 
 
-def of_all_sizes(ratio: float, **kind: Any) -> list[calibration.Measured]:
+def of_all_sizes(ratio: float, **kind: Any) -> list[calibration.MeasuredRun]:
     """Runs from 128 MiB to 128 GiB that all needed as much more than predicted."""
     sizes = [2**power for power in range(27, 38)]
     return [measured(predicted_reserved=size, measured_reserved=int(ratio * size), **kind) for size in sizes]
 
 
-def learned(runs: list[calibration.Measured], **kind: Any) -> calibration.Correction:
-    return calibration.correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
+def learned(runs: list[calibration.MeasuredRun], **kind: Any) -> calibration.Correction:
+    return calibration.compute_correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
 
 
 def test_more_evidence_never_lowers_the_memory_and_one_odd_run_does_not_move_the_speed():
     chance = random.Random(4)
     for _ in range(50):
-        runs: list[calibration.Measured] = []
+        runs: list[calibration.MeasuredRun] = []
         factor = 1.0
         for _ in range(40):
             ratio, speed = chance.uniform(0.5, 1.5), chance.uniform(10, 90)
             runs.append(measured(measured_reserved=int(1000 * ratio), measured_tokens_per_s=speed))
             found = learned(runs)
-            assert found.memory == max(factor, int(1000 * ratio) / 1000)
-            assert found.speed == pytest.approx(
-                statistics.median(r.speed_ratio for r in runs[-calibration.LOOKED_AT :])
+            assert found.memory_factor == max(factor, int(1000 * ratio) / 1000)
+            assert found.speed_factor == pytest.approx(
+                statistics.median(r.speed_ratio for r in runs[-calibration.SPEED_RUNS :])
             )
-            factor = found.memory
+            factor = found.memory_factor
     steady = [measured() for _ in range(5)]
-    assert learned([*steady, measured(measured_tokens_per_s=1e9)]).speed == 0.5
+    assert learned([*steady, measured(measured_tokens_per_s=1e9)]).speed_factor == 0.5
     high = [measured(measured_reserved=1200), *(measured() for _ in range(30))]
-    assert learned(high).memory == 1.2
+    assert learned(high).memory_factor == 1.2
 
 
 def test_the_nearest_runs_count_and_no_figure_is_beyond_belief():
     runs = [measured(model="small", measured_reserved=2000), measured(model="large", measured_reserved=1100)]
-    assert [learned(runs, model=name).memory for name in ("small", "large", "new", None)] == [2.0, 1.1, 2.0, 2.0]
+    assert [learned(runs, model=name).memory_factor for name in ("small", "large", "new", None)] == [2.0, 1.1, 2.0, 2.0]
     other = [measured(layout="ddp", measured_reserved=1500), *runs[1:]]
-    assert [learned(other, layout=name).memory for name in ("ddp", "single", "fsdp")] == [1.5, 1.1, 1.5]
-    assert learned([measured(measured_reserved=10**9)]).memory == calibration.MOST_MEMORY
-    assert learned([measured(measured_tokens_per_s=1e30)]).speed == calibration.SPEEDS[1]
+    assert [learned(other, layout=name).memory_factor for name in ("ddp", "single", "fsdp")] == [1.5, 1.1, 1.5]
+    assert learned([measured(measured_reserved=10**9)]).memory_factor == calibration.MAX_MEMORY_FACTOR
+    assert learned([measured(measured_tokens_per_s=1e30)]).speed_factor == calibration.SPEED_RANGE[1]
     nothing = learned([measured(measured_tokens_per_s=0.0)])
-    assert (nothing.speed, nothing.speed_measured) == (1.0, False)
+    assert (nothing.speed_factor, nothing.has_measured_speed) == (1.0, False)
     assert "roofline" not in (nothing.reason or "")
 
 
 def test_the_newest_runs_are_kept(cache, monkeypatch):
-    monkeypatch.setattr(calibration, "KEPT", 12)
+    monkeypatch.setattr(calibration, "MAX_RECORDED_RUNS", 12)
     for number in range(17):
-        calibration.add(measured(finished=str(number), measured_reserved=1300 if number == 5 else 1000))
-    found = calibration.load()
+        calibration.add_measured_run(measured(finished=str(number), measured_reserved=1300 if number == 5 else 1000))
+    found = calibration.load_measured_runs()
     assert [run.finished for run in found] == [str(number) for number in range(5, 17)]
-    assert learned(found).memory == 1.3
+    assert learned(found).memory_factor == 1.3
 
 
 def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(cache):
@@ -216,9 +216,9 @@ def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(ca
     broken = [{**old, "version": 2, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
     lines = [json.dumps(line) for line in (old, {**old, "version": 1}, *broken)]
     calibration.record_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
-    assert calibration.load() == []
-    calibration.add(measured())
-    assert calibration.load() == [measured()]
+    assert calibration.load_measured_runs() == []
+    calibration.add_measured_run(measured())
+    assert calibration.load_measured_runs() == [measured()]
     assert calibration.record_path().read_text().count("\n") == 1
 
 
@@ -226,15 +226,15 @@ def test_a_trace_is_corrected_like_any_prediction():
     """Traced 10% above the estimate, measured 20% above the trace: 1.32 times the estimate are needed."""
     config, machine = usual(), found_machine()
 
-    def traced(candidate: Any) -> Traced:
-        return Traced(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
+    def traced(candidate: Any) -> TracePrediction:
+        return TracePrediction(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
 
     shape, name = load_model_shape(config.model.name), machine.gpus[0].name
     plain = make_advised_plan(PlanRequest(config, shape, machine))
     size = int(1.1 * plain.memory.reserved)
     earlier = [measured(device=name, predicted_reserved=size, measured_reserved=round(1.2 * size))]
-    plan = make_advised_plan(PlanRequest(config, shape, machine, earlier=earlier), confirm=traced)
-    assert plan.choice.raw.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
+    plan = make_advised_plan(PlanRequest(config, shape, machine, measured_runs=earlier), trace_candidate=traced)
+    assert plan.choice.uncorrected.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
     assert plan.memory.reserved == pytest.approx(1.32 * plain.memory.reserved, rel=1e-6)
 
 
@@ -244,12 +244,12 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
     machine, shape = found_machine(), load_model_shape(name)
     earlier = [run for mode in ("lora", "qlora", "full")
                for run in of_all_sizes(3.6, device=machine.gpus[0].name, mode=mode)]  # fmt: skip
-    plain = largest_that_fits("seq_len", PlanRequest(config, shape, machine))
-    taught = largest_that_fits("seq_len", PlanRequest(config, shape, machine, earlier=earlier))
+    plain = find_largest_fit("seq_len", PlanRequest(config, shape, machine))
+    taught = find_largest_fit("seq_len", PlanRequest(config, shape, machine, measured_runs=earlier))
     assert isinstance(plain.value, int)
     assert isinstance(taught.value, int)
     assert taught.value < plain.value
-    plan = make_advised_plan(PlanRequest(config, shape, machine, only=("single",), earlier=earlier))
+    plan = make_advised_plan(PlanRequest(config, shape, machine, allowed_layouts=("single",), measured_runs=earlier))
     assert not plan.fits
     checked = 0
     for way in plan.suggestions:
@@ -257,7 +257,7 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
             words = way.setting.split()
             run = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x", overrides=words)
             again = make_advised_plan(
-                PlanRequest(run, load_model_shape(run.model.name), machine, only=("single",), earlier=earlier)
+                PlanRequest(run, load_model_shape(run.model.name), machine, allowed_layouts=("single",), measured_runs=earlier)
             )
             assert (again.fits, again.memory.required) == (True, way.required), way
             checked += 1
@@ -268,10 +268,10 @@ def needs(predicted: int, peaks: list[tuple[int, int]]) -> float:
     """What a prediction comes to, written a second time: by each run alone, then the most of them."""
     by_run = [predicted]
     for foreseen, found in peaks:
-        if predicted < foreseen / calibration.LIKE:
+        if predicted < foreseen / calibration.SIMILAR_SIZE_FACTOR:
             continue  # of another size: much smaller
-        scaled = predicted * min(calibration.MOST_MEMORY, found / foreseen)
-        by_run.append(min(scaled, calibration.LIKE * found))  # no run speaks for more than twice what it measured
+        scaled = predicted * min(calibration.MAX_MEMORY_FACTOR, found / foreseen)
+        by_run.append(min(scaled, calibration.SIMILAR_SIZE_FACTOR * found))  # no run speaks for more than twice what it measured
     return max(by_run)
 
 
@@ -282,7 +282,7 @@ def test_a_correction_holds_for_like_sizes_and_never_turns_two_predictions_round
         found = learned([measured(predicted_reserved=one, measured_reserved=other) for one, other in peaks])
         before = 0.0
         for predicted in sorted(chance.randint(1, 10**6) for _ in range(40)):
-            corrected = predicted * found.at(predicted).memory
+            corrected = predicted * found.for_prediction(predicted).memory_factor
             assert corrected == pytest.approx(needs(predicted, peaks))
             assert corrected >= before * (1 - 1e-9)
             before = corrected
@@ -296,14 +296,14 @@ def test_the_starters_memory_does_not_move_a_4b(cache):
     for dtype in ("bf16: true", "bf16: false"):
         config = config_from_text(f"model: {{name: Qwen/Qwen3-4B}}\ntrain: {{{dtype}}}", name="x")
         plain, taught = (
-            make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-4B"), machine, earlier=runs)) for runs in ([], [starter])
+            make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-4B"), machine, measured_runs=runs)) for runs in ([], [starter])
         )
         assert taught.memory == plain.memory
         assert taught.memory.required > 4 * GIB
         (said,) = [reason for reason in taught.reasons if "earlier run" in reason]
         assert "of other sizes, and do not correct this one's memory" in said
-    like = learned([starter], device="cpu", mode="qlora").at(400_000_000)
-    assert like.memory == pytest.approx(1039 / 382)
+    like = learned([starter], device="cpu", mode="qlora").for_prediction(400_000_000)
+    assert like.memory_factor == pytest.approx(1039 / 382)
     assert "(0.97 GiB, 0.36 predicted)" in (like.reason or "")
 
 
@@ -319,7 +319,7 @@ def test_a_plan_is_equal_to_what_its_json_says(random_plans):
         assert again == plan
         assert json.dumps(again.as_json()) == text
     made = [plan for _, plan in random_plans]
-    assert len({(plan.fits, plan.choice.traced, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
+    assert len({(plan.fits, plan.choice.is_traced, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
     assert any(plan.choice.raw.tokens_per_s != plan.speed.tokens_per_s for plan in made)
     assert any(plan.not_enough for plan in made)
 
@@ -371,8 +371,8 @@ def test_a_verdict_names_what_is_short_with_its_own_numbers(random_plans):
         assert device
         gpu_short, ram_short = choice.memory.required > plan.budget_bytes, False
         assert (float(device[1]) > float(device[2])) == gpu_short, line
-        if choice.room.host is not None and plan.hardware.gpus:
-            ram_short = choice.host_required > choice.room.host
+        if choice.budget.host is not None and plan.hardware.gpus:
+            ram_short = choice.host_required > choice.budget.host
         if host:
             assert (float(host[1]) > float(host[2])) == ram_short, line
             assert float(host[1]) == pytest.approx(choice.host_required / GIB, abs=0.06)
@@ -423,7 +423,7 @@ def test_a_grid_says_what_there_is_too_little_of(random_plans):
     for _, plan in random_plans:
         row = grid_lines([(("a=b",), plan)])[-1]
         assert ("NO: too little " in row) == (not plan.fits)
-        assert all(what in row for what in plan.choice.short_of)
+        assert all(what in row for what in plan.choice.insufficient_memory)
         offloads = plan.fits and plan.choice.layout.offloads_states
         assert (f"with {plan.choice.host_required / GIB:.1f} GiB of RAM" in row) == offloads, row
 
@@ -451,7 +451,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
         config, machine = run_of(chance, chance.choice(MODELS[:4])), machine_of(chance)
         config = config.model_copy(update={"train": config.train.model_copy(update={"effective_batch_size": 8})})
         try:
-            found = largest_that_fits(question, PlanRequest(config, load_model_shape(config.model.name), machine))
+            found = find_largest_fit(question, PlanRequest(config, load_model_shape(config.model.name), machine))
         except SftPlayError:
             continue
         line = largest_line(found)
@@ -462,7 +462,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
     assert answered >= 5
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}\ntuning: {mode: lora}", name="x")
     for ram, offloads in (("", False), (",ram=66GiB", False), (",ram=1TiB", True)):
-        found = largest_that_fits("model", PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"1xH100{ram}")))
+        found = find_largest_fit("model", PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"1xH100{ram}")))
         assert ("offload" in found.limited_by) == offloads, found
 
 
@@ -472,24 +472,24 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
 )
 def test_max_asks_for_the_ram_where_every_layout_needs_it(only, overrides):
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=["tuning.mode=full", *overrides])
-    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("2xH100"), only=only)
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("2xH100"), allowed_layouts=only)
     for question in ("batch", "seq_len"):
         with pytest.raises(ConfigError, match=r"none of the layouts .*; .* the RAM was not given \(ram=512GiB\)"):
-            largest_that_fits(question, request)
-    assert "the RAM was not given" in largest_that_fits("model", request).limited_by
+            find_largest_fit(question, request)
+    assert "the RAM was not given" in find_largest_fit("model", request).limited_by
     given = dataclasses.replace(request, hardware=parse_hardware("2xH100,ram=512GiB"))
-    assert largest_that_fits("batch", given).value
+    assert find_largest_fit("batch", given).value
 
 
 def test_max_answers_in_layouts_that_can_be_launched_and_keeps_to_the_strategy():
     words = ["tuning.mode=full", "train.effective_batch_size=1", "train.batch_size=1"]
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}", name="x", overrides=words)
     machine, shape = parse_hardware("8xRTX4090"), load_model_shape("Qwen/Qwen2.5-7B-Instruct")
-    assert "fsdp_tp" in {layout.name for layout in layouts_for(config, shape, machine)[0]}
+    assert "fsdp_tp" in {layout.name for layout in find_layouts(config, shape, machine)[0]}
     values = {}
     for only in (LAYOUT_NAMES, ("ddp",), ("fsdp",), ("zero3",)):
         for question in QUESTIONS:
-            found = largest_that_fits(question, PlanRequest(config, shape, machine, only=only))
+            found = find_largest_fit(question, PlanRequest(config, shape, machine, allowed_layouts=only))
             assert re.search(rf"(^|not even .*: |, )({'|'.join(only)}) ", found.limited_by), found
             values[question, only] = found.value
     assert values["model", ("ddp",)] != values["model", ("fsdp",)] is not None
@@ -499,7 +499,7 @@ def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: full}", name="x")
     needs = {
         count: make_advised_plan(
-            PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"{count}xH200"), only=("single", "ddp"))
+            PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"{count}xH200"), allowed_layouts=("single", "ddp"))
         ).choice.host_required
         for count in (1, 2, 8)
     }
@@ -511,14 +511,14 @@ def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
     [(1.0, "as fast"), (0.997, "as fast"), (0.97, "3% slower"), (1.034, "3% faster"), (2, "100% faster")],
 )
 def test_a_ratio_of_speeds_has_its_sign_in_words(ratio, words):
-    assert speed_words(ratio) == words
+    assert format_relative_speed(ratio) == words
 
 
 def test_what_is_nearest_to_fitting_is_judged_by_gpu_and_host_alike(random_plans):
     for _, plan in random_plans:
         if not plan.fits:
-            assert choose(plan.candidates) is None
-            assert plan.choice.overload == min(one.overload for one in plan.candidates if one.step.loss == "chunked")
+            assert choose_candidate(plan.candidates) is None
+            assert plan.choice.budget_ratio == min(one.budget_ratio for one in plan.candidates if one.step.loss == "chunked")
 
 
 def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_path, monkeypatch):

@@ -20,10 +20,10 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.candidates import weigh
-from sft_play.planner.layout import layouts_for
-from sft_play.planner.plan import PlanRequest, job_of
-from sft_play.planner.plan_details import bar_lines, plan_lines, table_lines, way_lines
+from sft_play.planner.candidates import evaluate_candidates
+from sft_play.planner.layout import find_layouts
+from sft_play.planner.plan import PlanRequest, build_plan_inputs
+from sft_play.planner.plan_details import bar_lines, plan_lines, suggestion_lines, table_lines
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")
@@ -89,22 +89,22 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         run = config_from_text(f"model: {{name: {model}}}\n", name="run.yaml", overrides=[*words, *steps])
         shape, hardware = load_model_shape(model), on_no_machine(machine)
         plan = make_advised_plan(PlanRequest(run, shape, hardware, has_eval=has_eval))
-        job = job_of(PlanRequest(run, shape, hardware, has_eval=has_eval))
-        candidates = weigh(job, layouts_for(run, shape, hardware)[0])
+        job = build_plan_inputs(PlanRequest(run, shape, hardware, has_eval=has_eval))
+        candidates = evaluate_candidates(job, find_layouts(run, shape, hardware)[0])
     except SftPlayError as error:
         return {"refused": type(error).__name__}
     lines = [
-        f"{c.layout} {c.batch} {c.checkpointed} {c.fits} {c.memory.terms} {c.memory.reserved} {c.memory.required} "
+        f"{c.layout} {c.batch} {c.checkpointed_layers} {c.fits} {c.memory.terms} {c.memory.reserved} {c.memory.required} "
         f"{c.memory.host_bytes} {c.memory.moment} {c.speed.step_s:.6g} {c.speed.tokens} {c.speed.moved_bytes}"
         for c in candidates
     ]
-    told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan), *table_lines(plan), *way_lines(plan)]
+    told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan), *table_lines(plan), *suggestion_lines(plan)]
     lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.suggestions]
     return {
         "layout": plan.layout,
         "micro_batch": plan.batch.micro_batch,
         "grad_accum": plan.batch.grad_accum,
-        "checkpointed_layers": plan.choice.checkpointed,
+        "checkpointed_layers": plan.choice.checkpointed_layers,
         "fits": plan.fits,
         "allocated": plan.memory.allocated,
         "required": plan.memory.required,

@@ -151,7 +151,7 @@ def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, h
     shape = load_model_shape(name)
     asked: dict[str, Any] = {"attention": attention, "half": half, "capability": capability}
     mine = select_attention_kernel(shape, masked=masked, on_gpu=True, **asked)
-    stock = sdpa_kernel(sdpa_call(shape, masked=masked, half_precision=half), capability, cudnn=False)
+    stock = sdpa_kernel(sdpa_call(shape, masked=masked, half_precision=half), capability, uses_cudnn=False)
     repeats = repeats_kv(shape, **asked)
     if attention != "sdpa":
         assert mine == ("eager" if attention == "eager" else "flash")

@@ -17,7 +17,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import throughput
-from sft_play.planner.speed.throughput import predict_speed, rates_of, slowest
+from sft_play.planner.speed.throughput import find_rates, predict_speed, straggler_wait_share
 from sft_play.planner.speed.traffic import Collective
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
@@ -61,7 +61,7 @@ def speed(card: str, gpus: int, *, model: str, mode: str, layout: str, rows: int
         micro_batch=rows, grad_accum=accum, seq_len=1024, checkpointed_layers=None,
         layout=SINGLE if gpus == 1 else Layout(layout, gpus, shard),
     )  # fmt: skip
-    return predict_speed(config, load_model_shape(model), precision, step, rates_of(hardware, precision)), hardware
+    return predict_speed(config, load_model_shape(model), precision, step, find_rates(hardware, precision)), hardware
 
 
 def test_more_gpus_are_never_as_many_times_faster_as_they_are_many():
@@ -95,7 +95,7 @@ def test_adapters_scale_well_over_pcie_and_not_wholly(card, mode):
     shape = load_model_shape("meta-llama/Llama-3.1-8B")
     one, four = (
         make_plan(
-            PlanRequest(config, shape, parse_hardware(f"{count}x{card}"), only=("single", "ddp"))
+            PlanRequest(config, shape, parse_hardware(f"{count}x{card}"), allowed_layouts=("single", "ddp"))
         ).choice.speed.tokens_per_s
         for count in (1, 4)
     )
@@ -112,28 +112,28 @@ def test_a_link_and_what_it_is_made_of_count():
         ("2xRTX3090,link=112.5GB/s", throughput.LINK_SHARE), ("2xH100,link=128GB/s", throughput.PCIE_SHARE),
         ("2xMyGPU,mem=24GiB", throughput.PCIE_SHARE), ("2xMyGPU,mem=24GiB,link=600GB/s", throughput.LINK_SHARE),
     ):  # fmt: skip
-        assert rates_of(parse_hardware(text), Precision("bfloat16", "bfloat16", "")).link_share == share, text
+        assert find_rates(parse_hardware(text), Precision("bfloat16", "bfloat16", "")).link_share == share, text
 
 
 def test_over_nodes_the_slower_of_link_and_network_counts():
     """A ring enters and leaves a node once: 16 ranks on two nodes have the node's 50 GB/s together, as nccl-tests'
     bus bandwidth is the network's (https://github.com/NVIDIA/nccl-tests/issues/196). Eight groups of two ranks, one
     on either node, share it."""
-    rates = rates_of(parse_hardware("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
-    assert throughput._link(8, rates) == pytest.approx(450e9 * 0.75)
-    assert throughput._link(16, rates) == pytest.approx(50e9 * 0.75)
-    assert throughput._link(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
+    rates = find_rates(parse_hardware("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
+    assert throughput._link_bytes_per_s(8, rates) == pytest.approx(450e9 * 0.75)
+    assert throughput._link_bytes_per_s(16, rates) == pytest.approx(50e9 * 0.75)
+    assert throughput._link_bytes_per_s(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
     whole = Collective("all_gather", 16e9, 16, 0)
     copies = Collective("all_reduce", 1e9, 2, 0, span=16)
-    assert throughput._seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
-    assert throughput._seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
+    assert throughput._collective_seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
+    assert throughput._collective_seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
     fast = replace(rates, network=1e15)
-    assert throughput._link(16, fast) == throughput._link(8, fast)
+    assert throughput._link_bytes_per_s(16, fast) == throughput._link_bytes_per_s(8, fast)
 
 
 def test_the_slowest_of_more_ranks_is_waited_for_longer():
     """Expected largest of n standard normals: 0.564, 1.029, 1.424 (Harter 1961, table 1) for 2, 4, 8."""
-    assert slowest(1) == 0
+    assert straggler_wait_share(1) == 0
     for ranks, expected in ((2, 0.564), (4, 1.029), (8, 1.424)):
-        assert slowest(ranks) == pytest.approx(throughput.WAIT_SPREAD * expected, rel=0.05)
-    assert [slowest(n) for n in range(1, 200)] == sorted({slowest(n) for n in range(1, 200)})
+        assert straggler_wait_share(ranks) == pytest.approx(throughput.WAIT_SPREAD * expected, rel=0.05)
+    assert [straggler_wait_share(n) for n in range(1, 200)] == sorted({straggler_wait_share(n) for n in range(1, 200)})

@@ -18,8 +18,8 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.plan import Plan, PlanRequest, Work
-from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_screen, warnings
+from sft_play.planner.plan import Plan, PlanRequest, RunLength
+from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
 from sft_play.process.variables import VARIABLES, is_taken
 from sft_play.units import duration_of
 from tests import warm
@@ -93,9 +93,9 @@ def random_plan(chance: random.Random) -> tuple[Any, Plan]:
     text = f"train: {{effective_batch_size: {batch}, bf16: {chance.choice(['true', 'false'])}}}\n"
     text += f"tuning: {{mode: {chance.choice(['qlora', 'lora', 'full'])}}}\n"
     config = config_from_text(f"model: {{name: {chance.choice(MODELS)}}}\n{text}", name="x")
-    work = Work(chance.choice([1, 15, 19, 20, 500]), 10**6) if chance.random() < 0.7 else None
+    work = RunLength(chance.choice([1, 15, 19, 20, 500]), 10**6) if chance.random() < 0.7 else None
     request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware(chance.choice(MACHINES)))
-    return config, make_advised_plan(request, work=lambda effective: work)
+    return config, make_advised_plan(request, estimate_length=lambda effective: work)
 
 
 def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
@@ -103,7 +103,7 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
     for _ in range(40):
         config, plan = random_plan(chance)
         start = ["Start: make train CONFIG=my.yaml"] if plan.fits else []
-        head, batch, data, *warned, last = plan_screen(plan, config, start=start, is_here=False)
+        head, batch, data, *warned, last = plan_summary_lines(plan, config, start_lines=start, has_local_data=False)
         assert ("FITS" in head, "DOES NOT FIT" in head) == (plan.fits, not plan.fits)
         assert head.startswith(config.model.name.split("/")[1])
         product_of = re.sub(r"groups of \d+", "groups", batch.partition(";")[0])
@@ -115,25 +115,25 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
         assert "not here" in data
         assert ("make train" in last) == plan.fits
         assert last.endswith("Why, and what else was compared: make plan ... WHY=1")
-        few = plan.work is not None and plan.work.steps < 20
-        long = plan.work is not None and not plan.hardware.gpus and 10**6 / plan.speed.tokens_per_s >= 3600
+        few = plan.run_length is not None and plan.run_length.steps < 20
+        long = plan.run_length is not None and not plan.hardware.gpus and 10**6 / plan.speed.tokens_per_s >= 3600
         assert len(warned) == few + long
         assert all(line.startswith("Warning: ") for line in warned)
         assert not re.search(r"\b0\.\d h\b", "\n".join([head, batch, fit_line(plan, config)]))
-        seen.add((plan.fits, bool(warned), plan.work is None, bool(plan.hardware.gpus)))
+        seen.add((plan.fits, bool(warned), plan.run_length is None, bool(plan.hardware.gpus)))
     assert len(seen) >= 8, seen
 
 
 def test_fifteen_steps_are_few_and_twenty_are_not():
     config = config_from_text(f"model: {{name: {MODELS[0]}}}", name="x")
     plan = make_advised_plan(PlanRequest(config, load_model_shape(MODELS[0]), parse_hardware("1xRTX4090")))
-    by_steps = {steps: warnings(dataclasses.replace(plan, work=Work(steps, None)), config) for steps in (1, 15, 20)}
+    by_steps = {steps: plan_warnings(dataclasses.replace(plan, run_length=RunLength(steps, None)), config) for steps in (1, 15, 20)}
     assert FEW_STEPS == 20
     assert "15 optimizer steps are few" in by_steps[15][0]
     assert "1 optimizer step is few" in by_steps[1][0]
     assert by_steps[20] == []
     given = config_from_text(f"model: {{name: {MODELS[0]}}}\ntrain: {{max_steps: 3}}", name="x")
-    assert warnings(dataclasses.replace(plan, work=Work(3, None)), given) == []  # as asked for
+    assert plan_warnings(dataclasses.replace(plan, run_length=RunLength(3, None)), given) == []  # as asked for
 
 
 def test_a_plan_says_the_same_in_four_lines_and_with_why(command, monkeypatch):

@@ -67,33 +67,33 @@ class Machine:
         return next(name for name in order if fits[name])
 
     def cudnn(self, call: SdpaCall, heads: int, kv_heads: int, tokens: int) -> bool:
-        if not self.cudnn_enabled or not (8, 0) <= self.sm <= (12, 1) or not call.half:
+        if not self.cudnn_enabled or not (8, 0) <= self.sm <= (12, 1) or not call.half_precision:
             return False
         if heads % kv_heads or tokens == 1:
             return False
         limit = 128
         if self.wheel.cudnn >= 91000 and self.sm == (9, 0):
             limit = 256
-        if self.wheel.cudnn >= 91100 and self.sm[0] == 10 and (call.width, call.value_width) == (192, 128):
+        if self.wheel.cudnn >= 91100 and self.sm[0] == 10 and (call.head_dim, call.value_head_dim) == (192, 128):
             limit = 192
-        return max(call.width, call.value_width) <= limit and call.width % 8 == call.value_width % 8 == 0
+        return max(call.head_dim, call.value_head_dim) <= limit and call.head_dim % 8 == call.value_head_dim % 8 == 0
 
     def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
-        if call.masked or not call.half or call.width != call.value_width or call.width > 256 or heads % kv_heads:
+        if call.masked or not call.half_precision or call.head_dim != call.value_head_dim or call.head_dim > 256 or heads % kv_heads:
             return False
         if not (8, 0) <= self.sm <= (12, 1):
             return False
         small = (8, 6) <= self.sm <= (8, 9) or (12, 0) <= self.sm <= (12, 1)
-        return not (call.trains and small and 192 < call.width <= 224)
+        return not (call.needs_gradient and small and 192 < call.head_dim <= 224)
 
     def efficient(self, call: SdpaCall, same_heads: bool) -> bool:
         if not (5, 0) <= self.sm <= (12, 1) or not same_heads:
             return False
         major = self.sm[0]
         alignment = 4 if major >= 8 else 1
-        if major >= 8 or (major >= 7 and call.half):
-            alignment = max(alignment, 128 // (16 if call.half else 32))
-        return call.width % alignment == call.value_width % alignment == 0
+        if major >= 8 or (major >= 7 and call.half_precision):
+            alignment = max(alignment, 128 // (16 if call.half_precision else 32))
+        return call.head_dim % alignment == call.value_head_dim % alignment == 0
 
 
 CAPABILITIES = [(6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (12, 0), (12, 1)]
@@ -115,23 +115,23 @@ def test_the_table_is_pytorch_s_dispatch():
     draw, met = random.Random(16), set()
     for _ in range(50_000):
         call, capability, wheel = drawn(draw)
-        takes = sdpa_kernel(call, capability, cudnn=prefers_cudnn(capability, wheel)) == "cudnn"
+        takes = sdpa_kernel(call, capability, uses_cudnn=prefers_cudnn(capability, wheel)) == "cudnn"
         for on in {takes, False}:
             machine = Machine(capability, wheel, cudnn_enabled=on)
-            found = sdpa_kernel(call, capability, cudnn=on)
-            assert found == machine.choose(call, kv_heads=2 if call.grouped else 8), (call, machine)
+            found = sdpa_kernel(call, capability, uses_cudnn=on)
+            assert found == machine.choose(call, kv_heads=2 if call.has_grouped_heads else 8), (call, machine)
             met.add(found)
         # what is left to cuDNN by PyTorch and not by the table: heads wider than 128, or of two widths
-        wide = max(call.width, call.value_width) > 128 or call.width != call.value_width
-        full = Machine(capability, wheel).choose(call, kv_heads=2 if call.grouped else 8)
+        wide = max(call.head_dim, call.value_head_dim) > 128 or call.head_dim != call.value_head_dim
+        full = Machine(capability, wheel).choose(call, kv_heads=2 if call.has_grouped_heads else 8)
         assert takes == (full == "cudnn" and not wide), (call, capability, wheel)
     assert met == {"cudnn", "flash", "efficient", "math"}
 
 
 def test_an_unknown_gpu_has_no_kernel_of_cudnn_and_counts_as_a_current_one():
     assert not prefers_cudnn(None, WHEELS["cu130"])
-    assert sdpa_kernel(SdpaCall(128, 128, grouped=True), None, cudnn=False) == "flash"
-    assert sdpa_kernel(SdpaCall(128, 128, half=False), None, cudnn=False) == "efficient"
+    assert sdpa_kernel(SdpaCall(128, 128, has_grouped_heads=True), None, uses_cudnn=False) == "flash"
+    assert sdpa_kernel(SdpaCall(128, 128, half_precision=False), None, uses_cudnn=False) == "efficient"
 
 
 @pytest.mark.parametrize(
@@ -205,19 +205,19 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
             ran.append(func.overloadpacket.__name__)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    dtype = torch.bfloat16 if call.half else torch.float32
+    dtype = torch.bfloat16 if call.half_precision else torch.float32
     on = prefers_cudnn(capability, wheel)
     attention = kernels.CudaAttention(capability, lambda: on)
     with FakeTensorMode(), Names():
         query, key, value = (
-            torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.trains)
-            for heads, width in ((4, call.width), (2 if call.grouped else 4, call.width),
-                                 (2 if call.grouped else 4, call.value_width))
+            torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.needs_gradient)
+            for heads, width in ((4, call.head_dim), (2 if call.has_grouped_heads else 4, call.head_dim),
+                                 (2 if call.has_grouped_heads else 4, call.value_head_dim))
         )  # fmt: skip
         mask = torch.zeros(1, 1, 24, 24, dtype=torch.bool) if call.masked else None
-        kernel = sdpa_kernel(call, capability, cudnn=on)
+        kernel = sdpa_kernel(call, capability, uses_cudnn=on)
         with pytest.raises(TraceUnavailable) if kernel == "math" else contextlib.nullcontext():
-            attention(query, key, value, mask, is_causal=mask is None, enable_gqa=call.grouped)
+            attention(query, key, value, mask, is_causal=mask is None, enable_gqa=call.has_grouped_heads)
     named = [name for name in ran if name.startswith("_scaled_dot_product")]
     assert named == ([] if kernel == "math" else [f"_scaled_dot_product_{kernel}_attention"])
 
@@ -283,7 +283,7 @@ def seen_by(machine: Machine) -> dict[str, str]:
             for masked, mask in ((False, "causal"), (True, "padding mask")):
                 for rows, on in (("", False), (", one shape", True)):
                     kv_heads = 8 if masked or repeats else count
-                    call = SdpaCall(64, 64, half=half, masked=masked)
+                    call = SdpaCall(64, 64, half_precision=half, masked=masked)
                     asked = dataclasses.replace(machine, cudnn_enabled=on)
                     found[f"{dtype}, {heads}, {mask}{rows}"] = asked.choose(call, kv_heads=kv_heads)
     return found
@@ -355,9 +355,9 @@ def test_the_switch_is_put_back_whatever_happens(switched):
 def test_evaluation_and_generation_switch_it_off(
     command, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
 ):
-    from sft_play.planner.candidates import Job
+    from sft_play.planner.candidates import PlanInputs
 
-    monkeypatch.setattr(Job, "takes_cudnn", lambda *_: True)
+    monkeypatch.setattr(PlanInputs, "uses_cudnn", lambda *_: True)
     seen: dict[str, set[bool]] = {}
     shapes = set()
     real = F.scaled_dot_product_attention

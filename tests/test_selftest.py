@@ -573,26 +573,26 @@ def test_the_page_names_every_part(tmp_path):
 # --- what later plans learn -------------------------------------------------------------------------------------------
 
 
-def measured(**changes: Any) -> calibration.Measured:
+def measured(**changes: Any) -> calibration.MeasuredRun:
     usual = {
-        "device": "GPU", "mode": "lora", "layout": "single", "model": calibration.SELFTEST,
+        "device": "GPU", "mode": "lora", "layout": "single", "model": calibration.SELFTEST_MODEL,
         "micro_batch": 4, "seq_len": 512,
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1500,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 70.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return calibration.Measured(**{**usual, **changes})
+    return calibration.MeasuredRun(**{**usual, **changes})
 
 
 def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
-    def learned(*runs: calibration.Measured) -> calibration.Correction:
-        return calibration.correction(runs, device="GPU", mode="lora", layout="single", model="m")
+    def learned(*runs: calibration.MeasuredRun) -> calibration.Correction:
+        return calibration.compute_correction(runs, device="GPU", mode="lora", layout="single", model="m")
 
     tested = learned(measured())
-    assert (tested.speed, tested.memory, tested.runs) == (0.7, 1.0, 0)
+    assert (tested.speed_factor, tested.memory_factor, tested.run_count) == (0.7, 1.0, 0)
     assert tested.reason is not None
     assert tested.reason.startswith("make gpu-selftest measured 0.70 of the roofline's speed in this mode")
     both = learned(measured(), measured(model="mine", measured_tokens_per_s=50.0, measured_reserved=1100))
-    assert (both.speed, both.memory, both.runs) == (0.5, 1.1, 1)
+    assert (both.speed_factor, both.memory_factor, both.run_count) == (0.5, 1.1, 1)
     assert "selftest" not in (both.reason or "")
     assert learned(measured(mode="full")).reason is None
 
@@ -606,7 +606,7 @@ def test_the_plan_says_what_it_learned_from_the_self_test():
     machine, shape = parse_hardware("1xH100"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     earlier = [measured(device=machine.gpus[0].name)]
     plain = make_plan(PlanRequest(config, shape, machine))
-    taught = make_plan(PlanRequest(config, shape, machine, earlier=earlier))
+    taught = make_plan(PlanRequest(config, shape, machine, measured_runs=earlier))
     assert taught.speed.tokens_per_s == pytest.approx(0.7 * plain.speed.tokens_per_s)
     assert taught.memory == plain.memory
     assert sum("make gpu-selftest measured 0.70" in reason for reason in taught.reasons) == 1
@@ -622,8 +622,8 @@ def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
         selftest._calibrating(part, trials.Trial("lora", False, rows, "evaluate"), bench)
     selftest._calibrating(replace(part, measured=None), trials.Trial("lora", False, "equal", "evaluate"), bench)
     selftest._calibrating(part, trials.Trial("lora", False, "equal", "evaluate"), replace(bench, on_gpu=False))
-    found = calibration.load()
-    assert [(run.model, run.measured_tokens_per_s) for run in found] == [(calibration.SELFTEST, 80.0)]
+    found = calibration.load_measured_runs()
+    assert [(run.model, run.measured_tokens_per_s) for run in found] == [(calibration.SELFTEST_MODEL, 80.0)]
 
 
 def test_what_several_gpus_do_takes_no_time_from_the_trials(tmp_path, monkeypatch):

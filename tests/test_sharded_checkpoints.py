@@ -34,7 +34,7 @@ pytestmark = pytest.mark.build
 
 SMALL = """
 from sft_play.planner.memory import loading_and_saving
-loading_and_saving.WHOLE_BYTES = 0
+loading_and_saving.MAX_WHOLE_BYTES = 0
 from sft_play.entry import main
 raise SystemExit(main())
 """

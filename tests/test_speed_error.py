@@ -15,12 +15,20 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
 from sft_play.planner.plan_details import speed_lines
 from sft_play.planner.precision import Precision
-from sft_play.planner.reasons import because, speed_words
+from sft_play.planner.reasons import format_relative_speed, rejection_reason
 from sft_play.planner.speed import throughput
-from sft_play.planner.speed.throughput import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
+from sft_play.planner.speed.throughput import (
+    DATA_CENTRE_ERROR,
+    LONG_ROW_ERROR,
+    SMALL_MODEL_ERROR,
+    SPEED_ERROR_CLASSES,
+    WORKSTATION_ERROR,
+    SpeedError,
+    find_speed_error,
+)
 from tests.conftest import ROOT
 
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -56,7 +64,7 @@ def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
 
 def test_four_of_five_published_speeds_lie_within_what_the_plan_says(published):
     found = published_speeds.within(published)
-    assert set(found) == {PLAIN.of, LONG.of, WORKSTATION.of}  # smaller models: benchmarks/speed.json
+    assert set(found) == {DATA_CENTRE_ERROR.of, LONG_ROW_ERROR.of, WORKSTATION_ERROR.of}  # smaller models: benchmarks/speed.json
     assert all(one["within"] >= 0.75 for one in found.values()), found
 
 
@@ -66,7 +74,7 @@ def test_the_class_of_small_models_holds_for_the_rows_that_were_recorded():
         1 / run["ratio"] - 1 for run in runs if re.match("fitcheck|canifinetune|peft-metamath .* lora", run["group"])
     ]
     assert len(small) > 50
-    assert sum(abs(off) <= SMALL.share for off in small) / len(small) > 0.75
+    assert sum(abs(off) <= SMALL_MODEL_ERROR.share for off in small) / len(small) > 0.75
 
 
 def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
@@ -80,17 +88,17 @@ def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
 
     now = off("14b"), off("1.8b")
     assert now[0] < 0.10
-    monkeypatch.setattr(throughput, "STARTS_SHOWN", 1.0)
+    monkeypatch.setattr(throughput, "VISIBLE_START_SHARE", 1.0)
     assert off("14b") > now[0] + 0.03
-    monkeypatch.setattr(throughput, "STARTS_SHOWN", 0.0)
+    monkeypatch.setattr(throughput, "VISIBLE_START_SHARE", 0.0)
     assert off("1.8b") > now[1] + 0.03
 
 
 def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_shorter():
     config = config_from_text("model: {name: x}\ntuning: {mode: full}", name="x")
     shape = load_model_shape("meta-llama/Llama-3.1-8B")
-    rates = throughput.rates_of(parse_hardware("1xH100"), BF16)
-    starting = throughput.PASS_OVERHEAD_S * 32 * 4
+    rates = throughput.find_rates(parse_hardware("1xH100"), BF16)
+    starting = throughput.LAYER_OVERHEAD_S * 32 * 4
     for tokens in (1, 64, 512, 4096, 65_536):
         step = Step(micro_batch=1, grad_accum=1, seq_len=tokens)
         parts = throughput.predict_speed(config, shape, BF16, step, rates).parts
@@ -101,24 +109,24 @@ def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_short
 
 def classed(model: str, machine: str, *, length: int = 2048, compute: str = "bfloat16", **more):
     precision = Precision(compute, compute, "")
-    return speed_error(load_model_shape(model), precision, parse_hardware(machine), Step(1, 1, length, **more))
+    return find_speed_error(load_model_shape(model), precision, parse_hardware(machine), Step(1, 1, length, **more))
 
 
 def test_the_class_is_that_of_card_precision_model_and_row():
     model = "meta-llama/Llama-3.1-8B"
-    assert classed(model, "1xA100-80GB") == classed(model, "8xH200") == PLAIN
-    assert classed(model, "8xH100", length=8193) == LONG
-    assert classed(model, "2xRTX4090", length=32_768) == WORKSTATION
-    assert classed("Qwen/Qwen2.5-0.5B", "1xH100") == classed(model, "1xT4", compute="float16") == SMALL
+    assert classed(model, "1xA100-80GB") == classed(model, "8xH200") == DATA_CENTRE_ERROR
+    assert classed(model, "8xH100", length=8193) == LONG_ROW_ERROR
+    assert classed(model, "2xRTX4090", length=32_768) == WORKSTATION_ERROR
+    assert classed("Qwen/Qwen2.5-0.5B", "1xH100") == classed(model, "1xT4", compute="float16") == SMALL_MODEL_ERROR
     for others in (
         classed(model, "1xMI300X"), classed(model, "1xB200"), classed("Qwen/Qwen3-30B-A3B", "1xH100"),
         classed(model, "1xMyGPU,mem=24GiB"), classed(model, "cpu"),
         classed(model, "8xH100", layout=Layout("zero3_offload", 8, 8)),
     ):  # fmt: skip
         assert others.share is None
-        assert "no published run" in others.words
-    assert PLAIN.words == "±15%, bf16 on data-centre cards"
-    assert [one.share for one in CLASSES] == [0.15, 0.40, 0.25, 0.60]
+        assert "no published run" in others.text
+    assert DATA_CENTRE_ERROR.text == "±15%, bf16 on data-centre cards"
+    assert [one.share for one in SPEED_ERROR_CLASSES] == [0.15, 0.40, 0.25, 0.60]
 
 
 def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
@@ -143,11 +151,11 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
     chance = random.Random("about")
     for _ in range(500):
         ratio, share = chance.uniform(0.2, 2.5), chance.uniform(0, 0.6)
-        words = speed_words(ratio, SpeedError(share, "x"))
+        words = format_relative_speed(ratio, SpeedError(share, "x"))
         assert (words == "about as fast") == (abs(ratio - 1) <= share)
         assert words == "about as fast" or words.endswith("faster" if ratio > 1 else "slower")
         assert "-" not in words
-        assert speed_words(ratio, SpeedError(None, "x")) == speed_words(ratio)
+        assert format_relative_speed(ratio, SpeedError(None, "x")) == format_relative_speed(ratio)
     reasons = []
     for _ in range(12):
         model = chance.choice(("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-32B"))
@@ -157,7 +165,7 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
         plan = make_plan(request)
         error = plan.speed_error
         for candidate in plan.candidates:
-            why = because(job_of(request), candidate, plan.choice, best=plan.speed.tokens_per_s)
+            why = rejection_reason(build_plan_inputs(request), candidate, plan.choice, top_speed=plan.speed.tokens_per_s)
             reasons.append(why)
             for number, sign in re.findall(r"(-?[\d.]+)% (faster|slower)", why):
                 assert float(number) / 100 > (error.share or 0.0) - 0.01, (why, sign)

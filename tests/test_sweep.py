@@ -17,7 +17,7 @@ from sft_play.commands.sweep import cell_name, cells_of, plan_cells, plan_lines
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
-from sft_play.planner.advice.what_if import grid
+from sft_play.planner.advice.what_if import parse_grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import checked_name
 from tests import warm
@@ -58,7 +58,7 @@ def test_every_combination_is_a_cell_and_commas_in_brackets_or_quotes_part_no_va
         tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
         for values in itertools.product(*axes.values())
     ]
-    assert grid(words, of="SET") == expected
+    assert parse_grid(words, variable="SET") == expected
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,7 +15,7 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.attention import Attended
+from sft_play.planner.attention import RowAttention
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import chat
 
@@ -87,8 +87,8 @@ def test_rows_without_a_mask_are_planned_as_rows_without_padding():
     )
     assert plan.memory.terms == text.memory.terms  # full blocks of text are never padded
     assert plan.masked_bytes > plan.memory.required + 1024**2 * 4
-    assert Attended(config, shape, "sdpa", (7, 5), "cuda").masked_because == "flash attention does not run on this GPU"
-    assert Attended(config, shape, "sdpa", (7, 5), "cpu").masked_because is None
+    assert RowAttention(config, shape, "sdpa", (7, 5), "cuda").mask_reason == "flash attention does not run on this GPU"
+    assert RowAttention(config, shape, "sdpa", (7, 5), "cpu").mask_reason is None
 
 
 def test_a_trace_of_rows_without_a_mask_is_that_of_full_rows():

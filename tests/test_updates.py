@@ -21,7 +21,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.planner.precision import Precision, with_updates
+from sft_play.planner.precision import Precision, apply_weight_updates
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import plan_run
 from sft_play.training.checkpoints import full_state_dict
@@ -141,7 +141,7 @@ def test_parameters_that_are_fp32_are_stepped_as_ever():
 def test_how_updates_reach_the_weights(mode, wish, dtype, layout, masters, load, updates):
     config = run(mode, f"train: {{weight_updates: {wish}}}")
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    found = with_updates(BF16, config, layout, masters=masters)
+    found = apply_weight_updates(BF16, config, layout, fp32_master_weights=masters)
     assert (found.load, found.updates, found.compute) == (load, updates, "bfloat16")
     changed = (load, updates) != ("bfloat16", "float32")
     assert (found.reason != BF16.reason) == changed
@@ -150,7 +150,7 @@ def test_how_updates_reach_the_weights(mode, wish, dtype, layout, masters, load,
 def test_fp32_weights_stay_what_they_are():
     fp32 = Precision("bfloat16", "float32", "x")
     for wish in ("auto", "bfloat16", "stochastic"):
-        assert with_updates(fp32, run("full", f"train: {{weight_updates: {wish}}}"), "single") == fp32
+        assert apply_weight_updates(fp32, run("full", f"train: {{weight_updates: {wish}}}"), "single") == fp32
 
 
 def planned(config: RunConfig, machine: str) -> Plan:
@@ -180,7 +180,7 @@ def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
     config = config_from_text(
         "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}", name="run.yaml", overrides=[asked]
     )
-    found = make_advised_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), only=("single",)))
+    found = make_advised_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), allowed_layouts=("single",)))
     assert not found.fits
     way = asked.partition("=")[0] + "=auto"
     assert way in [one.setting for one in found.suggestions]
@@ -231,7 +231,7 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
     plain = run(mode, more, name)
     lora = plain.tuning.lora.model_copy(update={"dtype": "bfloat16"})
     asked = plain.model_copy(update={"tuning": plain.tuning.model_copy(update={"lora": lora})})
-    plans = [make_plan(PlanRequest(one, load_model_shape(name), parse_hardware(machine), only=(only,))) for one in (plain, asked)]
+    plans = [make_plan(PlanRequest(one, load_model_shape(name), parse_hardware(machine), allowed_layouts=(only,))) for one in (plain, asked)]
     assert [reason for reason in plans[1].reasons if said in reason]
     assert not [reason for reason in plans[0].reasons if "tuning.lora.dtype" in reason]
 
@@ -345,7 +345,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):
-                assert with_updates(BF16, config, layout, masters=masters, kept=kept) == with_updates(
+                assert apply_weight_updates(BF16, config, layout, fp32_master_weights=masters, resumed_updates=kept) == apply_weight_updates(
                     BF16, run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}"), layout
                 )
 

@@ -13,13 +13,13 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.candidates import weigh
-from sft_play.planner.layout import Layout, layouts_for
+from sft_play.planner.candidates import evaluate_candidates
+from sft_play.planner.layout import Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.loading_and_saving import host_copy_bytes, host_read_bytes, loading_terms
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
 from sft_play.planner.plan_details import plan_lines
 from sft_play.planner.precision import Precision
 from tests.models import uneven_run
@@ -96,7 +96,7 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
 
 def test_loading_that_does_not_fit_is_refused_and_named():
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(PlanRequest(config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), only=("zero3",)))
+    plan = make_plan(PlanRequest(config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), allowed_layouts=("zero3",)))
     assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
     assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
     assert any("while loading" in reason for reason in plan.reasons)
@@ -156,9 +156,9 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
         f"model: {{name: {model}, max_seq_len: {draw.choice([256, 1024, 4096])}}}\n{text}", name="r"
     )
     shape, hardware = load_model_shape(model), parse_hardware(machine)
-    job = job_of(PlanRequest(config, shape, hardware))
+    job = build_plan_inputs(PlanRequest(config, shape, hardware))
     whole = weight_bytes(shape, width=2, is_nf4=True)
-    candidates = weigh(job, layouts_for(config, shape, hardware)[0])
+    candidates = evaluate_candidates(job, find_layouts(config, shape, hardware)[0])
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
     for one in candidates:
         memory = one.memory
@@ -166,7 +166,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
         step = memory.reserved + memory.margin + memory.outside_allocator
         assert memory.required == max(step, memory.required_to_load)
         assert memory.is_limited_by_loading == (memory.required > step)
-        assert one.fits == (memory.required <= job.budget and one.host_required <= (job.host_budget or 1e18))
+        assert one.fits == (memory.required <= job.device_budget and one.host_required <= (job.host_budget or 1e18))
         if not one.layout.shards_params:
             assert not memory.is_limited_by_loading  # what stays and a step's activations are more
 

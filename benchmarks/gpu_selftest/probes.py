@@ -81,7 +81,7 @@ def attention() -> dict[str, Any]:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from sft_play.planner.attention import flash_runs
+    from sft_play.planner.attention import can_run_flash
     from sft_play.training.model import sdpa
     from sft_play.training.model.sdpa import sdpa_attention
 
@@ -92,7 +92,7 @@ def attention() -> dict[str, Any]:
     for short, dtype in DTYPES.items():
         if short == "bf16" and capability is not None and capability < (8, 0):
             continue  # no run computes in bf16 there
-        repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
+        repeats = capability is not None and not can_run_flash(half_precision=short != "fp32", capability=capability)
         forward = sdpa_attention if repeats else sdpa_attention_forward
         for heads, count in HEADS.items():
             for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
@@ -109,7 +109,7 @@ def varlen() -> dict[str, Any]:
     `errors` has the relative error (2-norm) of each case, the largest of output and gradients; `lacking` why
     there is none.
     """
-    from sft_play.planner.attention import FLASH_SINCE
+    from sft_play.planner.attention import FLASH_MIN_CAPABILITY
     from sft_play.training.class_checks.proof import kernel_error
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
@@ -117,7 +117,7 @@ def varlen() -> dict[str, Any]:
     sdpa.enable_cudnn(enabled=False)
     on_gpu = device() == "cuda"
     lacking = None
-    if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_SINCE:
+    if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_MIN_CAPABILITY:
         lacking = "the flash kernel runs from compute capability 8.0 on"
     errors: dict[str, float] = {}
     for heads, count in HEADS.items() if lacking is None else ():

@@ -201,10 +201,10 @@ def _calibrating(part: Part, trial: Trial, bench: Bench) -> Part:
     """Record the speed of a trial on a GPU for later plans: of full rows, as a plan assumes them. On a CPU the model is
     too small to say anything about others."""
     if bench.on_gpu and trial.rows != "unequal" and part.measured:
-        recorded = calibration.load(bench.record)
+        recorded = calibration.load_measured_runs(bench.record)
         if recorded:
             speed = part.measured["tokens_per_s"]  # into the user's record, which the trials do not see
-            calibration.add(replace(recorded[-1], model=calibration.SELFTEST, measured_tokens_per_s=speed))
+            calibration.add_measured_run(replace(recorded[-1], model=calibration.SELFTEST_MODEL, measured_tokens_per_s=speed))
     return part
 
 

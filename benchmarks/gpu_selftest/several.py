@@ -17,7 +17,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.speed.throughput import rates_of
+from sft_play.planner.speed.throughput import find_rates
 
 PREFIX = "several/"
 ALL_REDUCE_S = 90.0
@@ -64,7 +64,7 @@ def all_reduce(bench: Bench, hardware: Hardware) -> Part:
         words = f"right over {outcome.world} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"
         return Part(name, "pass", words, None, measured)
     config = load_config(bench.config("qlora", "equal")).config
-    rates = rates_of(machine, choose_precision(config, machine))
+    rates = find_rates(machine, choose_precision(config, machine))
     predicted = rates.link * rates.link_share
     if machine.link_bytes_per_s is None:
         words = f"{best / 1e9:.1f} GB/s; the expected rate of the link between these GPUs is not known"

@@ -22,7 +22,7 @@ from sft_play.config.load import load_config
 from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
 from sft_play.facts.hardware import detect_hardware
 from sft_play.log import one_line, redact
-from sft_play.planner.calibration import FILE as RECORD
+from sft_play.planner.calibration import RECORD_FILE as RECORD
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
@@ -209,7 +209,7 @@ def make(trial: Trial, bench: Bench) -> Part:
 def planned(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
-    return make_plan(PlanRequest(read, shape_for(read), detect_hardware().limit_gpus(1), only=("single",), has_eval=has_eval(read)))
+    return make_plan(PlanRequest(read, shape_for(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
 
 
 def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:

@@ -67,7 +67,7 @@ def closed_form(settings: ScriptSettings) -> MemoryEstimate:
     precision = Precision(compute=compute, load=load, reason="")
     step = _step(settings)
     call = sdpa_call(shape, masked=step.padded, half_precision={compute, load} != {"float32"})
-    if step.attention == "sdpa" and sdpa_kernel(call, step.capability, cudnn=False) == "math":
+    if step.attention == "sdpa" and sdpa_kernel(call, step.capability, uses_cudnn=False) == "math":
         raise NoClosedForm("the estimate has no words for PyTorch's math kernel")
     found = estimate_memory(_config(settings), shape, precision, step)
     return _with_outputs(found, settings, shape.vocab_size)

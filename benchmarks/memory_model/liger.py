@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft_play.planner.kernels import LIGER_VERSION, MULTIPROCESSORS, REPLACED
+from sft_play.planner.kernels import LIGER_REPLACEMENTS, LIGER_VERSION, MAX_MULTIPROCESSORS
 from sft_play.trace import build
 from sft_play.trace.settings import TraceUnavailable
 
@@ -42,7 +42,7 @@ class Norm(torch.autograd.Function):
         grad = grads[0].contiguous()
         _, weight, _ = ctx.saved_tensors
         trains = ctx.needs_input_grad[1]
-        parts = torch.empty((MULTIPROCESSORS, weight.shape[0]), dtype=torch.float32) if trains else None
+        parts = torch.empty((MAX_MULTIPROCESSORS, weight.shape[0]), dtype=torch.float32) if trains else None
         out = grad if ctx.in_place else torch.zeros_like(grad)
         return out, None if parts is None else parts.sum(dim=0).to(weight.dtype), None
 
@@ -89,9 +89,9 @@ def replaced(model: Any) -> Iterator[None]:
     """Let a model run these functions in place of its own. Raises TraceUnavailable: nothing is known of its type."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = base.config.model_type
-    if kind not in REPLACED:
+    if kind not in LIGER_REPLACEMENTS:
         raise TraceUnavailable(f"nothing is known of liger-kernel {LIGER_VERSION} on {kind}")
-    chosen, names = REPLACED[kind], dict(base.named_modules())
+    chosen, names = LIGER_REPLACEMENTS[kind], dict(base.named_modules())
     norms = [one for name, one in names.items() if _is_norm(name, one, of_heads=chosen.head_norms)]
     for norm in norms:
         norm.forward = MethodType(lambda self, x: Norm.apply(x, self.weight, chosen.in_place), norm)

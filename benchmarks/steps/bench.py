@@ -29,7 +29,7 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
 from sft_play.runs.manifest import versions
@@ -467,7 +467,7 @@ def predicted(plan: Plan) -> dict[str, Any]:
         "reserved_bytes": plan.memory.reserved,
         "margin_bytes": plan.memory.margin,
         "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
-        "confirmed_by_trace": plan.choice.traced,
+        "confirmed_by_trace": plan.choice.is_traced,
     }
 
 
@@ -477,13 +477,13 @@ def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
     The operations are those of `planner.speed.throughput`, for rows as long as the measured ones: attention's grow with
     the square of the length, so the length that stands for all is the mean over tokens.
     """
-    rates = rates_of(plan.hardware, plan.precision)
-    if not rates.known:
+    rates = find_rates(plan.hardware, plan.precision)
+    if not rates.is_known:
         return None
     length = max(2, round(run["weighted_length"]))  # sum of squares over sum: the length of the row a token is in
     step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
     speed = predict_speed(loaded.config, shape_for(loaded.config), plan.precision, step, rates)
-    return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix)
+    return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix_flops_per_s)
 
 
 def micro_batches(facts: dict[str, Any]) -> list[int]:

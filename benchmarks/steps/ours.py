@@ -147,10 +147,10 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     args, model = trainer.args, trainer.model
     if args.fp16:
         raise ConfigError("PEER=bare has no loss scaling, and this run computes in fp16; use bf16, or another PEER")
-    if plan.choice.checkpointed:
+    if plan.choice.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if plan.choice.checkpointing == "selective":
-            checkpoint_first_layers(model, plan.choice.checkpointed)
+            checkpoint_first_layers(model, plan.choice.checkpointed_layers)
     wanted = recorder.wanted_steps
     optimizer = trainer.create_optimizer()
     schedule = trainer.create_scheduler(args.max_steps, optimizer)
@@ -231,7 +231,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
         },
         "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
         "effective_batch": plan.batch.effective_batch, "seq_len": plan.max_seq_len,
-        "packing": config.data.packing != "none", "gradient_checkpointing": plan.choice.checkpointed > 0,
+        "packing": config.data.packing != "none", "gradient_checkpointing": plan.choice.checkpointed_layers > 0,
         "trainer": training_facts(config),
         "max_steps": config.train.max_steps, "logging_steps": config.train.logging_steps,
         "train_path": str(config.data.train_path),

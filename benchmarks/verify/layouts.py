@@ -31,7 +31,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName
-from sft_play.planner.precision import ROUNDS_ITSELF
+from sft_play.planner.precision import UNSHARDED_LAYOUTS
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
 
@@ -323,15 +323,15 @@ class _Bench:
 
     def rounds_start(self, case: Case) -> bool:
         """Whether the case loads the base in bf16, which one process holds in fp32: engines make their copies of it."""
-        return case.mode == "full" and self.dtype(case) == "bf16" and case.layout not in ROUNDS_ITSELF
+        return case.mode == "full" and self.dtype(case) == "bf16" and case.layout not in UNSHARDED_LAYOUTS
 
     def dtype(self, case: Case) -> str:
         """What the case computes in: by the config, the device, and whether the weights are NF4."""
-        from sft_play.planner.precision import SHORT, choose_precision
+        from sft_play.planner.precision import DTYPE_SHORT_NAMES, choose_precision
 
         train = self.parsed.train.model_copy(update={"bf16": True, "fp16": False} if case.bf16 else {})
         config = self.parsed.model_copy(update={"train": train})
-        compute = SHORT[choose_precision(config, self.hardware, self._shape()).compute]
+        compute = DTYPE_SHORT_NAMES[choose_precision(config, self.hardware, self._shape()).compute]
         return "nf4" if case.mode == "qlora" and compute == "fp32" else compute
 
     def _shape(self) -> ModelShape | None:

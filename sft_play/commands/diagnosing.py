@@ -26,7 +26,7 @@ from sft_play.launch.accelerate import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
 from sft_play.launch.machine import machine_for
 from sft_play.log import output_is_lost
-from sft_play.planner.layout import layouts_over
+from sft_play.planner.layout import layout_choices
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.plan_stages import refuse_strategy
 from sft_play.starting.refusals import refusals
@@ -94,7 +94,7 @@ def _doctor(request: Request) -> Answer:
         # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_strategy(config, machine, strategy)
-        only = (strategy,) if strategy else layouts_over(machine.ranks)
+        only = (strategy,) if strategy else layout_choices(machine.ranks)
         return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_suggestions=False))
 
     return answer_of(examine(planner, options, on_cpu=on_cpu))

@@ -38,7 +38,7 @@ from sft_play.launch.exported import (
 )
 from sft_play.launch.machine import machine_for, machine_of
 from sft_play.log import escape_control, one_line, set_up_logging
-from sft_play.planner.mesh import mesh_of
+from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import numbered
 from sft_play.runs.files import read_summary
@@ -106,7 +106,7 @@ def _spreads(request: Request, loaded: LoadedConfig) -> bool:
     if request.options.strategy not in (None, "single") or request.options.deepspeed:
         asked = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
         raise ConfigError(f"{asked}: use train-distributed or train-deepspeed, or start the ranks with torchrun")
-    mesh = mesh_of(loaded.config.model.mesh_shape)
+    mesh = parse_mesh(loaded.config.model.mesh_shape)
     return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_names_machines()
 
 

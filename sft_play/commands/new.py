@@ -20,7 +20,7 @@ from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
-from sft_play.planner.plan_summary import long_on_cpu
+from sft_play.planner.plan_summary import long_cpu_warnings
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.refusals import require_here
 
@@ -116,7 +116,7 @@ def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
         try:
             plan = plan_for(config, hardware, with_suggestions=False)
             if plan.fits:
-                beside = long_on_cpu(plan)
+                beside = long_cpu_warnings(plan)
                 try:
                     require_here(config, hardware)
                 except HardwareError as error:

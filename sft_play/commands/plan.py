@@ -26,12 +26,12 @@ from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import CPU_PARAMS, machine_for
 from sft_play.log import escape_control
 from sft_play.planner import calibration, plan_details
-from sft_play.planner.advice.budget import Budget, budget_of, offer_of
-from sft_play.planner.advice.suggestions import look
-from sft_play.planner.advice.what_if import Largest, Question, grid, question
+from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
+from sft_play.planner.advice.suggestions import lowest_memory_candidate
+from sft_play.planner.advice.what_if import LargestFit, Question, parse_grid, parse_question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
-from sft_play.planner.plan_summary import plan_screen
+from sft_play.planner.plan_summary import plan_summary_lines
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.refusals import refusals
@@ -45,7 +45,7 @@ FIRST_NODE = "NODE0"
 def run(request: Request) -> Answer:
     """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
     # read first: a wrong word in WHATIF or MAX costs no planning
-    asked_cells, asked_largest = _cells(request.whatif), question(request.max) if request.max else None
+    asked_cells, asked_largest = _cells(request.whatif), parse_question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
     whole = machine_for(loaded.config, asked_machine(request))
     hardware = machine_of_mesh(loaded.config, whole)
@@ -133,7 +133,7 @@ def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> Loade
     return dataclasses.replace(loaded, config=says(loaded.config), stages=stages)
 
 
-def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> Budget | None:
+def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> BudgetResult | None:
     if request.budget is None:
         return None
     if loaded.stages:
@@ -145,11 +145,11 @@ def _page(
     request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
 ) -> Sequence[str]:
     if request.why:
-        return [*absent, *plan_details.plan_lines(plan, config, command=command, by_node=by_node)]
+        return [*absent, *plan_details.plan_lines(plan, config, command=command, node_commands=by_node)]
     start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
     fallback = [line for line in absent if line.startswith("Backend")]
     traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
-    return [*fallback, *plan_screen(plan, config, start=start, is_here=absent == fallback), *traced]
+    return [*fallback, *plan_summary_lines(plan, config, start_lines=start, has_local_data=absent == fallback), *traced]
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
@@ -169,7 +169,7 @@ def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
     except ConfigError as error:
         raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
     refuse_variables(words)
-    return tuple(grid(words))
+    return tuple(parse_grid(words))
 
 
 def _stage_plans(
@@ -193,13 +193,13 @@ def _planned_cell(
         return plan(config, machine_of_mesh(config, whole), rows=known_rows(base) if is_same else None)
 
 
-def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
-    from sft_play.planner.advice.what_if import largest_that_fits
+def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> LargestFit:
+    from sft_play.planner.advice.what_if import find_largest_fit
 
-    earlier = [] if hardware.named else calibration.load()
+    earlier = [] if hardware.named else calibration.load_measured_runs()
     evaluates, without = has_eval(config), missing_kernel_packages()
-    return largest_that_fits(
-        asked, PlanRequest(config, shape_for(config), hardware, only, evaluates, earlier, without=without)
+    return find_largest_fit(
+        asked, PlanRequest(config, shape_for(config), hardware, only, evaluates, earlier, missing_packages=without)
     )
 
 
@@ -243,7 +243,7 @@ def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) 
 
 def budget_for(
     config: RunConfig, usd: float, asked: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES
-) -> Budget:
+) -> BudgetResult:
     """The machines on which the run fits, with its hours and their cost. The user's own price (PRICE=, price=) holds
     for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
     length is not known, a price has no machine with GPUs, or the list has none for the machine that is named."""
@@ -251,13 +251,13 @@ def budget_for(
     shape, evaluates = shape_for(config), has_eval(config)
 
     def plan(machine: Hardware) -> Plan | None:
-        best = look(PlanRequest(config, shape, machine, only, evaluates))
+        best = lowest_memory_candidate(PlanRequest(config, shape, machine, only, evaluates))
         if best is None or not best.fits:
             return None
         return plan_for(config, machine, only=only, with_suggestions=False)
 
     if asked.price_per_gpu_hour is None and not (asked.named and asked.gpus):
-        return budget_of(usd, lowest_prices(), plan=plan, today=today)
+        return compare_machine_prices(usd, lowest_prices(), make_machine_plan=plan, today=today)
     if not asked.gpus:
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
     name, listed = _machine_name(asked), None
@@ -270,16 +270,16 @@ def budget_for(
             )
         asked = dataclasses.replace(asked, price_per_gpu_hour=listed.usd)
     made = plan(asked)
-    offer = None if made is None else offer_of(name, made)
+    offer = None if made is None else build_offer(name, made)
     if offer is None:
-        return Budget(usd, (), (name,), today)
+        return BudgetResult(usd, (), (name,), today)
     if listed is not None:
         of = listed.price_list
         offer = dataclasses.replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address)
-    return Budget(usd, (offer,), (), today)
+    return BudgetResult(usd, (offer,), (), today)
 
 
-def cheapest_machine(budget: Budget) -> Hardware | None:
+def cheapest_machine(budget: BudgetResult) -> Hardware | None:
     """The cheapest machine on which the run fits, within the budget or not, with its price; None if it fits none."""
     if not budget.offers:
         return None

@@ -33,9 +33,9 @@ from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
 from sft_play.launch.machine import machine_for
 from sft_play.log import one_line
-from sft_play.planner.advice.what_if import grid
-from sft_play.planner.layout import LayoutName, layouts_over
-from sft_play.planner.plan import Plan, misfit_words
+from sft_play.planner.advice.what_if import parse_grid
+from sft_play.planner.layout import LayoutName, layout_choices
+from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
 from sft_play.process.environment import for_another_run
 from sft_play.runs.folder import RunFolder
@@ -121,7 +121,7 @@ def _compared(request: Request, cells: list[Cell]) -> Comparison | None:
 def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...], LoadedConfig]]:
     """Each combination of the listed values: the words that tell it from the others, and its run; raises ConfigError
     where nothing is listed, or a value is refused."""
-    combinations = grid(overrides, of="SET")
+    combinations = parse_grid(overrides, variable="SET")
     if len(combinations) < 2:
         raise ConfigError("SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16'")
     varied = [place for place, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
@@ -177,7 +177,7 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
     is_there = resumes(folder, config.output)
     for error in refusals(loaded, hardware, makes_folder=not is_there):
         raise error
-    only: tuple[LayoutName, ...] = layouts_over(hardware.ranks) if hardware.ranks > 1 else ("single",)
+    only: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
     options = LaunchOptions(strategy=only[0] if len(only) == 1 else None)
     count_before_planning(loaded, hardware, options, is_resumed=is_there, trains_here=False)
     plans = _plans(loaded, hardware, only)
@@ -186,7 +186,7 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
         require_planned(loaded, hardware, plans, folder)
     most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
-        return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", misfit_words(most, config))
+        return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", format_misfit(most, config))
     return Cell(words, loaded, folder, most, _sum(plans), state)
 
 

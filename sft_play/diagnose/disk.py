@@ -65,7 +65,7 @@ def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
         every = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     in_all: int | None = None if train.max_steps else math.ceil(train.epochs)
     if every:
-        in_all = None if plan.work is None else math.ceil(plan.work.steps / every)
+        in_all = None if plan.run_length is None else math.ceil(plan.run_length.steps / every)
     counts = [count for count in (in_all, at_once) if count is not None]
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
     return DiskUse(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)

@@ -11,7 +11,7 @@ from sft_play.diagnose.pages import NOT_KNOWN, gib, lines_of, table_of, value_te
 from sft_play.facts.gpus.gpu import GpuSnapshot, GpuStatus, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
-from sft_play.planner.plan import budget_bytes
+from sft_play.planner.plan import device_budget_bytes
 
 
 def machine_lines(machine: Machine) -> list[str]:
@@ -135,7 +135,7 @@ def without_gpu_lines(machine: Machine) -> list[str]:
 
 def assumed_json(hardware: Hardware) -> dict[str, Any]:
     """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
-    count = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": budget_bytes(hardware)}
+    count = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": device_budget_bytes(hardware)}
     return count | hardware.as_json()
 
 

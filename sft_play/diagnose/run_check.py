@@ -28,7 +28,7 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_machine
 from sft_play.log import one_line
-from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
+from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.imports import importing
 from sft_play.process.waiting import waiting
@@ -216,7 +216,7 @@ class _Checks:
         yield passed("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
 
     def _memory(self) -> Iterator[Finding]:
-        from sft_play.planner.plan_details import choice_line, memory_line, share_lines
+        from sft_play.planner.plan_details import choice_line, memory_line, parameter_lines
 
         where = "the named machine" if self._hardware.named else "this machine"
         try:
@@ -228,7 +228,7 @@ class _Checks:
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
             return
-        summary = "\n".join([f"{choice_line(plan)} ({where})", *share_lines(plan, self._config), memory_line(plan)])
+        summary = "\n".join([f"{choice_line(plan)} ({where})", *parameter_lines(plan, self._config), memory_line(plan)])
         if plan.fits:
             yield passed("memory plan", summary)
         else:
@@ -248,7 +248,7 @@ class _Checks:
         held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
                     if name != "train" and survey.lengths]  # fmt: skip
         lengths = Counter(min(limit, length) for length in train.lengths)
-        return row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
+        return summarize_row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
 
     def _padding(self) -> Iterator[Finding]:
         from sft_play.data.build.packing import padding_shares
@@ -267,8 +267,8 @@ class _Checks:
         )
         cut, rows = plan.micro_batches, plan.row_tokens
         if cut.tokens is not None and rows is not None:
-            passes = average_passes(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
-            shares["grouped"] = 1 - passes.tokens / (passes.count * passes.places * plan.batch.ranks)
+            passes = average_micro_steps(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
+            shares["grouped"] = 1 - passes.tokens / (passes.count * passes.padded_tokens * plan.batch.ranks)
         yield checks.judge_padding(
             shares,
             micro_batch=plan.batch.micro_batch,

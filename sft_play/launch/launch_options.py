@@ -24,7 +24,7 @@ from sft_play.launch.deepspeed.fill import same_numbers
 from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
+from sft_play.planner.mesh import Mesh, format_mesh, parse_mesh
 from sft_play.spelling import did_you_mean
 
 
@@ -149,13 +149,13 @@ def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[Launc
         logger.info("%s", note)
     if accelerate is None:
         return options, None
-    return with_accelerate(options, accelerate, mesh_of(config.model.mesh_shape)), accelerate
+    return with_accelerate(options, accelerate, parse_mesh(config.model.mesh_shape)), accelerate
 
 
 def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
     """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or of its GPUs. GPUs that are
     only named are all used, and too few stay too few: the plan says what the mesh would take."""
-    mesh = mesh_of(config.model.mesh_shape)
+    mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None:
         return hardware
     if not hardware.gpus:
@@ -166,10 +166,10 @@ def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
 def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """The options with as many processes as a mesh has, where no number was given; raises ConfigError where they do not
     divide over the nodes, or there are fewer GPUs than the mesh has processes."""
-    mesh = mesh_of(config.model.mesh_shape)
+    mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None or options.processes or options.gpus:
         return options
-    where, nodes = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}", options.nodes.count
+    where, nodes = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}", options.nodes.count
     if mesh.ranks % nodes:
         raise ConfigError(f"{where} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
     per_node, gpus = mesh.ranks // nodes, len(detect_hardware().gpus)

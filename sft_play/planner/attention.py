@@ -29,133 +29,133 @@ AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
 SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
-def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
+def select_attention(implementation: str, *, has_sdpa: bool) -> AttentionName:
     """What `model.attn_implementation` means for a model. Kernels of the hub are flash attention 2, to the byte."""
-    if is_hub_kernel(wanted):
+    if is_hub_kernel(implementation):
         return "flash_attention_2"
-    if wanted == "auto":
+    if implementation == "auto":
         return "sdpa" if has_sdpa else "eager"
-    return cast(AttentionName, wanted)
+    return cast(AttentionName, implementation)
 
 
-def is_hub_kernel(wanted: str) -> bool:
+def is_hub_kernel(implementation: str) -> bool:
     """Whether it is a kernel of the hub, `owner/name@commit`."""
-    return "/" in wanted
+    return "/" in implementation
 
 
-def require_package(wanted: str) -> None:
+def require_attention_package(implementation: str) -> None:
     """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    if is_hub_kernel(wanted):
+    if is_hub_kernel(implementation):
         package = "kernels"
-    elif wanted == "flash_attention_2":
+    elif implementation == "flash_attention_2":
         package = "flash-attn"
     else:
         return
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
-            f"model.attn_implementation={wanted} needs the package {package}, which is not installed; pip install "
+            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; pip install "
             f"{package}, or use auto"
         )
 
 
 # --- the kernels behind sdpa ------------------------------------------------------------------------------------------
 # Compute capability from which PyTorch's flash kernel runs.
-FLASH_SINCE = (8, 0)
+FLASH_MIN_CAPABILITY = (8, 0)
 # Widest head that it takes.
-FLASH_HEAD = 256
+FLASH_MAX_HEAD_DIM = 256
 # An unknown GPU counts as this one, and has no kernel of cuDNN.
-_CURRENT = (9, 0)
-_NEWEST = (12, 1)
+_DEFAULT_CAPABILITY = (9, 0)
+_NEWEST_CAPABILITY = (12, 1)
 # cuDNN's version above which PyTorch prefers it (`check_prefer_cudnn_attention`).
-_PREFERRED_ABOVE = 91500
+_CUDNN_PREFERRED_ABOVE = 91500
 
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """What a call of scaled_dot_product_attention asks for; `width` and `value_width` are those of a head, and
+    """What a call of scaled_dot_product_attention asks for; `width` and `value_head_dim` are those of a head, and
     `grouped` says that there are fewer of keys than of queries."""
 
-    width: int
-    value_width: int
-    grouped: bool = False
+    head_dim: int
+    value_head_dim: int
+    has_grouped_heads: bool = False
     masked: bool = False
-    half: bool = True
+    half_precision: bool = True
     """In fp16 or bf16; bf16 is asked for from compute capability 8.0 on."""
-    trains: bool = True
+    needs_gradient: bool = True
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _KernelLimits:
     """What a kernel takes. Compute capabilities are inclusive; `unit` is what widths are a multiple of."""
 
     name: SdpaKernel
-    since: tuple[int, int] = (0, 0)
-    until: tuple[int, int] = (99, 0)
-    fp32: bool = True
-    masked: bool = True
-    grouped: bool = True
-    widest: int | None = None
-    unit: int = 1
-    one_width: bool = False
-    untrained: range = range(0)
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] = (99, 0)
+    takes_fp32: bool = True
+    takes_mask: bool = True
+    takes_grouped_heads: bool = True
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    needs_equal_head_dims: bool = False
+    untrainable_head_dims: range = range(0)
     """Widths without a backward pass on GPUs with little shared memory."""
 
 
 # In PyTorch's order of preference.
-_KERNELS = (
-    _Kernel("cudnn", (9, 0), (10, 9), fp32=False, widest=128, unit=8, one_width=True),
-    _Kernel("flash", FLASH_SINCE, _NEWEST, fp32=False, masked=False, widest=FLASH_HEAD, one_width=True,
-            untrained=range(193, 225)),
-    _Kernel("efficient", (5, 0), _NEWEST, grouped=False),
-    _Kernel("math"),
+_SDPA_KERNELS = (
+    _KernelLimits("cudnn", (9, 0), (10, 9), takes_fp32=False, max_head_dim=128, head_dim_multiple=8, needs_equal_head_dims=True),
+    _KernelLimits("flash", FLASH_MIN_CAPABILITY, _NEWEST_CAPABILITY, takes_fp32=False, takes_mask=False, max_head_dim=FLASH_MAX_HEAD_DIM, needs_equal_head_dims=True,
+            untrainable_head_dims=range(193, 225)),
+    _KernelLimits("efficient", (5, 0), _NEWEST_CAPABILITY, takes_grouped_heads=False),
+    _KernelLimits("math"),
 )  # fmt: skip
 
 
-def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, cudnn: bool) -> SdpaKernel:
+def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool) -> SdpaKernel:
     """The kernel that PyTorch takes; `capability` None: unknown; `cudnn`: cuDNN's is preferred there and not switched
     off."""
-    own = capability or _CURRENT
-    return next(one.name for one in _KERNELS if (cudnn or one.name != "cudnn") and _takes(one, call, own))
+    gpu_capability = capability or _DEFAULT_CAPABILITY
+    return next(kernel.name for kernel in _SDPA_KERNELS if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, gpu_capability))
 
 
-def _takes(kernel: _Kernel, call: SdpaCall, capability: tuple[int, int]) -> bool:
-    widths = (call.width, call.value_width)
-    unit = _efficient_unit(call, capability) if kernel.name == "efficient" else kernel.unit
-    is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int]) -> bool:
+    head_dims = (call.head_dim, call.value_head_dim)
+    multiple = _efficient_multiple(call, capability) if kernel.name == "efficient" else kernel.head_dim_multiple
+    has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
-        kernel.since <= capability <= kernel.until
-        and (call.half or kernel.fp32)
-        and (kernel.masked or not call.masked)
-        and (kernel.grouped or not call.grouped)
-        and (kernel.widest is None or max(widths) <= kernel.widest)
-        and not any(width % unit for width in widths)
-        and (not kernel.one_width or call.width == call.value_width)
-        and not (call.trains and is_small and call.width in kernel.untrained)
+        kernel.min_capability <= capability <= kernel.max_capability
+        and (call.half_precision or kernel.takes_fp32)
+        and (kernel.takes_mask or not call.masked)
+        and (kernel.takes_grouped_heads or not call.has_grouped_heads)
+        and (kernel.max_head_dim is None or max(head_dims) <= kernel.max_head_dim)
+        and not any(head_dim % multiple for head_dim in head_dims)
+        and (not kernel.needs_equal_head_dims or call.head_dim == call.value_head_dim)
+        and not (call.needs_gradient and has_small_shared_memory and call.head_dim in kernel.untrainable_head_dims)
     )
 
 
-def _efficient_unit(call: SdpaCall, capability: tuple[int, int]) -> int:
+def _efficient_multiple(call: SdpaCall, capability: tuple[int, int]) -> int:
     """What widths are a multiple of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
     if capability >= (8, 0):
-        return 8 if call.half else 4
-    return 8 if call.half and capability >= (7, 0) else 1
+        return 8 if call.half_precision else 4
+    return 8 if call.half_precision and capability >= (7, 0) else 1
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
     """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures have such numbers."""
-    if is_amd or capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
+    if is_amd or capability is None or libraries.cudnn <= _CUDNN_PREFERRED_ABOVE or capability[0] not in (9, 10):
         return False
     return libraries.cuda >= (13,) or capability[1] in (0, 3)
 
 
-def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
+def can_run_flash(*, half_precision: bool, capability: tuple[int, int] | None) -> bool:
     """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual width."""
-    return sdpa_kernel(SdpaCall(64, 64, half=half), capability, cudnn=False) == "flash"
+    return sdpa_kernel(SdpaCall(64, 64, half_precision=half_precision), capability, uses_cudnn=False) == "flash"
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Attended:
+class RowAttention:
     """How a run's rows are attended to, and why not better, as the ends of sentences. `capability` None: unknown, which
     counts as a current one; `device`: `cuda`, `rocm` or `cpu`."""
 
@@ -166,9 +166,9 @@ class Attended:
     device: str
 
     @property
-    def masked_because(self) -> str | None:
+    def mask_reason(self) -> str | None:
         """Why padded rows keep their mask; None where they need none."""
-        is_old = self.device != "cpu" and self.capability is not None and self.capability < FLASH_SINCE
+        is_old = self.device != "cpu" and self.capability is not None and self.capability < FLASH_MIN_CAPABILITY
         if self.attention == "eager":
             return "eager attention computes every score, with a mask or without"
         if self.shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
@@ -177,14 +177,14 @@ class Attended:
             return "some of its layers carry a state from token to token, and read the mask"
         if self.shape.uses_alibi:
             return "its positions are a bias that is added to a mask"
-        return "flash attention does not run on this GPU" if is_old else self._own_code
+        return "flash attention does not run on this GPU" if is_old else self._unsloth_reason
 
     @property
-    def _own_code(self) -> str | None:
-        is_other = self.config.tuning.backend == "unsloth"
-        return "Unsloth has attention of its own, which is not measured here" if is_other else None
+    def _unsloth_reason(self) -> str | None:
+        uses_unsloth = self.config.tuning.backend == "unsloth"
+        return "Unsloth has attention of its own, which is not measured here" if uses_unsloth else None
 
-    def unbounded_because(self, precision: Precision) -> str | None:
+    def pack_mask_reason(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
         if self.config.model.attn_implementation != "auto":
             return f"model.attn_implementation={self.config.model.attn_implementation}"
@@ -196,20 +196,20 @@ class Attended:
             return "its positions are a bias that is added to a mask"
         if self.shape.attention_dropout:
             return "attention between boundaries has no dropout"
-        if self._own_code is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
+        if self._unsloth_reason is None and self.config.train.compile and self.one_by_one_reason(precision) is not None:
             return "a call for each chat has its length, for which a compiled block would be compiled again"
-        return self._own_code
+        return self._unsloth_reason
 
-    def one_by_one_because(self, precision: Precision) -> str | None:
+    def one_by_one_reason(self, precision: Precision) -> str | None:
         """Why each chat between boundaries is a call of its own; None where one call of PyTorch's flash kernel takes
         them all: on ROCm by AOTriton (https://github.com/huggingface/kernels/pull/401)."""
-        half = precision.compute != "float32"
+        half_precision = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
         if self.shape.has_latent_attention:  # flash attention takes one width for all three
             return "its keys and values have different widths"
-        if self.shape.head_dim > FLASH_HEAD:
-            return f"flash attention takes no heads wider than {FLASH_HEAD}"
-        if self.device == "cuda" and not flash_runs(half=half, capability=self.capability):
+        if self.shape.head_dim > FLASH_MAX_HEAD_DIM:
+            return f"flash attention takes no heads wider than {FLASH_MAX_HEAD_DIM}"
+        if self.device == "cuda" and not can_run_flash(half_precision=half_precision, capability=self.capability):
             return "flash attention does not run on this GPU in this precision"
-        return None if half else "flash attention does not run in this precision"
+        return None if half_precision else "flash attention does not run in this precision"

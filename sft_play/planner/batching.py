@@ -42,98 +42,98 @@ def effective_batch(train: TrainConfig, *, ranks: int) -> int:
 
 def divisors(number: int) -> list[int]:
     """All divisors, in ascending order."""
-    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
-    return sorted({*small, *(number // part for part in small)})
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) -> list[BatchPlan]:
+def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | None = None) -> list[BatchPlan]:
     """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first; `fixed`
     is the one that a resumed run keeps. Raises ConfigError where the numbers that were given do not multiply to it."""
-    if fixed is not None:
-        if fixed.ranks != ranks:
+    if resumed_batch is not None:
+        if resumed_batch.ranks != ranks:
             raise ConfigError(
-                f"the run is resumed with {_product(fixed)}, and in this layout {ranks} rank(s) have rows of their own"
+                f"the run is resumed with {_format_factors(resumed_batch)}, and in this layout {ranks} rank(s) have rows of their own"
             )
-        return [fixed]
-    effective = effective_batch(train, ranks=ranks)
-    if is_of_one_rank(train) and effective % ranks == 0:
-        share = effective // ranks
-        size = max(size for size in divisors(share) if size <= int(train.batch_size))
-        return [BatchPlan(size, share // size, ranks)]
-    if is_of_one_rank(train):
-        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
+        return [resumed_batch]
+    batch_size = effective_batch(train, ranks=ranks)
+    if is_single_rank_batch(train) and batch_size % ranks == 0:
+        rank_batch = batch_size // ranks
+        size = max(size for size in divisors(rank_batch) if size <= int(train.batch_size))
+        return [BatchPlan(size, rank_batch // size, ranks)]
+    if is_single_rank_batch(train):
+        fitting_ranks = ", ".join(str(number) for number in divisors(batch_size) if number <= 2 * ranks)
         raise ConfigError(
-            f"train.effective_batch_size={effective} does not split over {ranks} ranks (it does over {fitting}); use "
-            f"train.effective_batch_size={effective * ranks}"
+            f"train.effective_batch_size={batch_size} does not split over {ranks} ranks (it does over {fitting_ranks}); use "
+            f"train.effective_batch_size={batch_size * ranks}"
         )
-    if problem := product_problem(train, ranks=ranks):
+    if problem := batch_product_problem(train, ranks=ranks):
         raise ConfigError(problem)
-    per_rank = effective // ranks
+    per_rank = batch_size // ranks
     if train.batch_size != "auto":
-        sizes = [train.batch_size]
+        micro_batches = [train.batch_size]
     elif train.grad_accum != "auto":
-        sizes = [per_rank // train.grad_accum]
+        micro_batches = [per_rank // train.grad_accum]
     else:
-        sizes = divisors(per_rank)
-    return [BatchPlan(size, per_rank // size, ranks) for size in sizes]
+        micro_batches = divisors(per_rank)
+    return [BatchPlan(size, per_rank // size, ranks) for size in micro_batches]
 
 
-def is_of_one_rank(train: TrainConfig) -> bool:
+def is_single_rank_batch(train: TrainConfig) -> bool:
     """Whether all three numbers are given and agree on one rank: over several the effective batch is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
     return not train.effective_follows and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
 
 
-def arithmetic(train: TrainConfig, batch: BatchPlan, *, is_fixed: bool = False) -> str:
+def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bool = False) -> str:
     """The product, and which factors were given; `is_fixed`: a resumed run keeps it."""
-    words = _product(batch)
-    if is_fixed:
-        return f"{words} = {batch.effective_batch}: the effective batch of the run that is resumed"
+    factors = _format_factors(batch)
+    if is_resumed:
+        return f"{factors} = {batch.effective_batch}: the effective batch of the run that is resumed"
     if train.effective_follows:
-        return f"effective batch {batch.effective_batch} = {words}: train.effective_batch_size was not given"
-    product = f"{words} = {batch.effective_batch}"
-    if changed := changed_words(train, batch):
-        return f"{product}: the effective batch that was given for one rank is kept, {changed}"
-    wished = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
-    given = [name for name, value in wished.items() if value != "auto"]
-    return f"{product} ({' and '.join(given)} {'are' if len(given) > 1 else 'is'} given)" if given else product
+        return f"effective batch {batch.effective_batch} = {factors}: train.effective_batch_size was not given"
+    text = f"{factors} = {batch.effective_batch}"
+    if changed := format_changed_batch(train, batch):
+        return f"{text}: the effective batch that was given for one rank is kept, {changed}"
+    batch_options = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
+    given_options = [name for name, value in batch_options.items() if value != "auto"]
+    return f"{text} ({' and '.join(given_options)} {'are' if len(given_options) > 1 else 'is'} given)" if given_options else text
 
 
-def changed_words(train: TrainConfig, batch: BatchPlan) -> str:
+def format_changed_batch(train: TrainConfig, batch: BatchPlan) -> str:
     """Which of the numbers that were given for one rank are others over several; empty where none is."""
-    pairs = {
+    planned_values = {
         "batch_size": (train.batch_size, batch.micro_batch),
         "grad_accum": (train.grad_accum, batch.grad_accum),
     }
-    changed = [f"train.{name}={was} becomes {now}" for name, (was, now) in pairs.items() if was != now]
-    return " and ".join(changed) if is_of_one_rank(train) else ""
+    changed = [f"train.{name}={was} becomes {now}" for name, (was, now) in planned_values.items() if was != now]
+    return " and ".join(changed) if is_single_rank_batch(train) else ""
 
 
-def _product(batch: BatchPlan) -> str:
+def _format_factors(batch: BatchPlan) -> str:
     return f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks"
 
 
-def product_problem(train: TrainConfig, *, ranks: int, said: Mapping[str, str] | None = None) -> str | None:
+def batch_product_problem(train: TrainConfig, *, ranks: int, option_texts: Mapping[str, str] | None = None) -> str | None:
     """Why the numbers that are given do not multiply to the effective batch; None where they do. `said`: words for a
     number that another file gives, by its key in the section train."""
     sizes = [train.batch_size, train.grad_accum]
-    micro, accum = (1 if size == "auto" else size for size in sizes)
-    effective, unit = effective_batch(train, ranks=ranks), micro * accum * ranks  # which it must be a multiple of
+    micro_batch, grad_accum = (1 if size == "auto" else size for size in sizes)
+    effective, divisor = effective_batch(train, ranks=ranks), micro_batch * grad_accum * ranks  # which it must be a multiple of
     both_given = "auto" not in sizes
-    if (effective == unit) if both_given else effective % unit == 0:
+    if (effective == divisor) if both_given else effective % divisor == 0:
         return None
-    words = {name: f"train.{name}={getattr(train, name)}" for name in ("batch_size", "grad_accum")}
-    words |= {"effective_batch_size": f"train.effective_batch_size={effective}", **(said or {})}
-    given = [name for name, size in zip(("batch_size", "grad_accum"), sizes, strict=True) if size != "auto"]
-    product = " x ".join([*(words[name] for name in given), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"])
+    texts = {name: f"train.{name}={getattr(train, name)}" for name in ("batch_size", "grad_accum")}
+    texts |= {"effective_batch_size": f"train.effective_batch_size={effective}", **(option_texts or {})}
+    given_names = [name for name, size in zip(("batch_size", "grad_accum"), sizes, strict=True) if size != "auto"]
+    product = " x ".join([*(texts[name] for name in given_names), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"])
     if both_given:
-        rest, left = divmod(effective, ranks * micro)
-        other = f" or train.grad_accum={rest}" if rest and not left else ""
+        quotient, remainder = divmod(effective, ranks * micro_batch)
+        alternative = f" or train.grad_accum={quotient}" if quotient and not remainder else ""
         return (
-            f"{words['effective_batch_size']} is not {product} = {unit}; use train.effective_batch_size={unit}{other}"
+            f"{texts['effective_batch_size']} is not {product} = {divisor}; use train.effective_batch_size={divisor}{alternative}"
         )
     # the nearest multiples below and above; below the smallest there is only above
-    lower, upper = effective // unit * unit, -(-effective // unit) * unit
-    near = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
-    return f"{words['effective_batch_size']} does not split over {product}; use {near}"
+    lower, upper = effective // divisor * divisor, -(-effective // divisor) * divisor
+    nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
+    return f"{texts['effective_batch_size']} does not split over {product}; use {nearest}"

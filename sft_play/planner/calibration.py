@@ -21,28 +21,28 @@ from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.units import GIB
 
-FILE = "measured.jsonl"
+RECORD_FILE = "measured.jsonl"
 # Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored.
-VERSION = 2
+RECORD_VERSION = 2
 # Lines that the record keeps, the newest.
-KEPT = 200
+MAX_RECORDED_RUNS = 200
 # Runs that a plan learns its speed from, the newest.
-LOOKED_AT = 10
+SPEED_RUNS = 10
 # The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
 # not, because for a model of 0.5B the allocator's rounding is a larger share than for others.
-SELFTEST = "make gpu-selftest"
+SELFTEST_MODEL = "make gpu-selftest"
 # A step that ran out of memory is planned again where this many times as much is free: other processes have ended.
-MUCH_MORE_ROOM = 1.25
+RETRY_MEMORY_FACTOR = 1.25
 # A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory.
-MOST_MEMORY = 4.0
+MAX_MEMORY_FACTOR = 4.0
 # Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own.
-LIKE = 2.0
+SIMILAR_SIZE_FACTOR = 2.0
 # Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude.
-SPEEDS = (1e-4, 1e4)
+SPEED_RANGE = (1e-4, 1e4)
 
 
 @dataclass(frozen=True)
-class Raw:
+class UncorrectedPrediction:
     """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
 
     reserved: int
@@ -50,7 +50,7 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`. Predictions
     are raw, as if no run had been recorded before."""
 
@@ -68,7 +68,7 @@ class Measured:
     measured_tokens_per_s: float
     versions: str
     finished: str
-    version: int = VERSION
+    version: int = RECORD_VERSION
     kernels: KernelsName = "plain"
     """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
     compiled: bool = False
@@ -92,116 +92,116 @@ class Correction:
     """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
     speed. `memory` is the largest factor of any size; `at` has that of a prediction."""
 
-    runs: int = 0
-    memory: float = 1.0
-    speed: float = 1.0
-    speed_measured: bool = False
-    speed_of_selftest: bool = False
+    run_count: int = 0
+    memory_factor: float = 1.0
+    speed_factor: float = 1.0
+    has_measured_speed: bool = False
+    uses_selftest_speed: bool = False
     peaks: tuple[tuple[int, int], ...] = ()
     """Reserved bytes of the runs that memory is learned from: predicted, measured."""
 
-    ran_out: Measured | None = None
+    oom_run: MeasuredRun | None = None
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
-    def reserved(self, raw: int, room: int) -> int:
+    def corrected_reserved(self, uncorrected: int, budget: int) -> int:
         """The corrected prediction of a step's reserved bytes: more than the room where a step that needs no more ran
         out."""
-        expected = int(raw * self.at(raw).memory)
-        return max(expected, room + 1) if self.ran_out and raw >= self.ran_out.predicted_reserved else expected
+        corrected = int(uncorrected * self.for_prediction(uncorrected).memory_factor)
+        return max(corrected, budget + 1) if self.oom_run and uncorrected >= self.oom_run.predicted_reserved else corrected
 
-    def at(self, predicted: int) -> Correction:
+    def for_prediction(self, predicted: int) -> Correction:
         """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
         up to LIKE times what it measured: what is predicted to need more never needs less."""
 
         def factor(peak: tuple[int, int]) -> float:
-            return min(peak[1] / peak[0], MOST_MEMORY, LIKE * peak[1] / predicted)
+            return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted)
 
-        alike = [peak for peak in self.peaks if peak[0] / LIKE <= predicted <= LIKE * max(peak)]
-        alike.sort(key=factor, reverse=True)
-        return replace(self, memory=max([1.0, *map(factor, alike)]), peaks=tuple(alike))
+        similar_peaks = [peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted <= SIMILAR_SIZE_FACTOR * max(peak)]
+        similar_peaks.sort(key=factor, reverse=True)
+        return replace(self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks))
 
     @property
     def warning(self) -> str | None:
         """What ran out of memory here, in words."""
-        if self.ran_out is None:
+        if self.oom_run is None:
             return None
-        run, at = self.ran_out, self.ran_out.finished.partition("T")[0]
+        run, day = self.oom_run, self.oom_run.finished.partition("T")[0]
         return (
             f"micro-batch {run.micro_batch} ran out of memory in a run of this kind on this machine ({run.layout}, "
-            f"{run.seq_len} tokens, {run.ran_out_of / GIB:.1f} GiB, {at}): nothing that is predicted to need as much "
+            f"{run.seq_len} tokens, {run.ran_out_of / GIB:.1f} GiB, {day}): nothing that is predicted to need as much "
             "is planned, until a run that is given such a batch (train.batch_size) has fitted"
         )
 
     @property
     def reason(self) -> str | None:
         """The correction in words; None without a run."""
-        if self.speed_of_selftest:
-            share = f"{self.speed:.2f} of the roofline's speed in this mode on this machine"
-            return f"{SELFTEST} measured {share}, which predicts this speed until one of your runs measures it"
-        if not self.runs:
+        if self.uses_selftest_speed:
+            ratio_text = f"{self.speed_factor:.2f} of the roofline's speed in this mode on this machine"
+            return f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures it"
+        if not self.run_count:
             return None
-        count = len(self.peaks)
-        text = f"{count} earlier run{'s' if count > 1 else ''} of this kind on this machine"
-        if self.memory > 1:
+        peak_count = len(self.peaks)
+        text = f"{peak_count} earlier run{'s' if peak_count > 1 else ''} of this kind on this machine"
+        if self.memory_factor > 1:
             figures = "{1:.2f} GiB, {0:.2f} predicted".format(*(size / GIB for size in self.peaks[0]))
-            text += f" used {self.memory - 1:.1%} more memory than predicted ({figures}), which is added here"
+            text += f" used {self.memory_factor - 1:.1%} more memory than predicted ({figures}), which is added here"
         elif self.peaks:
             text += " stayed within their predicted memory"
         else:
             text = "earlier runs of this kind on this machine were of other sizes, and do not correct this one's memory"
-        if self.speed_measured:
-            text += f"; their speed was {self.speed:.2f} of the roofline, and so is this one's"
+        if self.has_measured_speed:
+            text += f"; their speed was {self.speed_factor:.2f} of the roofline, and so is this one's"
         return text
 
 
 def record_path() -> Path:
     """The file of the record."""
-    return cache_dir() / FILE
+    return cache_dir() / RECORD_FILE
 
 
-def add(measured: Measured) -> None:
+def add_measured_run(measured_run: MeasuredRun) -> None:
     """Append a run; a cache that cannot be written does not fail a run that is done."""
     path = record_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
-            lines = [json.dumps(asdict(run)) for run in [*load(), measured][-KEPT:]]
+            lines = [json.dumps(asdict(run)) for run in [*load_measured_runs(), measured_run][-MAX_RECORDED_RUNS:]]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 
 
-def load(path: Path | None = None) -> list[Measured]:
+def load_measured_runs(path: Path | None = None) -> list[MeasuredRun]:
     """The recorded runs, oldest first; unreadable lines and those of other versions are skipped."""
     try:
         lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    return [run for line in lines if (run := _read(line)) is not None]
+    return [run for line in lines if (run := _parse_run(line)) is not None]
 
 
 # annotations are strings here (from __future__ import annotations)
-_NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int", "float"))
+_NUMERIC_FIELDS = tuple(field.name for field in fields(MeasuredRun) if field.type in ("int", "float"))
 
 
-def _read(line: str) -> Measured | None:
+def _parse_run(line: str) -> MeasuredRun | None:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         data = json.loads(line)
-        if isinstance(data, Mapping) and data.get("version") == VERSION:
-            run = Measured(**data)
-            if all(math.isfinite(getattr(run, name)) and getattr(run, name) >= 0 for name in _NUMBERS):
+        if isinstance(data, Mapping) and data.get("version") == RECORD_VERSION:
+            run = MeasuredRun(**data)
+            if all(math.isfinite(getattr(run, name)) and getattr(run, name) >= 0 for name in _NUMERIC_FIELDS):
                 return run
     return None
 
 
-def correction(
-    runs: Iterable[Measured],
+def compute_correction(
+    runs: Iterable[MeasuredRun],
     *,
     device: str,
     mode: str,
     layout: str,
     model: str | None = None,
     kernels: CountedKernels = CountedKernels(),  # noqa: B008
-    compiled: bool = False,
-    room: int = 0,
+    is_compiled: bool = False,
+    budget: int = 0,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
@@ -209,36 +209,36 @@ def correction(
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
     long as the `room` (bytes) is not much larger now."""
-    of_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
-    of_all = [run for run in of_kind if not run.ran_out_of]
+    same_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)]
+    finished_runs = [run for run in same_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
-    counted = [run for run in of_all if run.kernels == kernels.memory and run.predicted_reserved]
-    same = _nearest([run for run in counted if run.model != SELFTEST], lambda run: run.layout == layout)
-    same = _nearest(same, lambda run: run.model == model)
-    memory = max([1.0, *(run.memory_ratio for run in same)])
-    of_all = [run for run in of_all if run.kernels == kernels.speed and run.speed_ratio > 0]
-    near = _nearest([run for run in of_all if run.model != SELFTEST], lambda run: run.model == model)
-    speeds = [run.speed_ratio for run in near or of_all]
-    speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
-    low, high = SPEEDS
-    mine = [run for run in of_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)]
+    memory_runs = [run for run in finished_runs if run.kernels == kernels.memory and run.predicted_reserved]
+    nearest_runs = _prefer_runs([run for run in memory_runs if run.model != SELFTEST_MODEL], lambda run: run.layout == layout)
+    nearest_runs = _prefer_runs(nearest_runs, lambda run: run.model == model)
+    memory = max([1.0, *(run.memory_ratio for run in nearest_runs)])
+    finished_runs = [run for run in finished_runs if run.kernels == kernels.speed and run.speed_ratio > 0]
+    speed_runs = _prefer_runs([run for run in finished_runs if run.model != SELFTEST_MODEL], lambda run: run.model == model)
+    speeds = [run.speed_ratio for run in speed_runs or finished_runs]
+    speed = statistics.median(speeds[-SPEED_RUNS:]) if speeds else 1.0
+    lowest, highest = SPEED_RANGE
+    same_model_runs = [run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)]
     return Correction(
-        len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds),
-        speed_of_selftest=bool(speeds) and not near, ran_out=_ran_out(mine, room),
-        peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in same),
+        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory), min(highest, max(lowest, speed)), has_measured_speed=bool(speeds),
+        uses_selftest_speed=bool(speeds) and not speed_runs, oom_run=_smallest_oom_run(same_model_runs, budget),
+        peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
     )  # fmt: skip
 
 
-def _ran_out(runs: Iterable[Measured], room: int) -> Measured | None:
+def _smallest_oom_run(runs: Iterable[MeasuredRun], budget: int) -> MeasuredRun | None:
     """The run with the smallest prediction that ran out of about this room, and that no later one disproves."""
-    failed: list[Measured] = []
+    oom_runs: list[MeasuredRun] = []
     for run in runs:
         if run.ran_out_of:
-            failed += [run] if room <= MUCH_MORE_ROOM * run.ran_out_of else []
+            oom_runs += [run] if budget <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
         else:
-            failed = [one for one in failed if run.predicted_reserved < one.predicted_reserved]
-    return min(failed, key=lambda run: run.predicted_reserved, default=None)
+            oom_runs = [one for one in oom_runs if run.predicted_reserved < one.predicted_reserved]
+    return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)
 
 
-def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:
+def _prefer_runs(runs: list[MeasuredRun], is_near: Callable[[MeasuredRun], bool]) -> list[MeasuredRun]:
     return [run for run in runs if is_near(run)] or runs

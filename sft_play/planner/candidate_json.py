@@ -13,9 +13,9 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.memory.estimate import MemoryEstimate
 
 # Fields of the memory estimate with other names in the JSON.
-_NAMES = {"host_bytes": "host", "load_bytes": "load"}
+_MEMORY_NAMES = {"host_bytes": "host", "load_bytes": "load"}
 # The JSON's name of each field of the layout.
-_LAYOUT = {
+_LAYOUT_NAMES = {
     "name": "layout", "data_parallel": "data_parallel_ranks", "shard": "shard_ranks",
     "tensor_parallel": "tensor_parallel_ranks", "context_parallel": "context_parallel_ranks",
     "keeps_params": "keeps_params",
@@ -30,54 +30,54 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     del step["layout"]
     if not step["cudnn"]:
         del step["cudnn"]
-    offloaded = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
+    offloaded_bytes = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
     return {
         "fits": candidate.fits,
         "verdict": candidate.verdict,
-        "short_of": list(candidate.short_of),
-        **{key: getattr(candidate.layout, name) for name, key in _LAYOUT.items()},
+        "short_of": list(candidate.insufficient_memory),
+        **{key: getattr(candidate.layout, name) for name, key in _LAYOUT_NAMES.items()},
         "ranks": candidate.layout.ranks,
         "micro_batch": batch.micro_batch,
         "grad_accum": batch.grad_accum,
         "effective_batch": batch.effective_batch,
         "gradient_checkpointing": candidate.checkpointing,
-        "checkpointed_layers": candidate.checkpointed,
+        "checkpointed_layers": candidate.checkpointed_layers,
         "loss": candidate.step.loss,
         "peak_bytes": {
-            **{_NAMES.get(name, name): value for name, value in asdict(memory).items()},
+            **{_MEMORY_NAMES.get(name, name): value for name, value in asdict(memory).items()},
             "allocated": memory.allocated,
             "step": memory.by_moment.get("training", (memory.allocated,))[0],
             "evaluate": memory.moments.get("evaluation"),
             "generate": memory.allocated,  # answers are generated in batches that take no more than the peak
             "save": memory.moments.get("saving"),
             "required": memory.required,
-            "budget": candidate.room.device,
+            "budget": candidate.budget.device,
             "host_required": candidate.host_required,
-            "host_budget": candidate.room.host,
+            "host_budget": candidate.budget.host,
         },
         "host": {  # of the first rank, which writes
             "load": memory.host_load_bytes,
-            **dict.fromkeys(("step", "evaluate", "generate"), offloaded),
+            **dict.fromkeys(("step", "evaluate", "generate"), offloaded_bytes),
             "save": memory.host_bytes,
         },
         "tokens_per_s": speed.tokens_per_s if speed_known else None,
         "step_s": speed.step_s if speed_known else None,
         "moved_bytes_per_step": speed.moved_bytes,
-        "confirmed_by_trace": candidate.traced,
+        "confirmed_by_trace": candidate.is_traced,
         "rejected_because": candidate.rejected_because,
         "precision": asdict(candidate.precision),
         "step": step,
         "layers": candidate.layers,
         "roofline": asdict(speed),
-        "uncorrected": asdict(candidate.raw),
+        "uncorrected": asdict(candidate.uncorrected),
     }
 
 
 def candidate_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """What `candidate_json` wrote, by the fields of a candidate."""
     peak = data["peak_bytes"]
-    names = {field.name: _NAMES.get(field.name, field.name) for field in fields(MemoryEstimate)}
-    layout = {name: data.get(key, 1) for name, key in _LAYOUT.items()}
+    names = {field.name: _MEMORY_NAMES.get(field.name, field.name) for field in fields(MemoryEstimate)}
+    layout = {name: data.get(key, 1) for name, key in _LAYOUT_NAMES.items()}
     return {
         **{name: data[name] for name in ("precision", "layers", "rejected_because")},
         "layout": layout,
@@ -86,8 +86,8 @@ def candidate_fields(data: Mapping[str, Any]) -> dict[str, Any]:
         # a plan of an earlier version has fewer
         "memory": {name: peak[key] for name, key in names.items() if key in peak},
         "speed": data["roofline"],
-        "room": {"device": peak["budget"], "host": peak["host_budget"]},
+        "budget": {"device": peak["budget"], "host": peak["host_budget"]},
         "host_required": peak["host_required"],
-        "raw": data["uncorrected"],
-        "traced": data["confirmed_by_trace"],
+        "uncorrected": data["uncorrected"],
+        "is_traced": data["confirmed_by_trace"],
     }

@@ -19,16 +19,16 @@ from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
-from sft_play.planner.precision import BYTES, SHORT, Precision
+from sft_play.planner.precision import DTYPE_BYTES, DTYPE_SHORT_NAMES, Precision
 
 LIGER_VERSION = "0.8.5"
 # Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of the GPU: the most
 # that a card of the catalogue has (RTX PRO 6000; an H100 has 132).
-MULTIPROCESSORS = 188
+MAX_MULTIPROCESSORS = 188
 
 
 @dataclass(frozen=True)
-class Replaced:
+class ReplacedOperations:
     """What liger-kernel replaces of a model; norms over the hidden width always are."""
 
     head_norms: bool = False
@@ -41,20 +41,20 @@ class Replaced:
     """A norm writes its input's gradient over its output's; not where the residual needs that one."""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """What is replaced, as the end of a sentence."""
         parts = ["norms", *(["gated activations"] if self.gate else []), *(["rotations"] if self.rotation else [])]
         return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
-_TYPES = {
-    "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": Replaced(),
-    "qwen3": Replaced(head_norms=True),
-    "gpt_oss mixtral": Replaced(gate=False),
-    "qwen3_moe": Replaced(head_norms=True, gate=False),
-    "gemma2": Replaced(in_place=False),
-    "gemma3_text": Replaced(head_norms=True, in_place=False),
-    "glm4": Replaced(rotation=False, in_place=False),
+_REPLACED_BY_TYPES = {
+    "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": ReplacedOperations(),
+    "qwen3": ReplacedOperations(head_norms=True),
+    "gpt_oss mixtral": ReplacedOperations(gate=False),
+    "qwen3_moe": ReplacedOperations(head_norms=True, gate=False),
+    "gemma2": ReplacedOperations(in_place=False),
+    "gemma3_text": ReplacedOperations(head_norms=True, in_place=False),
+    "glm4": ReplacedOperations(rotation=False, in_place=False),
 }
 # By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
 # MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
@@ -62,7 +62,7 @@ _TYPES = {
 # the package knows and this table does not are planned with the plain code: those that no trace confirms (Qwen3-Next,
 # Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP (EXAONE 4,
 # OLMo 2 and 3), which the estimate of a block only approximates.
-REPLACED: Mapping[str, Replaced] = {kind: replaced for kinds, replaced in _TYPES.items() for kind in kinds.split()}
+LIGER_REPLACEMENTS: Mapping[str, ReplacedOperations] = {kind: replaced for kinds, replaced in _REPLACED_BY_TYPES.items() for kind in kinds.split()}
 
 
 KernelsName = Literal["plain", "liger"]
@@ -73,12 +73,12 @@ class PlannedKernels:
     """What Liger's kernels replace in the plan's bytes and in its speed (None: nothing), and why in words; no words
     where the config leaves the plain kernels."""
 
-    memory: Replaced | None = None
-    speed: Replaced | None = None
+    memory: ReplacedOperations | None = None
+    speed: ReplacedOperations | None = None
     reason: str = ""
 
     @property
-    def counted(self) -> CountedKernels:
+    def counted_names(self) -> CountedKernels:
         """The same by name."""
         return CountedKernels("liger" if self.memory else "plain", "liger" if self.speed else "plain")
 
@@ -91,40 +91,40 @@ class CountedKernels:
     speed: KernelsName = "plain"
 
 
-def planned_kernels(
-    config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, without: Collection[str] = ()
+def plan_kernels(
+    config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, missing_packages: Collection[str] = ()
 ) -> PlannedKernels:
     """What is counted in a layout; `without`: packages that are not installed here, which only `auto` asks."""
-    wish = config.train.kernels
-    if wish == "none":
+    option = config.train.kernels
+    if option == "none":
         return PlannedKernels()
-    setting = f"kernels: train.kernels={wish}: "
-    problem = _problem(config, shape, layout, on_gpu=on_gpu)
+    setting = f"kernels: train.kernels={option}: "
+    problem = _liger_problem(config, shape, layout, on_gpu=on_gpu)
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
-    if problem is None and wish == "auto" and LIGER_PACKAGE in without:
+    if problem is None and option == "auto" and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
-    replaced = REPLACED[shape.model_type]
+    operations = LIGER_REPLACEMENTS[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
-        replaced = replace(replaced, gate=False)
-    words = f"{setting}Liger's for {replaced.words}"
-    check = f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
-    if wish == "liger":
-        return PlannedKernels(replaced, replaced, f"{words}, {check}")
+        operations = replace(operations, gate=False)
+    operations_text = f"{setting}Liger's for {operations.text}"
+    condition = f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
+    if option == "liger":
+        return PlannedKernels(operations, operations, f"{operations_text}, {condition}")
     # auto may fall back to the plain code when the run starts, which must then still fit
-    counted = "the speed is theirs, the memory that of the plain ones, which take more"
-    return PlannedKernels(None, replaced, f"{words}, {check}: {counted}")
+    basis = "the speed is theirs, the memory that of the plain ones, which take more"
+    return PlannedKernels(None, operations, f"{operations_text}, {condition}: {basis}")
 
 
-def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
+def _liger_problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
     if not on_gpu:
         return "Liger's need a CUDA GPU"
     if config.tuning.backend != "bnb":
         return f"tuning.backend={config.tuning.backend} brings its own"
     if layout.tensor_parallel > 1:
         return "tensor-parallel ranks replace the same forwards"
-    if shape.model_type not in REPLACED:
+    if shape.model_type not in LIGER_REPLACEMENTS:
         return f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
     return None
 
@@ -132,76 +132,76 @@ def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bo
 # --- experts ----------------------------------------------------------------------------------------------------------
 # Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every token, which only pays
 # for single tokens of generation; `deepgemm` and `sonicmoe` load kernels from the hub.
-ExpertsName = Literal["grouped_mm", "eager"]
+ExpertsImplementationName = Literal["grouped_mm", "eager"]
 
 # Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`).
-ROW_BYTES = 16
+GROUPED_ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsImplementation:
     """An implementation, and why it was chosen. `casts`: the weights of experts are cast to the dtype of the other
     matrix products, which autocast does not do for grouped ones."""
 
-    name: ExpertsName
+    name: ExpertsImplementationName
     reason: str
-    casts: bool = False
+    casts_weights: bool = False
 
 
-def experts_of(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> Experts:
+def select_experts_implementation(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> ExpertsImplementation:
     """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
     Raises ConfigError where it is asked for by name, and cannot run."""
-    wanted = config.model.experts_implementation
-    if wanted == "eager":
-        return Experts("eager", "eager, one expert after another, as model.experts_implementation says")
+    implementation = config.model.experts_implementation
+    if implementation == "eager":
+        return ExpertsImplementation("eager", "eager, one expert after another, as model.experts_implementation says")
     # the narrower dtype needs the larger multiple of elements
-    step = ROW_BYTES // min(BYTES[precision.compute], BYTES[precision.load])
-    odd = [width for width in widths if width % step]
+    multiple = GROUPED_ROW_BYTES // min(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.load])
+    misaligned_widths = [width for width in widths if width % multiple]
     problem = None
     if has_own_code:
         problem = "its class runs them by code of its own, which model.experts_implementation does not reach"
-    elif odd:
-        problem = f"grouped products need widths that are multiples of {step}, and one is {odd[0]}"
+    elif misaligned_widths:
+        problem = f"grouped products need widths that are multiples of {multiple}, and one is {misaligned_widths[0]}"
     if problem is None:
-        return _grouped(precision)
-    if wanted == "grouped_mm":
+        return _grouped_implementation(precision)
+    if implementation == "grouped_mm":
         raise ConfigError(
             f"model.experts_implementation=grouped_mm: {one_line(config.model.name)} cannot run it, because {problem}; "
             "use auto"
         )
-    return Experts("eager", f"eager, not grouped_mm: {problem}")
+    return ExpertsImplementation("eager", f"eager, not grouped_mm: {problem}")
 
 
-def _grouped(precision: Precision) -> Experts:
+def _grouped_implementation(precision: Precision) -> ExpertsImplementation:
     reason = "grouped_mm, one product for all experts of a block"
     if precision.load == precision.compute or precision.compute == "float32":
-        return Experts("grouped_mm", reason)
-    low = SHORT[precision.compute]
-    why = f"; their {SHORT[precision.load]} weights are cast to {low} for it, as autocast casts those of other products"
-    return Experts("grouped_mm", reason + why, casts=True)
+        return ExpertsImplementation("grouped_mm", reason)
+    compute_name = DTYPE_SHORT_NAMES[precision.compute]
+    cast_note = f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to {compute_name} for it, as autocast casts those of other products"
+    return ExpertsImplementation("grouped_mm", reason + cast_note, casts_weights=True)
 
 
 # Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py).
-GROUPED_SINCE = (8, 0)
+GROUPED_MIN_CAPABILITY = (8, 0)
 
 
-def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:
+def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> ExpertsImplementation | None:
     """The implementation for the experts of a shape; None where there are none. Raises ConfigError where the config
     names one that cannot run."""
-    kinds = [kind for kind in shape.layers if kind.num_experts]
-    if not kinds:
-        refuse_without_experts(config)
+    expert_layers = [kind for kind in shape.layers if kind.num_experts]
+    if not expert_layers:
+        check_experts_option(config)
         return None
     # the width of experts in code that is not known is not known either
-    widths = sorted({shape.hidden_size, *(kind.expert_width for kind in kinds if kind.expert_width)})
-    return experts_of(config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision)
+    widths = sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)})
+    return select_experts_implementation(config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision)
 
 
-def refuse_without_experts(config: RunConfig) -> None:
+def check_experts_option(config: RunConfig) -> None:
     """Raises ConfigError where an implementation is named for a model that has no experts."""
-    wanted = config.model.experts_implementation
-    if wanted != "auto":
+    implementation = config.model.experts_implementation
+    if implementation != "auto":
         raise ConfigError(
-            f"model.experts_implementation={wanted}: {one_line(config.model.name)} has no experts that it could reach; "
+            f"model.experts_implementation={implementation}: {one_line(config.model.name)} has no experts that it could reach; "
             "leave it at auto"
         )

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Places at which a step is tried to be cut, from each that is reached.
-_MOST_CUTS = 512
+_MAX_CUT_POINTS = 512
 
 # Positions of rows by pass and rank: `cut[p][r]` is the micro-batch of rank r in pass p, empty where it has no row.
-Cut = list[list[list[int]]]
+RowAssignment = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -43,80 +43,80 @@ class MicroBatches:
     single: bool = False
     """A step is one pass: it was planned without gradients that are kept between passes."""
 
-    def of_rows(self, rows: int) -> MicroBatches:
+    def resized(self, rows: int) -> MicroBatches:
         """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
         tokens = None if self.tokens is None else self.tokens * rows // self.rows
         return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
 
-    def cut(self, lengths: Sequence[int], *, ranks: int = 1) -> Cut:
+    def assign_rows(self, lengths: Sequence[int], *, ranks: int = 1) -> RowAssignment:
         """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
         `ranks`."""
         if self.tokens is None or (self.padded and self.single):
-            return by_rows(len(lengths), rows=self.rows, ranks=ranks)
+            return assign_by_count(len(lengths), rows=self.rows, ranks=ranks)
         if self.padded:
-            return padded(lengths, tokens=self.tokens, overhead=self.overhead, ranks=ranks)
-        return joined(lengths, tokens=self.tokens, ranks=ranks)
+            return assign_padded(lengths, tokens=self.tokens, overhead=self.overhead, ranks=ranks)
+        return assign_joined(lengths, tokens=self.tokens, ranks=ranks)
 
-    def most_passes(self, rows: int) -> int:
+    def max_micro_steps(self, rows: int) -> int:
         """The most passes that a rank needs for a step in which it has `rows` rows of full length at most."""
-        is_free = self.tokens is not None and self.padded and not self.single
-        return rows if is_free else -(-rows // self.rows)
+        is_cut_by_tokens = self.tokens is not None and self.padded and not self.single
+        return rows if is_cut_by_tokens else -(-rows // self.rows)
 
 
-def by_rows(count: int, *, rows: int, ranks: int) -> Cut:
+def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
     """`rows` rows to a micro-batch, in their order; those of the last pass are spread evenly over the ranks."""
-    return [_dealt(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
+    return [_spread_rows(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
 
 
-def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> Cut:
+def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> RowAssignment:
     """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass. A row that is
     longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are close. The
     best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is tried."""
     count = len(lengths)
     # best[n]: the least cost of the n longest rows; begin[n]: where its last pass begins
-    best = [0.0] + [math.inf] * count
-    begin = [0] * (count + 1)
-    grain = -(-count // _MOST_CUTS)
+    lowest_cost = [0.0] + [math.inf] * count
+    begins = [0] * (count + 1)
+    stride = -(-count // _MAX_CUT_POINTS)
     for first in range(count):
-        if best[first] == math.inf:
+        if lowest_cost[first] == math.inf:
             continue
         longest = lengths[first]  # of the pass that begins here: rows are sorted
-        full = min(count, first + max(1, tokens // longest) * ranks)
-        for last in (*range(first + grain, full, grain), full):
-            cost = best[first] + overhead + -(-(last - first) // ranks) * longest
-            if cost < best[last]:
-                best[last], begin[last] = cost, first
-    passes = []
+        limit = min(count, first + max(1, tokens // longest) * ranks)
+        for last in (*range(first + stride, limit, stride), limit):
+            cost = lowest_cost[first] + overhead + -(-(last - first) // ranks) * longest
+            if cost < lowest_cost[last]:
+                lowest_cost[last], begins[last] = cost, first
+    micro_steps = []
     last = count  # back from the end along `begin`
     while last:
-        passes.append(_dealt(begin[last], last, ranks))
-        last = begin[last]
-    return passes[::-1]
+        micro_steps.append(_spread_rows(begins[last], last, ranks))
+        last = begins[last]
+    return micro_steps[::-1]
 
 
-def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
+def assign_joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> RowAssignment:
     """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch. The longest
     row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold any n x m rows
     a rank."""
     count = len(lengths)
-    passes = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
+    micro_steps = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
     while True:
-        bins = [(0, place) for place in range(passes * ranks)]
-        held: list[list[int]] = [[] for _ in bins]
+        bins = [(0, bin_index) for bin_index in range(micro_steps * ranks)]
+        assigned: list[list[int]] = [[] for _ in bins]
         for row, length in enumerate(lengths):
-            load, place = bins[0]
-            heapq.heapreplace(bins, (load + length, place))
-            held[place].append(row)
+            load, bin_index = bins[0]
+            heapq.heapreplace(bins, (load + length, bin_index))
+            assigned[bin_index].append(row)
         # one row to a micro-batch is the end, even where a row is longer than `tokens`
-        if max(bins)[0] <= tokens or passes * ranks >= count:
+        if max(bins)[0] <= tokens or micro_steps * ranks >= count:
             break
-        passes += 1
+        micro_steps += 1
     # micro-batches of about the same length run at the same time, so ranks wait less for each other
-    held.sort(key=lambda rows: -sum(lengths[row] for row in rows))
-    return [held[first : first + ranks] for first in range(0, len(held), ranks)]
+    assigned.sort(key=lambda rows: -sum(lengths[row] for row in rows))
+    return [assigned[first : first + ranks] for first in range(0, len(assigned), ranks)]
 
 
-def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
+def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
     """The rows of one pass, in their order over the ranks, as evenly as they come out."""
     count = last - first
     ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
@@ -125,21 +125,21 @@ def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
 
 # --- the lengths of a run's rows: counted from the tokens themselves, never estimated ---------------------------------
 # Lengths that are kept at most, to draw steps from.
-SAMPLE = 1024
+MAX_SAMPLED_LENGTHS = 1024
 # Steps that are drawn to see what an average one takes.
-_STEPS = 4
+_DRAWN_STEPS = 4
 # Rows of a drawn step at most: larger ones are taken to be like it.
-_MOST_ROWS = 512
+_MAX_DRAWN_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Passes:
+class AverageMicroSteps:
     """What one rank computes in an average step: passes, places (tokens with padding) of one, and the length of the row
     that a place is in, on average; `tokens` without padding over all ranks; `rows` of one pass."""
 
     count: float
-    places: float
-    length: float
+    padded_tokens: float
+    row_length: float
     tokens: float
     rows: float
 
@@ -160,71 +160,71 @@ class RowTokens:
     """Training rows that the limit cuts; None where that was not counted."""
 
     @property
-    def longest_of_all(self) -> int:
+    def longest_row(self) -> int:
         """The longest row that is trained on or evaluated."""
         return max(self.longest, self.held_out)
 
-    def within(self, limit: int) -> RowTokens | None:
+    def limited_to(self, limit: int) -> RowTokens | None:
         """The lengths under another limit; None where rows were cut that would be longer now."""
         if limit >= self.limit:
             # a longest row of exactly the old limit may have been cut there
-            return self if self.longest_of_all < self.limit or limit == self.limit else None
+            return self if self.longest_row < self.limit or limit == self.limit else None
         lengths = {name: min(limit, getattr(self, name)) for name in ("p95", "longest", "held_out")}
         sample = tuple(min(limit, length) for length in self.sample)
         mean = self.mean * sum(sample) / max(1, sum(self.sample))
-        cut = 0 if self.longest <= limit and self.cut == 0 else None
-        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut, **lengths)
+        cut_rows = 0 if self.longest <= limit and self.cut == 0 else None
+        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut_rows, **lengths)
 
 
-def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
+def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
     """The summary of all rows' lengths, from the number of rows of each; None without rows."""
     rows = sum(counts.values())
     if not rows:
         return None
     lengths = sorted(counts)
-    ends = list(itertools.accumulate(counts[length] for length in lengths))
+    cumulative_counts = list(itertools.accumulate(counts[length] for length in lengths))
 
-    def at(place: int) -> int:
+    def length_at(index: int) -> int:
         """The length of a row, counted from the shortest."""
-        return lengths[bisect.bisect_right(ends, place)]
+        return lengths[bisect.bisect_right(cumulative_counts, index)]
 
-    kept = min(rows, SAMPLE)  # spread evenly over all of them
+    sample_size = min(rows, MAX_SAMPLED_LENGTHS)  # spread evenly over all of them
     return RowTokens(
         mean=sum(length * count for length, count in counts.items()) / rows,
-        p95=at(min(rows - 1, int(0.95 * rows))),
+        p95=length_at(min(rows - 1, int(0.95 * rows))),
         longest=lengths[-1],
         rows=rows,
         limit=limit,
         held_out=held_out,
-        sample=tuple(at((2 * place + 1) * rows // (2 * kept)) for place in reversed(range(kept))),
+        sample=tuple(length_at((2 * index + 1) * rows // (2 * sample_size)) for index in reversed(range(sample_size))),
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, ranks: int) -> Passes:
+def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_batch: int, ranks: int) -> AverageMicroSteps:
     """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a pass takes as long as
     its fullest rank."""
-    size = min(effective_batch, rows.rows)
-    drawn = min(size, _MOST_ROWS * ranks)
-    draw = random.Random(1)  # every rank and every plan of the same rows sees the same steps
-    count = places = weighted = tokens = held = 0.0
-    for _ in range(_STEPS):
-        some = draw.sample(rows.sample, drawn) if drawn <= len(rows.sample) else draw.choices(rows.sample, k=drawn)
-        lengths = sorted(some, reverse=True)
-        for each in cut.cut(lengths, ranks=ranks):
-            of_ranks = [[lengths[place] for place in batch] for batch in each if batch]
-            if cut.padded:
-                fullest = max(of_ranks, key=lambda batch: len(batch) * batch[0])
-                size_of_pass, length = len(fullest) * fullest[0], float(fullest[0])
+    step_rows = min(effective_batch, rows.rows)
+    drawn_rows = min(step_rows, _MAX_DRAWN_ROWS * ranks)
+    generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
+    count = padded_tokens = weighted_length = tokens = row_count = 0.0
+    for _ in range(_DRAWN_STEPS):
+        sample = generator.sample(rows.sample, drawn_rows) if drawn_rows <= len(rows.sample) else generator.choices(rows.sample, k=drawn_rows)
+        lengths = sorted(sample, reverse=True)
+        for micro_step in division.assign_rows(lengths, ranks=ranks):
+            rank_lengths = [[lengths[index] for index in batch] for batch in micro_step if batch]
+            if division.padded:
+                fullest = max(rank_lengths, key=lambda batch: len(batch) * batch[0])
+                micro_step_tokens, row_length = len(fullest) * fullest[0], float(fullest[0])
             else:
-                fullest = max(of_ranks, key=sum)
-                size_of_pass = sum(fullest)
+                fullest = max(rank_lengths, key=sum)
+                micro_step_tokens = sum(fullest)
                 # weighted by tokens: attention of a row costs its length for each of its tokens
-                length = sum(one * one for one in fullest) / size_of_pass
+                row_length = sum(one * one for one in fullest) / micro_step_tokens
             count += 1
-            held += len(fullest)
-            places += size_of_pass
-            weighted += size_of_pass * length
+            row_count += len(fullest)
+            padded_tokens += micro_step_tokens
+            weighted_length += micro_step_tokens * row_length
         tokens += sum(lengths)
-    scale = size / drawn / _STEPS  # to one whole step
-    return Passes(count * scale, places / count, weighted / places, tokens * scale, held / count)
+    scale = step_rows / drawn_rows / _DRAWN_STEPS  # to one whole step
+    return AverageMicroSteps(count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count)

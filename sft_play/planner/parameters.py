@@ -16,7 +16,7 @@ from sft_play.units import count_of
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertParameters:
     """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
 
     total: int
@@ -25,7 +25,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
     `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
 
@@ -41,44 +41,44 @@ class Parameters:
     """What the mode trains; `tuning.trainable` may choose of it."""
     frozen: int
     rest_dtype: DtypeName
-    experts: Experts | None = None
+    experts: ExpertParameters | None = None
     """None without experts in one tensor."""
 
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
-        held: dict[str, tuple[int, str | None]] = {
+        groups: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
             "adapted": (self.adapters, self.adapter_dtype),
             "frozen": (self.frozen, self.rest_dtype if self.frozen else None),
             "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
         }
-        return {name: {"params": n, "share": n / self.total, "dtype": dtype} for name, (n, dtype) in held.items()}
+        return {name: {"params": count, "share": count / self.total, "dtype": dtype} for name, (count, dtype) in groups.items()}
 
 
-def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> Parameters:
+def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
     """The parameters of a run under its layout."""
     mode, lora = config.tuning.mode, config.tuning.lora
-    full, nf4 = mode == "full", mode == "qlora"
-    learned = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
-    stacks = [(one, kind.count) for kind in shape.layers for one in kind.expert_weights]
-    experts = Experts(
-        total=sum(count * one.weights for one, count in stacks),
-        adapters=0 if full else sum(count * stacked_adapter_params(one, lora) for one, count in stacks),
+    is_full, is_nf4 = mode == "full", mode == "qlora"
+    trained_count = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
+    stacked_tensors = [(one, kind.count) for kind in shape.layers for one in kind.expert_weights]
+    experts = ExpertParameters(
+        total=sum(count * one.weights for one, count in stacked_tensors),
+        adapters=0 if is_full else sum(count * stacked_adapter_params(one, lora) for one, count in stacked_tensors),
     )
-    return Parameters(
+    return ParameterCounts(
         total=shape.params,
-        quantised=shape.packable_params if nf4 else 0,
-        quantised_dtype="nf4" if nf4 else None,
-        adapters=0 if full else adapter_params(shape, lora),
-        adapter_dtype=None if full else _held_in(adapter_dtype(config, precision), config, precision, layout),
-        trained=learned,
-        frozen=shape.untrained_params if full else shape.params,
-        rest_dtype=_held_in(precision.load, config, precision, layout) if full else precision.load,
-        experts=experts if stacks else None,
+        quantised=shape.packable_params if is_nf4 else 0,
+        quantised_dtype="nf4" if is_nf4 else None,
+        adapters=0 if is_full else adapter_params(shape, lora),
+        adapter_dtype=None if is_full else _trained_dtype(adapter_dtype(config, precision), config, precision, layout),
+        trained=trained_count,
+        frozen=shape.untrained_params if is_full else shape.params,
+        rest_dtype=_trained_dtype(precision.load, config, precision, layout) if is_full else precision.load,
+        experts=experts if stacked_tensors else None,
     )
 
 
-def _held_in(dtype: DtypeName, config: RunConfig, precision: Precision, layout: Layout) -> DtypeName:
+def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, layout: Layout) -> DtypeName:
     """The dtype of what trains under a layout: DeepSpeed casts it to the dtype of the computation, and accelerate to
     fp32 for FSDP's mixed precision, except beside NF4 weights."""
     if precision.compute == "float32":
@@ -88,28 +88,28 @@ def _held_in(dtype: DtypeName, config: RunConfig, precision: Precision, layout: 
     return "float32" if layout.is_fsdp and config.tuning.mode != "qlora" else dtype
 
 
-def parameters_line(parameters: Parameters, config: RunConfig) -> str:
+def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     """One line: the shares of the parameters, their dtypes, and the options that would change them."""
-    one, lora = parameters, config.tuning.lora
-    chosen = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
-    if one.adapter_dtype is None:
-        which = f"{count_of(one.trained)} of" if one.frozen else "all of"
-        left = ", the others get no gradient by their class" * bool(one.frozen)
-        return f"Parameters: {which} {count_of(one.total)} are trained in {one.rest_dtype}{left}{chosen}"
-    on_experts = saved = ""
-    if one.experts is not None and one.experts.adapters:
-        on_experts = f", {count_of(one.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
-    elif one.experts is not None:
-        on_experts = ", none on experts (tuning.lora.target_parameters=auto)"
-    if others := one.trained - one.adapters:
+    counts, lora = parameters, config.tuning.lora
+    selection_note = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
+    if counts.adapter_dtype is None:
+        share_text = f"{count_of(counts.trained)} of" if counts.frozen else "all of"
+        frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
+        return f"Parameters: {share_text} {count_of(counts.total)} are trained in {counts.rest_dtype}{frozen_note}{selection_note}"
+    experts_note = copies_note = ""
+    if counts.experts is not None and counts.experts.adapters:
+        experts_note = f", {count_of(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+    elif counts.experts is not None:
+        experts_note = ", none on experts (tuning.lora.target_parameters=auto)"
+    if copied_params := counts.trained - counts.adapters:
         copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
         rows = ["rows of new tokens"] if config.model.add_tokens else []
         keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
-        saved = f"; {' and '.join(copies + rows)} that train: {count_of(others)} ({keys})"
-    base = f"all {one.rest_dtype}, frozen"
-    if one.quantised_dtype is not None:
-        base = f"{one.quantised / one.total:.1%} in NF4, the rest {one.rest_dtype}, all frozen"
+        copies_note = f"; {' and '.join(copies + rows)} that train: {count_of(copied_params)} ({keys})"
+    base_text = f"all {counts.rest_dtype}, frozen"
+    if counts.quantised_dtype is not None:
+        base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
     return (
-        f"Parameters: {count_of(one.total)}: {base}; adapters: {count_of(one.adapters)} "
-        f"{one.adapter_dtype} ({one.adapters / one.total:.2%}){on_experts}{saved}{chosen}"
+        f"Parameters: {count_of(counts.total)}: {base_text}; adapters: {count_of(counts.adapters)} "
+        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%}){experts_note}{copies_note}{selection_note}"
     )

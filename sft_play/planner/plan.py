@@ -16,54 +16,61 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner import calibration
-from sft_play.planner.attention import attention_of
+from sft_play.planner.attention import select_attention
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidate_json import candidate_fields, candidate_json
 from sft_play.planner.candidates import (
     Candidate,
-    Job,
-    candidate_of,
-    choose,
-    eval_batch,
-    least,
-    micro_batches,
-    needs_words,
-    thriftiest,
-    weigh,
-    weigh_updates,
+    PlanInputs,
+    build_candidate,
+    choose_candidate,
+    choose_eval_batch,
+    closest_to_fitting,
+    evaluate_candidates,
+    evaluate_weight_updates,
+    format_needs,
+    lowest_memory_candidates,
+    plan_micro_batches,
 )
-from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
+from sft_play.planner.kernels import CountedKernels, plan_experts, plan_kernels
+from sft_play.planner.layout import (
+    LAYOUT_NAMES,
+    ImpossibleLayout,
+    Layout,
+    LayoutName,
+    context_parallel_layouts,
+    find_layouts,
+)
 from sft_play.planner.memory.estimate import RUN_PHASES, MemoryEstimate, generation_token_budget
 from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import check_targets, repeats_kv
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
-from sft_play.planner.parameters import Parameters, parameters_of
-from sft_play.planner.precision import Precision, Updates, choose_precision
-from sft_play.planner.reasons import reasons_of, shown
-from sft_play.planner.speed.compile_and_liger import compile_s, refuse_beside_compiling
-from sft_play.planner.speed.throughput import Speed, SpeedError, rates_of, speed_error, utilisation
+from sft_play.planner.parameters import ParameterCounts, count_parameters
+from sft_play.planner.precision import Precision, WeightUpdates, choose_precision
+from sft_play.planner.reasons import candidates_to_show, plan_reasons
+from sft_play.planner.speed.compile_and_liger import check_compile_options, estimate_compile_s
+from sft_play.planner.speed.throughput import Speed, SpeedError, find_rates, find_speed_error, model_flop_utilisation
 from sft_play.units import GIB
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
-SHORTEST = 8
+MIN_ROW_TOKENS = 8
 # Difference between estimate and trace from which the plan reports it.
 TRACE_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracePrediction:
     """What a trace of the chosen step measured: bytes of one rank. `unavailable` says why there is none."""
 
     allocated: int = 0
     reserved: int = 0
-    unavailable: str | None = None
+    unavailable_reason: str | None = None
 
 
 ActivationsFrom = Literal["blocks", "measured", "trace"]
 # Traces a candidate's step.
-Confirm = Callable[[Candidate], Traced]
+TraceCandidate = Callable[[Candidate], TracePrediction]
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Work:
+class RunLength:
     """The amount of training: optimizer steps, and tokens without padding as estimated from the file's size."""
 
     steps: int
@@ -112,14 +119,14 @@ class Plan:
     hardware: Hardware
     reasons: tuple[str, ...]
     candidates: tuple[Candidate, ...] = ()
-    not_possible: tuple[NotPossible, ...] = ()
+    not_possible: tuple[ImpossibleLayout, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()
     not_enough: tuple[Suggestion, ...] = ()
     speed_known: bool = False
     speed_error: SpeedError | None = None
     """How far the speed may be off; None where it is not known."""
     mfu: float | None = None
-    work: Work | None = None
+    run_length: RunLength | None = None
     micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
     """How the rows of a step become micro-batches."""
     row_tokens: RowTokens | None = None
@@ -134,7 +141,7 @@ class Plan:
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
     None where another engine runs."""
-    parameters: Parameters | None = None
+    parameters: ParameterCounts | None = None
     """What is quantised, adapted and trained; None in a plan of an earlier version."""
 
     @property
@@ -148,11 +155,11 @@ class Plan:
         return self.choice.batch
 
     @property
-    def counted_batch(self) -> BatchPlan:
+    def trainer_batch(self) -> BatchPlan:
         """The batch as trainers count it, who know a fixed number of passes a step: the most that one can take."""
         rows = self.batch.effective_batch // self.batch.ranks
-        passes = self.micro_batches.most_passes(rows)
-        return BatchPlan(rows // passes, passes, self.batch.ranks)
+        micro_steps = self.micro_batches.max_micro_steps(rows)
+        return BatchPlan(rows // micro_steps, micro_steps, self.batch.ranks)
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -173,36 +180,36 @@ class Plan:
     def hours(self) -> float | None:
         """Hours of the whole run with its compiling, of full rows where lengths are not known; None where work or speed
         is unknown."""
-        if self.work is None or not self.speed_known:
+        if self.run_length is None or not self.speed_known:
             return None
-        return (self.work.steps * self.speed.step_s + self.compile_s) / 3600
+        return (self.run_length.steps * self.speed.step_s + self.compile_s) / 3600
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
-        own = {one.name: _plain(getattr(self, one.name)) for one in fields(self) if one.name not in _TOLD_OTHERWISE}
+        own_fields = {plan_field.name: _plain_data(getattr(self, plan_field.name)) for plan_field in fields(self) if plan_field.name not in _OTHER_JSON_FIELDS}
         # plans without these had the JSON before them: a recorded plan stays byte for byte
         for name in ("kernels", "compile_s", "deepspeed", "parameters"):
-            if not own[name]:
-                del own[name]
+            if not own_fields[name]:
+                del own_fields[name]
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
-            **own,
+            **own_fields,
             "run": self._run_json(),
             "hardware": self.hardware.as_json(),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
-            "ways_out": _plain(self.suggestions),  # the key that scripts know
+            "ways_out": _plain_data(self.suggestions),  # the key that scripts know
         }
 
     def _run_json(self) -> dict[str, Any] | None:
-        if self.work is None:
+        if self.run_length is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
         gpu_hours = hours * len(gpus) if hours is not None and gpus else None
         # power limits are an upper bound of what the cards draw; hosts are not counted
         watts = sum(gpu.tdp_watts or 0 for gpu in gpus) if all(gpu.tdp_watts for gpu in gpus) else 0
         return {
-            "steps": self.work.steps,
-            "tokens": self.work.tokens,
+            "steps": self.run_length.steps,
+            "tokens": self.run_length.tokens,
             "hours": hours,
             "gpu_hours": gpu_hours,
             "energy_kwh": hours * watts / 1000 if hours is not None and watts else None,
@@ -211,17 +218,17 @@ class Plan:
 
 
 # Fields of a plan that its JSON has in another form, or under another name.
-_TOLD_OTHERWISE = ("choice", "budget_bytes", "work", "hardware", "candidates", "suggestions")
+_OTHER_JSON_FIELDS = ("choice", "budget_bytes", "run_length", "hardware", "candidates", "suggestions")
 
 
-def _plain(value: Any) -> Any:
+def _plain_data(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+        return [_plain_data(part) for part in value]
     return asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 # A plan, and DeepSpeed's config where DeepSpeed runs it.
-Planned = tuple[Plan, dict[str, Any] | None]
+PlanWithDeepSpeed = tuple[Plan, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -232,38 +239,38 @@ class PlanRequest:
     config: RunConfig
     shape: ModelShape
     hardware: Hardware
-    only: Sequence[LayoutName] = LAYOUT_NAMES
+    allowed_layouts: Sequence[LayoutName] = LAYOUT_NAMES
     """Layouts that may be taken; every one is weighed where none is left out."""
     has_eval: bool = True
     """Whether evaluation batches run beside the training."""
-    earlier: Sequence[calibration.Measured] = ()
-    rows: RowTokens | None = None
+    measured_runs: Sequence[calibration.MeasuredRun] = ()
+    row_tokens: RowTokens | None = None
     """The lengths of the rows, where they are known."""
-    without: frozenset[str] = frozenset()
+    missing_packages: frozenset[str] = frozenset()
     """Packages with kernels that are not installed (`facts.installed.missing_kernel_packages`)."""
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
     """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
 
     @property
-    def named(self) -> LayoutName | None:
+    def named_layout(self) -> LayoutName | None:
         """The layout that the user named, if it is only one."""
-        return self.only[0] if len(self.only) == 1 else None
+        return self.allowed_layouts[0] if len(self.allowed_layouts) == 1 else None
 
     @property
     def max_seq_len(self) -> int:
         """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
-        wish = self.config.model.max_seq_len
-        return min(wish, self.shape.max_positions or wish)
+        option = self.config.model.max_seq_len
+        return min(option, self.shape.max_positions or option)
 
 
 def make_plan(
     request: PlanRequest,
     *,
-    confirm: Confirm | None = None,
-    work: Callable[[int], Work | None] | None = None,
+    trace_candidate: TraceCandidate | None = None,
+    estimate_length: Callable[[int], RunLength | None] | None = None,
     keeps_params: bool = False,
-    fixed: BatchPlan | None = None,
-    updates: Updates | None = None,
+    resumed_batch: BatchPlan | None = None,
+    resumed_updates: WeightUpdates | None = None,
 ) -> Plan:
     """The plan of a run. Where nothing fits it suggests no changes; `advice.suggestions.make_advised_plan` does.
 
@@ -277,216 +284,216 @@ def make_plan(
     Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
-    _refuse_settings(request)  # first, so that the message names the setting and not a layout
-    job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
-    job, candidates, refused = _weighed(request, job, keeps_params=keeps_params)
-    chosen, candidates, notes = _confirmed(job, candidates, confirm)
-    speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
-    step, half = chosen.step, chosen.precision.compute != "float32"
-    repeated = step.on_gpu and repeats_kv(shape, attention=step.attention, half_precision=half, capability=step.capability)
-    kernels = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    walk = create_step_simulation(config, shape, chosen.precision, step)
+    _check_settings(request)  # first, so that the message names the setting and not a layout
+    inputs = dataclasses.replace(build_plan_inputs(request), resumed_batch=resumed_batch, resumed_updates=resumed_updates)
+    inputs, candidates, impossible = _evaluate_layouts(request, inputs, keeps_params=keeps_params)
+    choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
+    speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
+    step, half_precision = choice.step, choice.precision.compute != "float32"
+    repeats_keys = step.on_gpu and repeats_kv(shape, attention=step.attention, half_precision=half_precision, capability=step.capability)
+    kernels = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages)
+    simulation = create_step_simulation(config, shape, choice.precision, step)
     return Plan(
-        choice=chosen,
-        precision=chosen.precision,
+        choice=choice,
+        precision=choice.precision,
         max_seq_len=request.max_seq_len,
-        repeats_kv=repeated,
-        eval_batch=step.eval_batch or eval_batch(walk),
-        masked_bytes=_masked_bytes(job, chosen),
-        answer_tokens=generation_token_budget(walk, chosen.memory),
-        budget_bytes=job.budget,
+        repeats_kv=repeats_keys,
+        eval_batch=step.eval_batch or choose_eval_batch(simulation),
+        masked_bytes=_masked_required_bytes(inputs, choice),
+        answer_tokens=generation_token_budget(simulation, choice.memory),
+        budget_bytes=inputs.device_budget,
         model_params=shape.params,
         hardware=hardware,
-        reasons=reasons_of(
-            job, candidates, chosen, limit=request.max_seq_len, repeats_kv=repeated, kernels=kernels, notes=notes
+        reasons=plan_reasons(
+            inputs, candidates, choice, limit=request.max_seq_len, repeats_kv=repeats_keys, kernels=kernels, notes=notes
         ),
-        candidates=tuple(shown(job, candidates, chosen)),
-        not_possible=refused,
+        candidates=tuple(candidates_to_show(inputs, candidates, choice)),
+        not_possible=impossible,
         speed_known=speed_known,
-        speed_error=speed_error(shape, chosen.precision, hardware, step) if speed_known else None,
-        mfu=utilisation(chosen.speed, job.rates),
-        work=work(chosen.batch.effective_batch) if work else None,
-        micro_batches=micro_batches(job, chosen.precision, step),
-        row_tokens=job.rows,
-        kernels=None if config.train.kernels == "none" else kernels.counted,
-        compile_s=compile_s(config, shape),
-        activations_from="trace" if chosen.traced else "blocks" if shape.block_meter is None else "measured",
-        parameters=parameters_of(config, shape, chosen.precision, chosen.layout),
+        speed_error=find_speed_error(shape, choice.precision, hardware, step) if speed_known else None,
+        mfu=model_flop_utilisation(choice.speed, inputs.rates),
+        run_length=estimate_length(choice.batch.effective_batch) if estimate_length else None,
+        micro_batches=plan_micro_batches(inputs, choice.precision, step),
+        row_tokens=inputs.row_tokens,
+        kernels=None if config.train.kernels == "none" else kernels.counted_names,
+        compile_s=estimate_compile_s(config, shape),
+        activations_from="trace" if choice.is_traced else "blocks" if shape.block_meter is None else "measured",
+        parameters=count_parameters(config, shape, choice.precision, choice.layout),
     )
 
 
-def refuse(request: PlanRequest) -> None:
+def check_plan_request(request: PlanRequest) -> None:
     """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are weighed."""
-    _refuse_settings(request)
-    thriftiest(job_of(request), _layouts(request, keeps_params=False)[0])
+    _check_settings(request)
+    lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request, keeps_params=False)[0])
 
 
-def _refuse_settings(request: PlanRequest) -> None:
+def _check_settings(request: PlanRequest) -> None:
     check_targets(request.config, request.shape)
-    refuse_beside_compiling(request.config)
-    planned_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
+    check_compile_options(request.config)
+    plan_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
 
 
-def _weighed(
-    request: PlanRequest, job: Job, *, keeps_params: bool
-) -> tuple[Job, list[Candidate], tuple[NotPossible, ...]]:
-    layouts, refused = _layouts(request, keeps_params=keeps_params)
-    job, candidates = weigh_updates(job, layouts)
+def _evaluate_layouts(
+    request: PlanRequest, inputs: PlanInputs, *, keeps_params: bool
+) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
+    layouts, impossible = _requested_layouts(request, keeps_params=keeps_params)
+    inputs, candidates = evaluate_weight_updates(inputs, layouts)
     # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
-    can_share_rows = "fsdp_cp" in request.only and request.config.model.mesh_shape is None
-    if can_share_rows and not any(candidate.fits for candidate in candidates):
-        candidates += weigh(job, with_context_parallel(request.config, request.shape, request.hardware))
-    return job, candidates, refused
+    can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
+    if can_divide_rows and not any(candidate.fits for candidate in candidates):
+        candidates += evaluate_candidates(inputs, context_parallel_layouts(request.config, request.shape, request.hardware))
+    return inputs, candidates, impossible
 
 
-def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:
+def _requested_layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
     hardware = request.hardware
-    possible, refused = layouts_for(request.config, request.shape, hardware, named=request.named)
-    layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
+    possible, impossible = find_layouts(request.config, request.shape, hardware, named=request.named_layout)
+    layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
     if not layouts:
-        listed = "; ".join(f"{item.name}: {item.because}" for item in refused)
-        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {listed}")
+        reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
+        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
     if keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
-    return layouts, refused
+    return layouts, impossible
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """The plan that `as_json` wrote, for a rank that receives it: equal in every field, nothing is decided again."""
-    other_names = {
+    renamed_fields = {
         "choice": candidate_fields(data),
         "budget_bytes": data["peak_bytes"]["budget"],
         "candidates": [candidate_fields(candidate) for candidate in data["candidates"]],
         "suggestions": data["ways_out"],
-        "work": data["run"],
+        "run_length": data["run"],
     }
-    return _reader().validate_python({**data, **other_names})
+    return _plan_reader().validate_python({**data, **renamed_fields})
 
 
 @functools.cache
-def _reader() -> TypeAdapter[Plan]:
+def _plan_reader() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
+def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True) -> PlanInputs:
     """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
     limit = request.max_seq_len
-    rows = request.rows.within(limit) if request.rows is not None else None
+    row_tokens = request.row_tokens.limited_to(limit) if request.row_tokens is not None else None
 
     @functools.cache
-    def learned(layout: Layout) -> calibration.Correction:
-        planned = planned_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
-        return calibration.correction(
-            request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=planned.counted, compiled=config.train.compile, room=budget_bytes(hardware),
+    def find_correction(layout: Layout) -> calibration.Correction:
+        kernels = plan_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), missing_packages=request.missing_packages)
+        return calibration.compute_correction(
+            request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
+            kernels=kernels.counted_names, is_compiled=config.train.compile, budget=device_budget_bytes(hardware),
         )  # fmt: skip
 
-    return Job(
+    return PlanInputs(
         config=config,
         shape=shape,
         precision=precision,
         hardware=hardware,
-        rates=dataclasses.replace(rates_of(hardware, precision), without=request.without),
-        seq_len=limit if rows is None else max(SHORTEST, rows.longest_of_all),
-        attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
+        rates=dataclasses.replace(find_rates(hardware, precision), missing_packages=request.missing_packages),
+        seq_len=limit if row_tokens is None else max(MIN_ROW_TOKENS, row_tokens.longest_row),
+        attention=select_attention(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
-        budget=budget_bytes(hardware),
+        device_budget=device_budget_bytes(hardware),
         # a named machine's RAM is only this machine's, which says nothing of it
         host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
-        learned=learned,
-        masters=masters,
-        rows=rows,
+        find_correction=find_correction,
+        fp32_master_weights=fp32_master_weights,
+        row_tokens=row_tokens,
         libraries=request.libraries,
     )
 
 
-def _confirmed(
-    job: Job, candidates: list[Candidate], confirm: Confirm | None
+def _choose_confirmed(
+    inputs: PlanInputs, candidates: list[Candidate], trace_candidate: TraceCandidate | None
 ) -> tuple[Candidate, list[Candidate], list[str]]:
     notes: list[str] = []
     while True:
-        chosen = choose(candidates)
-        if chosen is None:
-            return least(candidates), candidates, notes
-        if confirm is None or chosen.traced:
-            return chosen, candidates, notes
-        traced = confirm(chosen)
-        if traced.unavailable is not None:
-            return chosen, candidates, [*notes, f"not confirmed by a trace: {traced.unavailable}"]
-        notes.append(_trace_words(chosen, traced))
+        choice = choose_candidate(candidates)
+        if choice is None:
+            return closest_to_fitting(candidates), candidates, notes
+        if trace_candidate is None or choice.is_traced:
+            return choice, candidates, notes
+        trace = trace_candidate(choice)
+        if trace.unavailable_reason is not None:
+            return choice, candidates, [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"]
+        notes.append(_format_trace(choice, trace))
         # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
         # is traced once, and one that fits by its trace is returned.
-        updated = _with_trace(job, chosen, traced)
-        candidates = [updated if candidate.key == chosen.key else candidate for candidate in candidates]
+        updated = _apply_trace(inputs, choice, trace)
+        candidates = [updated if candidate.key == choice.key else candidate for candidate in candidates]
 
 
-def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
+def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
     """The larger of the two predictions, corrected by earlier runs like any; the difference becomes a separate term."""
     memory = candidate.memory
-    more = max(0, traced.allocated - memory.allocated)
+    excess = max(0, trace.allocated - memory.allocated)
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
-    raw = dataclasses.replace(candidate.raw, reserved=max(candidate.raw.reserved, traced.reserved))
-    reserved = job.learned(candidate.layout).reserved(raw.reserved, job.budget)
-    highest = RUN_PHASES.get(memory.moment, "training")
+    uncorrected = dataclasses.replace(candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved))
+    reserved = inputs.find_correction(candidate.layout).corrected_reserved(uncorrected.reserved, inputs.device_budget)
+    peak_phase = RUN_PHASES.get(memory.moment, "training")
     memory = dataclasses.replace(
         memory,
-        terms=memory.terms | ({"trace_says_more": more} if more else {}),
+        terms=memory.terms | ({"trace_says_more": excess} if excess else {}),
         reserved=reserved,
         by_moment=memory.by_moment
-        | {highest: (memory.allocated + more, max(memory.by_moment[highest][1], traced.reserved))},
+        | {peak_phase: (memory.allocated + excess, max(memory.by_moment[peak_phase][1], trace.reserved))},
         margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of what is reserved
     )
-    return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
+    return dataclasses.replace(candidate, memory=memory, uncorrected=uncorrected, is_traced=True)
 
 
-def _trace_words(candidate: Candidate, traced: Traced) -> str:
-    closed = candidate.memory.allocated
+def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
+    estimated = candidate.memory.allocated
     text = (
-        f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the estimate "
-        f"says {closed / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
+        f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
+        f"says {estimated / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
     )
-    apart = traced.allocated / max(1, closed) - 1
-    return text + (f", {apart:+.1%} apart: the larger one is used" if abs(apart) > TRACE_TOLERANCE else "")
+    difference = trace.allocated / max(1, estimated) - 1
+    return text + (f", {difference:+.1%} apart: the larger one is used" if abs(difference) > TRACE_TOLERANCE else "")
 
 
-def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
-    step = chosen.step
+def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
+    step = choice.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
-    if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
+    rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
+    if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=rows)):
         return None
-    other = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
-                         eval_rows=step.eval_batch, masks=True)  # fmt: skip
-    return max(other.memory.required, chosen.memory.required)  # a trace may have raised it above its own estimate
+    masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,
+                         eval_rows=step.eval_batch, keeps_masks=True)  # fmt: skip
+    return max(masked_candidate.memory.required, choice.memory.required)  # a trace may have raised it above its own estimate
 
 
-def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:
+def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> None:
     """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps (`is_fixed`), is
     tried."""
     train = config.train
-    if plan.fits or is_fixed or train.batch_size != "auto" or train.grad_accum != "auto":
+    if plan.fits or is_resumed or train.batch_size != "auto" or train.grad_accum != "auto":
         return
-    raise DoesNotFit(f"{misfit_words(plan, config)}, or set train.batch_size=1 to start anyway", plan=plan.as_json())
+    raise DoesNotFit(f"{format_misfit(plan, config)}, or set train.batch_size=1 to start anyway", plan=plan.as_json())
 
 
-def misfit_words(plan: Plan, config: RunConfig) -> str:
+def format_misfit(plan: Plan, config: RunConfig) -> str:
     """What does not fit, with what it needs, and the changes that would make it fit."""
-    micro, needs = plan.batch.micro_batch, needs_words(plan.choice, terms=3)
-    rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.choice.step.seq_len} tokens"
-    where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
-    ways = plan.suggestions[:5] or plan.not_enough[:3]
-    listed = ", ".join(f"{way.change} ({way.needs})" for way in ways)
-    advice = f"try {listed}" if plan.suggestions else f"not even {listed} would be enough"
+    micro_batch, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
+    rows_text = f"{micro_batch} sequence{'s' if micro_batch > 1 else ''} of {plan.choice.step.seq_len} tokens"
+    device = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
+    suggestions = plan.suggestions[:5] or plan.not_enough[:3]
+    changes = ", ".join(f"{suggestion.change} ({suggestion.needs})" for suggestion in suggestions)
+    advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
     return (
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {where}: {rows} at a time in "
-        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice if ways else 'try a smaller model'}"
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: {rows_text} at a time in "
+        f"layout {plan.layout} need{'' if micro_batch > 1 else 's'} {needs}; {advice if suggestions else 'try a smaller model'}"
     )
 
 
-def budget_bytes(hardware: Hardware) -> int:
+def device_budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
     if not hardware.gpus:
         return hardware.ram_free_bytes // hardware.gpus_per_node  # without GPUs: the CPU processes of a node

@@ -14,11 +14,11 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.model_shape import ModelShape
 
 # The largest finite number of fp16.
-LARGEST = 65_504
+FP16_MAX = 65_504
 
 
 @dataclass(frozen=True)
-class Overflow:
+class Fp16Overflow:
     """What exceeds fp16's range: `what` was seen, at `source`, in models of type `family`."""
 
     family: str
@@ -31,34 +31,34 @@ class Overflow:
     """Only gradients do: loss scaling handles that by skipping steps until its scale is small enough."""
 
     @property
-    def seen(self) -> str:
+    def description(self) -> str:
         """What was seen, in words that follow a colon."""
         return f"in {self.family} models {self.what} ({self.source})"
 
 
-_SEEN = json.loads(resources.files("sft_play.facts.models").joinpath("fp16.json").read_text(encoding="utf-8"))
+_FP16_ROWS = json.loads(resources.files("sft_play.facts.models").joinpath("fp16.json").read_text(encoding="utf-8"))
 # By model_type of config.json, text towers under their own: what was seen, and where, in other libraries' lists and
 # threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3 (vllm#14809
 # saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212).
-OVERFLOWS = {
-    kind: Overflow(kind, **{name: value for name, value in row.items() if name not in ("models", "note")})
-    for row in _SEEN
+FP16_OVERFLOWS = {
+    kind: Fp16Overflow(kind, **{name: value for name, value in row.items() if name not in ("models", "note")})
+    for row in _FP16_ROWS
     for kind in row["models"].split()
 }
 
 
-def overflow_of(model_type: str, *, eager: bool = False, attention_dropout: float = 0.0) -> Overflow | None:
+def find_fp16_overflow(model_type: str, *, is_eager: bool = False, attention_dropout: float = 0.0) -> Fp16Overflow | None:
     """What is known to exceed fp16's range in a model of this type with these settings; None if nothing."""
-    overflow = OVERFLOWS.get(model_type)
-    in_use = {"eager": eager, "attention_dropout": attention_dropout > 0, None: True}
-    return overflow if overflow is not None and in_use[overflow.only_with] else None
+    overflow = FP16_OVERFLOWS.get(model_type)
+    conditions = {"eager": is_eager, "attention_dropout": attention_dropout > 0, None: True}
+    return overflow if overflow is not None and conditions[overflow.only_with] else None
 
 
-def fault(model_type: str, overflow: Overflow | None) -> str:
+def format_fp16_fault(model_type: str, overflow: Fp16Overflow | None) -> str:
     """What a non-finite loss or gradients mean in fp16, and what to do."""
-    evidence = f"known: {overflow.seen}" if overflow else f"{model_type} is not among the families known for it"
+    evidence = f"known: {overflow.description}" if overflow else f"{model_type} is not among the families known for it"
     return (
-        f"activations or gradients left fp16's range, which ends at {LARGEST:,} ({evidence}); compute in fp32 "
+        f"activations or gradients left fp16's range, which ends at {FP16_MAX:,} ({evidence}); compute in fp32 "
         "(train.fp16=false train.bf16=false) or, on a GPU that has it, bf16 (train.fp16=false train.bf16=true), or "
         "lower train.learning_rate"
     )
@@ -66,9 +66,9 @@ def fault(model_type: str, overflow: Overflow | None) -> str:
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
-BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-SHORT: dict[DtypeName, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-Updates = Literal["float32", "stochastic", "bfloat16"]
+DTYPE_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_SHORT_NAMES: dict[DtypeName, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+WeightUpdates = Literal["float32", "stochastic", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Precision:
     compute: DtypeName
     load: DtypeName
     reason: str
-    updates: Updates = "float32"
+    updates: WeightUpdates = "float32"
 
 
 def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | None = None) -> Precision:
@@ -88,53 +88,53 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     ConfigError where fp16 is asked for by name, and the model's activations leave its range."""
     overflow = None
     if shape is not None:
-        eager = config.model.attn_implementation == "eager"
-        overflow = overflow_of(shape.model_type, eager=eager, attention_dropout=shape.attention_dropout)
+        is_eager = config.model.attn_implementation == "eager"
+        overflow = find_fp16_overflow(shape.model_type, is_eager=is_eager, attention_dropout=shape.attention_dropout)
     # gradients that overflow cost skipped steps; activations that do make the loss NaN, whatever the scale
-    in_forward = None if overflow is None or overflow.in_backward else overflow
-    compute, reason = _compute(config, hardware, in_forward)
+    forward_overflow = None if overflow is None or overflow.in_backward else overflow
+    compute, reason = _choose_compute_dtype(config, hardware, forward_overflow)
     if compute == "float16" and overflow is not None:
-        reason += f"; {overflow.seen}, so steps are skipped until loss scaling has found its scale"
+        reason += f"; {overflow.description}, so steps are skipped until loss scaling has found its scale"
     load: DtypeName = compute if config.model.dtype == "auto" else config.model.dtype
-    if compute == "float32" and load == "float16" and in_forward is not None:
+    if compute == "float32" and load == "float16" and forward_overflow is not None:
         # without autocast nothing casts what layers pass on, so activations stay in fp16
         raise ConfigError(
-            f"model.dtype: float16, whose range ends at {LARGEST:,}: {in_forward.seen}; use model.dtype=auto"
+            f"model.dtype: float16, whose range ends at {FP16_MAX:,}: {forward_overflow.description}; use model.dtype=auto"
         )
     if compute == "float16" and config.tuning.mode == "full" and config.model.dtype == "auto":
         load = "float32"  # loss scaling cannot unscale gradients that are themselves fp16
     if load != compute:
-        reason += f"; weights are loaded in {SHORT[load]}"
+        reason += f"; weights are loaded in {DTYPE_SHORT_NAMES[load]}"
     return Precision(compute, load, reason)
 
 
 # Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32 copies.
-ROUNDS_ITSELF = ("single", "ddp")
+UNSHARDED_LAYOUTS = ("single", "ddp")
 
 
-def with_updates(
-    precision: Precision, config: RunConfig, layout: str, *, masters: bool = True, kept: Updates | None = None
+def apply_weight_updates(
+    precision: Precision, config: RunConfig, layout: str, *, fp32_master_weights: bool = True, resumed_updates: WeightUpdates | None = None
 ) -> Precision:
     """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
     an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
     are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the resumed run has done it, which
     auto keeps."""
-    if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in ROUNDS_ITSELF:
+    if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in UNSHARDED_LAYOUTS:
         return precision
-    wish = config.train.weight_updates
-    if wish == "auto":
-        wish = kept or ("float32" if masters and config.model.dtype == "auto" else "stochastic")
-    if wish == "float32":
-        words = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
-        return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {words}")
-    if wish == "stochastic":
-        words = "weights are held in bf16 and updates rounded stochastically, so small ones survive on average"
+    option = config.train.weight_updates
+    if option == "auto":
+        option = resumed_updates or ("float32" if fp32_master_weights and config.model.dtype == "auto" else "stochastic")
+    if option == "float32":
+        reason = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
+        return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {reason}")
+    if option == "stochastic":
+        reason = "weights are held in bf16 and updates rounded stochastically, so small ones survive on average"
     else:
-        words = "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual learning rates"
-    return dataclasses.replace(precision, reason=f"{precision.reason}; {words}", updates=wish)
+        reason = "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual learning rates"
+    return dataclasses.replace(precision, reason=f"{precision.reason}; {reason}", updates=option)
 
 
-def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -> tuple[DtypeName, str]:
+def _choose_compute_dtype(config: RunConfig, hardware: Hardware, overflow: Fp16Overflow | None) -> tuple[DtypeName, str]:
     train = config.train
     if not hardware.gpus:
         if train.bf16 is True:
@@ -142,11 +142,11 @@ def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -
         if train.fp16:
             return "float32", "fp32 instead of fp16: a CPU does not train in fp16"
         return "float32", "fp32: the fastest and most exact on a CPU"
-    without = [gpu.name for gpu in hardware.gpus if not gpu.has_bf16]
+    gpus_without_bf16 = [gpu.name for gpu in hardware.gpus if not gpu.has_bf16]
     if train.fp16 and overflow is not None:
-        sdpa = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
+        sdpa_hint = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
         raise ConfigError(
-            f"train.fp16: true, whose range ends at {LARGEST:,}: {overflow.seen}, and the loss would be NaN; {sdpa}"
+            f"train.fp16: true, whose range ends at {FP16_MAX:,}: {overflow.description}, and the loss would be NaN; {sdpa_hint}"
             "compute in bf16 where the GPU has it (train.fp16=false train.bf16=true), else in fp32 (train.fp16=false "
             "train.bf16=false), or take another model"
         )
@@ -154,8 +154,8 @@ def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -
         return "float16", "fp16 because train.fp16 is true"
     if train.bf16 is False:
         return "float32", "fp32 because train.bf16 is false and train.fp16 is false"
-    if without and overflow is not None:
-        return "float32", f"fp32: {without[0]} has no bf16 units, and fp16's range ends at {LARGEST:,}: {overflow.seen}"
-    if without:
-        return "float16", f"fp16 instead of bf16: {without[0]} has no bf16 units"
+    if gpus_without_bf16 and overflow is not None:
+        return "float32", f"fp32: {gpus_without_bf16[0]} has no bf16 units, and fp16's range ends at {FP16_MAX:,}: {overflow.description}"
+    if gpus_without_bf16:
+        return "float16", f"fp16 instead of bf16: {gpus_without_bf16[0]} has no bf16 units"
     return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"

@@ -34,7 +34,7 @@ from sft_play.launch.machine import (
     with_own_gpu,
 )
 from sft_play.log import write_log_to
-from sft_play.planner.plan import Plan, Planned, plan_from_json
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 def launch_ranks(
     loaded: LoadedConfig,
     options: LaunchOptions,
-    planned: Sequence[Planned],
+    planned: Sequence[PlanWithDeepSpeed],
     folder: RunFolder | None,
     *,
     is_resumed: bool,
@@ -95,7 +95,7 @@ def launch_ranks(
 
 
 def _write_launch(
-    folder: RunFolder, loaded: LoadedConfig, planned: Sequence[Planned], *, resume: bool
+    folder: RunFolder, loaded: LoadedConfig, planned: Sequence[PlanWithDeepSpeed], *, resume: bool
 ) -> contextlib.AbstractContextManager[object]:
     mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, resolved = planned[0]
@@ -265,7 +265,7 @@ class Decided:
 
     folder: RunFolder | None
     is_resumed: bool
-    planned: Sequence[Planned] = ()
+    planned: Sequence[PlanWithDeepSpeed] = ()
     trains_here: bool = True
     """Whether this process trains, or starts Unsloth's processes, which do."""
     has_folder: bool = False

@@ -31,15 +31,24 @@ from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import machine_for
 from sft_play.planner import calibration, plan_details
-from sft_play.planner.advice.suggestions import make_advised_plan, suggestions
+from sft_play.planner.advice.suggestions import find_suggestions, make_advised_plan
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, PreviousRun
 from sft_play.planner.memory.structure import configured_shape
 from sft_play.planner.micro_batches import RowTokens
-from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
-from sft_play.planner.plan_summary import fit_line, warnings
-from sft_play.planner.precision import ROUNDS_ITSELF, Updates, choose_precision
+from sft_play.planner.plan import (
+    Plan,
+    PlanRequest,
+    RunLength,
+    Suggestion,
+    TraceCandidate,
+    TracePrediction,
+    check_plan_request,
+    make_plan,
+)
+from sft_play.planner.plan_summary import fit_line, plan_warnings
+from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates, choose_precision
 from sft_play.runs import oom
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
@@ -57,7 +66,7 @@ logger = logging.getLogger(__name__)
 # --- a resumed run ----------------------------------------------------------------------------------------------------
 
 
-def stopped_run(folder: RunFolder) -> Stopped | None:
+def stopped_run(folder: RunFolder) -> PreviousRun | None:
     """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
     None where neither says."""
     manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
@@ -71,11 +80,11 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
         return None
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
-    updates = (plan.get("precision") or {}).get("updates") if layout in ROUNDS_ITSELF else None
+    updates = (plan.get("precision") or {}).get("updates") if layout in UNSHARDED_LAYOUTS else None
     known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
     too_many = [event.micro_batch for event in oom.recorded(folder) if event.again in ("step", "run")]
     batch_then = BatchPlan(micro, accum, ranks)
-    return Stopped(known, batch_then, processes, updates, folder.has_trained, min(too_many, default=None))
+    return PreviousRun(known, batch_then, processes, updates, folder.has_trained, min(too_many, default=None))
 
 
 @dataclass(frozen=True)
@@ -83,22 +92,22 @@ class Kept:
     """What a resumed run keeps from its first start; None leaves it to the config and the plan."""
 
     batch: BatchPlan | None = None
-    updates: Updates | None = None
+    updates: WeightUpdates | None = None
 
 
 NOTHING_KEPT = Kept()
 
 
-def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
+def kept_of(config: RunConfig, stopped: PreviousRun | None, ranks: int) -> Kept:
     """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
     memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
     micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
     RunFolderError where the effective batch does not split over the ranks."""
-    if stopped is None or not (stopped.has_trained or stopped.too_many):
+    if stopped is None or not (stopped.has_trained or stopped.oom_micro_batch):
         return NOTHING_KEPT
     train = config.train
     given = None if train.batch_size == "auto" else train.batch_size
-    if given and stopped.too_many and given >= stopped.too_many:
+    if given and stopped.oom_micro_batch and given >= stopped.oom_micro_batch:
         given = None
     updates = stopped.updates if train.weight_updates == "auto" else None
     effective, is_open = stopped.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
@@ -115,15 +124,15 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
             f"(it was stopped with {stopped.batch.ranks}); numbers that do: {fitting}"
         )
     micro = given or stopped.batch.micro_batch
-    if share % micro and train.batch_size == "auto" and not stopped.too_many:
+    if share % micro and train.batch_size == "auto" and not stopped.oom_micro_batch:
         return Kept(updates=updates)
     micro = max(size for size in divisors(share) if size <= micro)
     return Kept(BatchPlan(micro, share // micro, ranks), updates)
 
 
-def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName) -> None:
+def refuse_resuming(folder: RunFolder, stopped: PreviousRun | None, layout: LayoutName) -> None:
     """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
-    because = stopped.cannot_become(layout) if stopped else None
+    because = stopped.resume_obstacle(layout) if stopped else None
     if because is None or stopped is None:
         return
     from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
@@ -219,11 +228,11 @@ def plan_for(
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
     return make(
         request,
-        confirm=_tracer(request.config, request.shape) if trace else None,
-        work=_work(request.config, request.rows),
+        trace_candidate=_tracer(request.config, request.shape) if trace else None,
+        estimate_length=_work(request.config, request.row_tokens),
         keeps_params=keeps_params,
-        fixed=kept.batch,
-        updates=kept.updates,
+        resumed_batch=kept.batch,
+        resumed_updates=kept.updates,
     )
 
 
@@ -240,15 +249,15 @@ def advised(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    layers = plan.choice.checkpointed if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    layers = plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
     given: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
     given |= {} if plan.choice.step.offloads else {"gradient_checkpointing": layers}
     config = config.model_copy(update={"train": config.train.model_copy(update=given)})
     with contextlib.suppress(SftPlayError):
         request = _request(config, plan.hardware, (plan.layout,))
         ran = make_plan(request)
-        earlier = [*request.earlier, recorded(config, ran, ran_out_of=ran.budget_bytes)]
-        ways = [way for way in suggestions(replace(request, earlier=earlier)) if way.fits]
+        earlier = [*request.measured_runs, recorded(config, ran, ran_out_of=ran.budget_bytes)]
+        ways = [way for way in find_suggestions(replace(request, measured_runs=earlier)) if way.fits]
         ways = [way for way in ways if way.hardware is None or way.required < ran.memory.required]
         return [f"{way.change} ({way.needs}; {'resume takes it' if _is_free(way) else 'a new run'})" for way in ways]
     return []
@@ -260,7 +269,7 @@ def _is_free(way: Suggestion) -> bool:
 
 def refuse_early(config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...]) -> None:
     """Raises as `plan_for` does what no length of the rows changes, without a plan."""
-    refuse(_request(config, hardware, only))
+    check_plan_request(_request(config, hardware, only))
 
 
 def _request(
@@ -274,16 +283,16 @@ def _request(
         hardware,
         only,
         has_eval(config),
-        earlier=[] if hardware.named else calibration.load(),  # runs here say nothing about a machine that is named
-        rows=rows or known_rows(config),
-        without=missing_kernel_packages(),
+        measured_runs=[] if hardware.named else calibration.load_measured_runs(),  # runs here say nothing about a machine that is named
+        row_tokens=rows or known_rows(config),
+        missing_packages=missing_kernel_packages(),
         libraries=cuda_libraries(),
     )
 
 
-def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
+def _tracer(config: RunConfig, shape: ModelShape) -> TraceCandidate:
 
-    def confirm(candidate: Candidate) -> Traced:
+    def confirm(candidate: Candidate) -> TracePrediction:
         from sft_play.trace.confirm import trace_candidate
 
         model = load_config_json(config.model.name, revision=config.model.revision)
@@ -292,23 +301,23 @@ def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
     return confirm
 
 
-def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | None]:
-    def work(effective: int) -> Work | None:
+def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], RunLength | None]:
+    def work(effective: int) -> RunLength | None:
         if known is not None:
             per_epoch = math.ceil(known.rows / effective)
             known_steps = config.train.max_steps or max(1, math.ceil(per_epoch * config.train.epochs))
-            return Work(known_steps, round(known.rows * known.mean * known_steps / per_epoch))
+            return RunLength(known_steps, round(known.rows * known.mean * known_steps / per_epoch))
         text = config.task_mode == "cpt"
         size = rough_size(config.data, text_wanted=text)
         steps = config.train.max_steps
         if size is None:
-            return Work(steps, None) if steps else None
+            return RunLength(steps, None) if steps else None
         full = text or config.data.packing != "none"  # blocks and packs: every row has max_seq_len tokens
         rows = max(1, size.tokens // config.model.max_seq_len) if full else size.rows
         per_epoch = math.ceil(rows / effective)
         steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
         tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
-        return Work(steps, int(tokens * steps / per_epoch))
+        return RunLength(steps, int(tokens * steps / per_epoch))
 
     return work
 
@@ -316,16 +325,16 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
 def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
     batch is said when it begins."""
-    shown = plan_details.known_lines(plan, config) if stage is None else []
+    shown = plan_details.batch_size_lines(plan, config) if stage is None else []
     of_stage = "" if stage is None else f"Stage {stage}: "
     for line in [
         plan_details.choice_line(plan),
-        *plan_details.share_lines(plan, config),
+        *plan_details.parameter_lines(plan, config),
         *plan_details.batch_lines(plan, config),
     ]:
         logger.log(logging.INFO if line in shown else logging.DEBUG, "%s", line)
     logger.info("%s%s", of_stage, fit_line(plan, config))
-    for warning in warnings(plan, config):
+    for warning in plan_warnings(plan, config):
         logger.warning("%s%s", of_stage, warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -25,9 +25,9 @@ from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compilin
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
-from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
-from sft_play.planner.mesh import mesh_of, mesh_words
-from sft_play.planner.plan import Plan, Planned, require_fit
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LayoutName, PreviousRun, find_layouts, layout_choices
+from sft_play.planner.mesh import format_mesh, parse_mesh
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed, require_fit
 from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
@@ -51,7 +51,7 @@ def plan_stages(
     options: LaunchOptions,
     *,
     resume_from: RunFolder | None = None,
-) -> list[Planned]:
+) -> list[PlanWithDeepSpeed]:
     """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does. `resume_from`:
     the run that is resumed."""
     given = given_deepspeed(resume_from) if resume_from is not None else None
@@ -68,9 +68,9 @@ def plan_stages(
 
 def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
     stopped = stopped_run(resume_from) if resume_from is not None else None
-    if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
+    if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED_LAYOUTS):
         return stopped.layout
-    return common_layout([stage.config for stage in loaded.stages], hardware, only=layouts_over(hardware.ranks))
+    return common_layout([stage.config for stage in loaded.stages], hardware, only=layout_choices(hardware.ranks))
 
 
 def _parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
@@ -136,7 +136,7 @@ def plan_ranks(
     *,
     resume_from: RunFolder | None = None,
     given: dict[str, Any] | None = None,
-) -> Planned:
+) -> PlanWithDeepSpeed:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
     `given`: DeepSpeed's config as the run that is resumed was first given it. Raises ConfigError where the strategy
@@ -147,11 +147,11 @@ def plan_ranks(
     config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
-        strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
+        strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED_LAYOUTS else None
     raw, name = None, "DeepSpeed"
     if deepspeed is not None:
         raw, strategy, name = read_deepspeed(deepspeed, strategy)
-    elif given is not None and strategy in DEEPSPEED and layout_of(given, planned=strategy) == strategy:
+    elif given is not None and strategy in DEEPSPEED_LAYOUTS and layout_of(given, planned=strategy) == strategy:
         raw = given
     if resume_from and strategy:
         refuse_resuming(resume_from, stopped, strategy)
@@ -165,21 +165,21 @@ def plan_ranks(
     refuse_strategy(config, hardware, strategy)
     only = _layouts(strategy, hardware)
     if stopped is not None and strategy is None:
-        only = tuple(name for name in only if stopped.cannot_become(name) is None)
+        only = tuple(name for name in only if stopped.resume_obstacle(name) is None)
     weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
-    require_fit(plan, config, is_fixed=kept.batch is not None)
+    require_fit(plan, config, is_resumed=kept.batch is not None)
     log_plan(plan, config, stage=loaded.stage)
-    if plan.layout not in DEEPSPEED:
+    if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
     return dataclasses.replace(plan, deepspeed=raw), _resolved_deepspeed(plan, config, raw, name)
 
 
 def _layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
-    return (strategy,) if strategy else layouts_over(hardware.ranks)
+    return (strategy,) if strategy else layout_choices(hardware.ranks)
 
 
 def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:
@@ -200,11 +200,11 @@ def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, nam
     return config.model_copy(update={"train": train})
 
 
-def batches_of(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
+def batches_of(config: RunConfig, stopped: PreviousRun | None, hardware: Hardware) -> int:
     """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
-    mesh = mesh_of(config.model.mesh_shape)
+    mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
-        return mesh.batches
+        return mesh.data_parallel_ranks
     return stopped.batch.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
 
 
@@ -228,12 +228,12 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     """Raises ConfigError for a named layout that cannot run."""
     if strategy is None:
         return
-    possible, refused = layouts_for(config, shape_for(config), hardware, named=strategy)
+    possible, refused = find_layouts(config, shape_for(config), hardware, named=strategy)
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
     because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
     if config.model.mesh_shape is not None:
-        because = f"model.mesh_shape={mesh_words(config.model.mesh_shape)} is another layout"
+        because = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
     others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
     raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; {others}")

@@ -18,7 +18,7 @@ from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda_version
 from sft_play.launch.machine import require_machine
-from sft_play.planner.attention import require_package
+from sft_play.planner.attention import require_attention_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
@@ -62,7 +62,7 @@ def require_here(config: RunConfig, hardware: Hardware) -> None:
     require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
-        require_package(config.model.attn_implementation)
+        require_attention_package(config.model.attn_implementation)
 
 
 def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:

@@ -25,7 +25,7 @@ from sft_play.data.sources.files import list_parts, find_data_paths
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.models.architecture import find_model_folder, load_max_positions
 from sft_play.files import atomic, cache_dir
-from sft_play.planner.micro_batches import RowTokens, row_tokens
+from sft_play.planner.micro_batches import RowTokens, summarize_row_tokens
 from sft_play.process.imports import importing
 from sft_play.units import MIB
 
@@ -115,7 +115,7 @@ def _count(config: RunConfig) -> None:
     )  # fmt: skip
     lengths = lengths_of(to_dataset(splits.train.rows))
     held_out = [lengths_of(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
-    found = row_tokens(
+    found = summarize_row_tokens(
         dict(zip(*(found.tolist() for found in np.unique(lengths, return_counts=True)), strict=True)),
         limit=limit,
         held_out=max((int(one.max()) for one in held_out if len(one)), default=0),

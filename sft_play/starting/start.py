@@ -29,8 +29,8 @@ from sft_play.launch.launch_options import (
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner import plan_details
-from sft_play.planner.layout import DEEPSPEED
-from sft_play.planner.mesh import mesh_of
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS
+from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.plan import Plan
 from sft_play.process import signals
 from sft_play.runs import oom
@@ -158,7 +158,7 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpus, ranks = len(machine_for(loaded.config, detect_hardware()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
-    has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED)  # a single rank's too
+    has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED_LAYOUTS)  # a single rank's too
     is_single = options.processes == 1 and options.nodes.count == 1 and not has_engine
     over_ranks = not (is_single and options.strategy in (None, "single"))
     return Asked(loaded, options, over_ranks=over_ranks, resume=True, folder=folder)
@@ -195,7 +195,7 @@ def _settled(asked: Asked) -> Asked:
             for name in OF_RENDEZVOUS:  # torch and accelerate would wait for others, as a notebook or a guide asked
                 os.environ.pop(name, None)
         elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
-            options = with_accelerate(options, accelerate, mesh_of(loaded.config.model.mesh_shape))
+            options = with_accelerate(options, accelerate, parse_mesh(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, ranks)
     loaded = tensorboard.with_curves(loaded) if options.board else loaded
     return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)

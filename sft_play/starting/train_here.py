@@ -15,7 +15,7 @@ from sft_play.launch.exported import Ranks
 from sft_play.launch.machine import check_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
-from sft_play.planner.plan import Plan, Planned
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed
 from sft_play.process import signals
 from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
@@ -26,7 +26,7 @@ from sft_play.training.measure.recorded import recorded
 
 def train_here(
     loaded: LoadedConfig,
-    planned: Sequence[Planned],
+    planned: Sequence[PlanWithDeepSpeed],
     folder: RunFolder,
     *,
     ranks: Ranks | None,
@@ -97,11 +97,11 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
         "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted),
         "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured),
         "measured_reserved": reserved,
-        "predicted_tokens_per_s": plan.choice.raw.tokens_per_s if counted.speed == used else 0.0,
+        "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s if counted.speed == used else 0.0,
         "measured_tokens_per_s": summary["tokens_per_s"],
         "compiled": compiled,
         "kernels": used,
     }
     if counted.memory != used:
         found |= {"predicted_allocated": 0, "predicted_reserved": 0}
-    calibration.add(recorded(config, plan, **found))
+    calibration.add_measured_run(recorded(config, plan, **found))

@@ -17,11 +17,11 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.installed import load_or_measure
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.gradients import adapter_dtype, gradients_of
-from sft_play.planner.kernels import planned_experts, planned_kernels
+from sft_play.planner.gradients import adapter_dtype, gradient_sync
+from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import repeats_kv, stacked_adapter_params
-from sft_play.planner.plan import Traced
+from sft_play.planner.plan import TracePrediction
 from sft_play.planner.precision import Precision
 from sft_play.process.imports import importing
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
@@ -49,24 +49,24 @@ TRACED_OPTIMIZERS = {
 
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
-) -> Traced:
+) -> TracePrediction:
     """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
     if not config.plan.trace:
-        return Traced(unavailable="plan.trace is false")
+        return TracePrediction(unavailable_reason="plan.trace is false")
     if not candidate.step.on_gpu:
-        return Traced(unavailable="a trace simulates a GPU, and this run is on the CPU")
+        return TracePrediction(unavailable_reason="a trace simulates a GPU, and this run is on the CPU")
     if candidate.layout.name not in TRACED_STRATEGIES:
-        return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
+        return TracePrediction(unavailable_reason=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
     if candidate.step.offloads:
-        return Traced(unavailable="the trace keeps what is recomputed on the GPU, and it is offloaded here")
+        return TracePrediction(unavailable_reason="the trace keeps what is recomputed on the GPU, and it is offloaded here")
     if precision.updates == "stochastic":
-        return Traced(unavailable="the trace does not step by stochastic rounding")
+        return TracePrediction(unavailable_reason="the trace does not step by stochastic rounding")
     try:
         peak = cached_trace(step_settings(config, model, shape, precision, candidate.step))
     except TraceUnavailable as error:
-        return Traced(unavailable=str(error))
+        return TracePrediction(unavailable_reason=str(error))
     logger.debug("traced in %.1f s", peak.seconds)
-    return Traced(peak.allocated, peak.reserved_either)
+    return TracePrediction(peak.allocated, peak.reserved_either)
 
 
 def step_settings(
@@ -76,7 +76,7 @@ def step_settings(
     mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed_layers(shape.num_layers)
     is_half = precision.compute != "float32"
     adapters = None if mode == "full" else adapter_dtype(config, precision)
-    gradient_plan, is_fsdp = gradients_of(config, precision, layout.name), layout.name == "fsdp"
+    gradient_plan, is_fsdp = gradient_sync(config, precision, layout.name), layout.name == "fsdp"
     return StepSettings(
         model=model,
         mode=mode,
@@ -103,7 +103,7 @@ def step_settings(
         else row_mask(padded=step.padded, masks=step.masks),
         optimizer=TRACED_OPTIMIZERS[config.train.optim],
         experts=_expert_implementation(config, shape, precision),
-        kernels=planned_kernels(config, shape, layout, on_gpu=step.on_gpu).counted.memory,
+        kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_names.memory,
         delta_rule="fla" if step.fla else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
@@ -112,20 +112,20 @@ def step_settings(
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
-        sync_each_batch=is_fsdp and gradient_plan.every == "micro_batch",
+        sync_each_batch=is_fsdp and gradient_plan.interval == "micro_batch",
         mixed_precision=precision.compute if is_half else None,
-        gathers_in=gradient_plan.gathered if is_fsdp and gradient_plan.gathered != precision.compute else None,
-        reduces_in=gradient_plan.reduced if is_fsdp and gradient_plan.compressed else None,
+        gathers_in=gradient_plan.gathered_dtype if is_fsdp and gradient_plan.gathered_dtype != precision.compute else None,
+        reduces_in=gradient_plan.reduced_dtype if is_fsdp and gradient_plan.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
 
 
 def _expert_implementation(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
-    expert_plan = planned_experts(config, shape, precision)
+    expert_plan = plan_experts(config, shape, precision)
     if expert_plan is None or shape.uses_custom_experts:
         return "stacked"
-    if expert_plan.casts:
+    if expert_plan.casts_weights:
         return "cast"
     return "eager" if expert_plan.name == "eager" else "stacked"
 

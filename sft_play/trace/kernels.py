@@ -118,10 +118,10 @@ class CudaAttention:
     def choose_kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
         """CUDA's choice for these tensors."""
         call = SdpaCall(
-            query.shape[-1], value.shape[-1], masked=mask is not None, trains=_needs_gradient(query, key, value),
-            grouped=enable_gqa and key.shape[1] != query.shape[1], half=query.dtype in (torch.float16, torch.bfloat16),
+            query.shape[-1], value.shape[-1], masked=mask is not None, needs_gradient=_needs_gradient(query, key, value),
+            has_grouped_heads=enable_gqa and key.shape[1] != query.shape[1], half_precision=query.dtype in (torch.float16, torch.bfloat16),
         )  # fmt: skip
-        return sdpa_kernel(call, self._capability, cudnn=self._is_cudnn_enabled())
+        return sdpa_kernel(call, self._capability, uses_cudnn=self._is_cudnn_enabled())
 
 
 def _needs_gradient(*tensors: torch.Tensor) -> bool:

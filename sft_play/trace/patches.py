@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sft_play.facts.installed import installed_version
-from sft_play.planner.kernels import GROUPED_SINCE
+from sft_play.planner.kernels import GROUPED_MIN_CAPABILITY
 from sft_play.trace import fakes, kernels, replacements
 from sft_play.trace.replacements import TraceState
 from sft_play.trace.settings import StepSettings, TraceUnavailable
@@ -74,7 +74,7 @@ def _make_pow(original: Any, state: TraceState) -> Any:
 
 
 def _make_grouped_mm(original: Any, state: TraceState) -> Any:
-    is_new = state.settings.capability >= GROUPED_SINCE
+    is_new = state.settings.capability >= GROUPED_MIN_CAPABILITY
     grouped_mm = original if is_new else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:

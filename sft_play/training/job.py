@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import OutputConfig
 from sft_play.data.sources.files import DataPaths, find_data_paths
-from sft_play.planner.plan import Plan, Planned
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed
 from sft_play.runs.folder import RunFolder, code_keys
 from sft_play.runs.locking import Lock
 from sft_play.runs.manifest import settings_to_keep
@@ -55,7 +55,7 @@ class RunJob:
         return max(self.parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
 
 
-def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, **start: Any) -> RunJob:
+def run_job_of(loaded: LoadedConfig, planned: Sequence[PlanWithDeepSpeed], folder: RunFolder, **start: Any) -> RunJob:
     """The job of a run, with its stages if it has any, of its plan, or one per stage; `start`: the other fields of
     `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = planned[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.planner import calibration
-from sft_play.planner.precision import SHORT
+from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs import oom
 from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
@@ -160,7 +160,7 @@ def _remember(job: RunJob, event: oom.RanOut) -> None:
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):
-        calibration.add(recorded(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
+        calibration.add_measured_run(recorded(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
     if event.again == "run":
         oom.leave(job.folder, event)
     elif distributed.is_first():
@@ -171,7 +171,7 @@ def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks, on_gpu = job.plan.choice.layout.ranks, bool(job.plan.hardware.gpus)
     where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
     where += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
-    precision = SHORT[job.plan.precision.compute]
+    precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
     backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",

@@ -22,7 +22,7 @@ from sft_play.config.schema import DTYPES, TrainConfig
 from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.planner.batching import is_of_one_rank, product_problem
+from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
 from sft_play.planner.layout import LayoutName
 from sft_play.spelling import nearest
 
@@ -178,10 +178,10 @@ def with_batch(
             lines.append(f"train.effective_batch_size → {micro} × {accum} × {ranks} ranks = {micro * accum * ranks}, "
                          "which neither file gives")  # fmt: skip
         # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
-        if not (is_of_one_rank(train) and given_batch.keys() == {"train_batch_size"}):
+        if not (is_single_rank_batch(train) and given_batch.keys() == {"train_batch_size"}):
             by_default = f"train.effective_batch_size={train.effective_batch_size} (its default)"
             said = {"effective_batch_size": by_default, **sources}
-            problem = product_problem(train.model_copy(update=taken), ranks=ranks, said=said)
+            problem = batch_product_problem(train.model_copy(update=taken), ranks=ranks, option_texts=said)
             problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))

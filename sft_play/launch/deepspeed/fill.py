@@ -72,7 +72,7 @@ class PlanNumbers:
     @classmethod
     def of(cls, plan: Plan, config: RunConfig, *, hidden_size: int) -> PlanNumbers:
         """Those of a plan and the run's settings."""
-        mixed, batch = config.distributed.mixed_precision, plan.counted_batch
+        mixed, batch = config.distributed.mixed_precision, plan.trainer_batch
         return cls(
             layout=plan.layout,
             micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step

@@ -18,7 +18,7 @@ from sft_play.planner.plan import Plan
 from sft_play.units import duration_of
 
 # Machines that are listed; the JSON has all.
-MOST_LINES = 12
+MAX_LISTED_MACHINES = 12
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Offer:
     address: str | None = None
 
     @property
-    def where(self) -> str:
+    def machine_text(self) -> str:
         """The machine and whose price it is."""
         return f"{self.machine} at {self.provider}" if self.provider else self.machine
 
 
 @dataclass(frozen=True)
-class Budget:
+class BudgetResult:
     """The answer to `BUDGET`: every machine that fits, the cheapest first, and those that do not."""
 
     usd: float
@@ -54,19 +54,19 @@ class Budget:
     today: date
 
     @property
-    def within(self) -> tuple[Offer, ...]:
+    def affordable_offers(self) -> tuple[Offer, ...]:
         """The machines that cost no more than the budget."""
         return tuple(offer for offer in self.offers if offer.cost <= self.usd)
 
     @property
     def cheapest(self) -> Offer | None:
         """The cheapest within the budget."""
-        return self.within[0] if self.within else None
+        return self.affordable_offers[0] if self.affordable_offers else None
 
     @property
     def fastest(self) -> Offer | None:
         """The fastest within the budget, of equally fast ones the cheaper."""
-        return min(self.within, key=lambda offer: (offer.hours, offer.cost), default=None)
+        return min(self.affordable_offers, key=lambda offer: (offer.hours, offer.cost), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -89,33 +89,33 @@ class Budget:
         if not self.offers:
             return [f"{budget}: the run fits on no machine with a known price"]
         if self.cheapest is None or self.fastest is None:
-            heads = [f"{budget}: NO machine is within it; the cheapest is {_words(self.offers[0])}"]
+            heading_lines = [f"{budget}: NO machine is within it; the cheapest is {_format_offer(self.offers[0])}"]
         else:
-            same = self.fastest == self.cheapest
-            heads = [
-                f"{budget}: the cheapest machine is {_words(self.cheapest)}",
-                f"Fastest within it: {'the same' if same else _words(self.fastest)}",
+            is_same = self.fastest == self.cheapest
+            heading_lines = [
+                f"{budget}: the cheapest machine is {_format_offer(self.cheapest)}",
+                f"Fastest within it: {'the same' if is_same else _format_offer(self.fastest)}",
             ]
-        shown = [f"  {_words(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers]
-        more = [f"  and {len(shown) - MOST_LINES} more (JSON=1 lists them)"] if len(shown) > MOST_LINES else []
-        about = [f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]]
-        heads.append("Machines on which it fits, by cost, if every row were full length:")
-        return [*heads, *shown[:MOST_LINES], *more, *about]
+        offer_lines = [f"  {_format_offer(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers]
+        omitted_lines = [f"  and {len(offer_lines) - MAX_LISTED_MACHINES} more (JSON=1 lists them)"] if len(offer_lines) > MAX_LISTED_MACHINES else []
+        price_lines = [f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]]
+        heading_lines.append("Machines on which it fits, by cost, if every row were full length:")
+        return [*heading_lines, *offer_lines[:MAX_LISTED_MACHINES], *omitted_lines, *price_lines]
 
 
-def _words(offer: Offer) -> str:
-    read = f", price of {offer.read}" if offer.read else ""
-    error = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
+def _format_offer(offer: Offer) -> str:
+    price_note = f", price of {offer.read}" if offer.read else ""
+    error_text = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
     return (
-        f"{offer.where}: {duration_of(3600 * offer.hours)}, {offer.cost:,.2f} USD "
-        f"({offer.usd_per_gpu_hour:g} a GPU-hour{read}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
-        f"{error})"
+        f"{offer.machine_text}: {duration_of(3600 * offer.hours)}, {offer.cost:,.2f} USD "
+        f"({offer.usd_per_gpu_hour:g} a GPU-hour{price_note}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
+        f"{error_text})"
     )
 
 
-def budget_of(
-    usd: float, prices: Iterable[tuple[Price, int]], *, plan: Callable[[Hardware], Plan | None], today: date
-) -> Budget:
+def compare_machine_prices(
+    usd: float, prices: Iterable[tuple[Price, int]], *, make_machine_plan: Callable[[Hardware], Plan | None], today: date
+) -> BudgetResult:
     """The machines of a price list (a price, how many GPUs) on which the run fits, the cheapest first; `plan`: the plan
     on a machine, None where it certainly does not fit. Raises ConfigError where the run's length is not known."""
     offers, too_small = [], []
@@ -123,19 +123,19 @@ def budget_of(
         name = f"{count}x{price.gpu}"
         machine = replace(parse_hardware(name), price_per_gpu_hour=price.usd)
         try:
-            made = plan(machine)
+            machine_plan = make_machine_plan(machine)
         except SftPlayError:  # the batch does not split over that many GPUs, or the model is beyond fp16
-            made = None
-        if made is None or (offer := offer_of(name, made)) is None:
+            machine_plan = None
+        if machine_plan is None or (offer := build_offer(name, machine_plan)) is None:
             too_small.append(name)
             continue
-        of = price.price_list
-        offers.append(replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address))
+        source = price.price_list
+        offers.append(replace(offer, provider=source.provider, read=source.read.isoformat(), address=source.address))
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
-    return Budget(usd, tuple(offers), tuple(too_small), today)
+    return BudgetResult(usd, tuple(offers), tuple(too_small), today)
 
 
-def offer_of(machine: str, plan: Plan) -> Offer | None:
+def build_offer(machine: str, plan: Plan) -> Offer | None:
     """What a plan's run costs at its machine's price; None where it does not certainly fit, or speed or price are not
     known. Raises ConfigError where the run's length is not."""
     price = plan.hardware.price_per_gpu_hour

@@ -19,22 +19,28 @@ from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json, r
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, effective_batch
-from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
-from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
+from sft_play.planner.candidates import (
+    Candidate,
+    PlanInputs,
+    build_candidate,
+    first_fitting,
+    requested_checkpoint_layers,
+)
+from sft_play.planner.layout import Layout, context_parallel_layouts, find_layouts
 from sft_play.planner.memory.structure import check_targets, configured_shape
-from sft_play.planner.plan import PlanRequest, job_of
+from sft_play.planner.plan import PlanRequest, build_plan_inputs
 from sft_play.planner.precision import choose_precision
 
 Question = Literal["seq_len", "batch", "model"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
-MOST_CELLS = 200
-SEQ_STEP = 64
+MAX_GRID_CELLS = 200
+SEQ_LEN_STEP = 64
 # Sequences longer than this many tokens are not tried.
-LONGEST = 1 << 24
+MAX_TRIED_SEQ_LEN = 1 << 24
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """The answer to `MAX`: None where not even the smallest fits."""
 
     what: Question
@@ -42,59 +48,59 @@ class Largest:
     limited_by: str
 
 
-def grid(words: Sequence[str], *, of: str = "WHATIF") -> list[tuple[str, ...]]:
+def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[tuple[str, ...]]:
     """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `of` is the variable that has them.
     Raises ConfigError for another form, or too many."""
     axes: list[list[str]] = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        values = _values(text)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        values = _split_values(text)
         if not key or not equals or not all(values):
             raise ConfigError(
-                f"{of}: {one_line(word)!r} is not key=value,value; for example {of}='model.max_seq_len=2048,4096'"
+                f"{variable}: {one_line(assignment)!r} is not key=value,value; for example {variable}='model.max_seq_len=2048,4096'"
             )
         if any(axis[0].startswith(f"{key}=") for axis in axes):
-            raise ConfigError(f"{of} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2")
+            raise ConfigError(f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2")
         axes.append([f"{key}={value}" for value in values])
     count = math.prod(map(len, axes))
-    if count > MOST_CELLS:
-        raise ConfigError(f"{of} asks for {count} plans; ask for at most {MOST_CELLS}")
+    if count > MAX_GRID_CELLS:
+        raise ConfigError(f"{variable} asks for {count} plans; ask for at most {MAX_GRID_CELLS}")
     return [tuple(cell) for cell in itertools.product(*axes)]
 
 
-def _values(text: str) -> list[str]:
+def _split_values(text: str) -> list[str]:
     """The text split at commas outside brackets, and outside quotes where a value begins with one."""
     values, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote or (letter in "'\"" and not values[-1].strip()):
-            quote = "" if letter == quote else quote or letter
+    for character in text:
+        if quote or (character in "'\"" and not values[-1].strip()):
+            quote = "" if character == quote else quote or character
         else:
-            depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and depth == 0 and not quote:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0 and not quote:
             values.append("")
         else:
-            values[-1] += letter
+            values[-1] += character
     return [value.strip() for value in values]
 
 
-def question(text: str) -> Question:
+def parse_question(text: str) -> Question:
     """The question that `MAX` asks; raises ConfigError for anything else."""
-    for known in QUESTIONS:
-        if text == known:
-            return known
+    for question in QUESTIONS:
+        if text == question:
+            return question
     raise ConfigError(f"MAX={one_line(text)} is not one of {', '.join(QUESTIONS)}")
 
 
-def largest(fits: Callable[[int], bool], *, step: int, most: int) -> int | None:
+def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
     """The largest multiple of `step` up to `most` for which `fits`, as all smaller ones do; None if the smallest does
     not."""
-    if fits(most):
-        return most
+    if fits(limit):
+        return limit
     # double until one does not fit, then halve between: a question costs a plan
     low, high = 0, 1
-    while high * step < most and fits(high * step):
+    while high * step < limit and fits(high * step):
         low, high = high, high * 2
-    high = min(high, -(-most // step))
+    high = min(high, -(-limit // step))
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle * step):
@@ -104,75 +110,75 @@ def largest(fits: Callable[[int], bool], *, step: int, most: int) -> int | None:
     return low * step or None
 
 
-MOST_ROWS = 1 << 16
-LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+MAX_TRIED_ROWS = 1 << 16
+OFFLOAD_LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
 
 
-def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
+def find_largest_fit(question: Question, request: PlanRequest) -> LargestFit:
     """The largest that fits in any layout of `request.only` with the thriftiest settings that the config leaves open:
     every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError where no layout can run
     it."""
     if question == "model":
-        return _model(request)
+        return _find_largest_model(request)
     # masters=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
-    job, layouts = job_of(request, masters=False), _layouts(request)
+    inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _certain_layouts(request)
     if not layouts:
-        raise ConfigError(f"MAX={question}: {_none_of(request)}")
+        raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     if question == "batch":
-        rows = largest(lambda rows: _nearest(job, layouts, rows, job.seq_len).fits, step=1, most=MOST_ROWS)
-        how = _how(_nearest(job, layouts, rows or 1, job.seq_len))
-        return Largest("batch", rows, f"{job.seq_len} tokens a row, {how}")
-    micro = _micro(request.config)
-    positions = request.shape.max_positions or LONGEST
-    length = largest(lambda asked: _nearest(job, layouts, micro, asked).fits, step=SEQ_STEP, most=positions)
-    how = _how(_nearest(job, layouts, micro, length or SEQ_STEP))
-    end = f"the model's {positions} positions; " if length == positions else ""
-    return Largest("seq_len", length, f"{end}micro-batch {micro}, {how}")
+        rows = largest_fitting_multiple(lambda rows: _simplest_fit(inputs, layouts, rows, inputs.seq_len).fits, step=1, limit=MAX_TRIED_ROWS)
+        outcome = _format_candidate(_simplest_fit(inputs, layouts, rows or 1, inputs.seq_len))
+        return LargestFit("batch", rows, f"{inputs.seq_len} tokens a row, {outcome}")
+    micro_batch = _micro_batch_option(request.config)
+    positions = request.shape.max_positions or MAX_TRIED_SEQ_LEN
+    length = largest_fitting_multiple(lambda tried_length: _simplest_fit(inputs, layouts, micro_batch, tried_length).fits, step=SEQ_LEN_STEP, limit=positions)
+    outcome = _format_candidate(_simplest_fit(inputs, layouts, micro_batch, length or SEQ_LEN_STEP))
+    positions_note = f"the model's {positions} positions; " if length == positions else ""
+    return LargestFit("seq_len", length, f"{positions_note}micro-batch {micro_batch}, {outcome}")
 
 
-def _layouts(request: PlanRequest) -> tuple[Layout, ...]:
+def _certain_layouts(request: PlanRequest) -> tuple[Layout, ...]:
     config, shape, hardware = request.config, request.shape, request.hardware
-    possible, _ = layouts_for(config, shape, hardware, named=request.named)
+    layouts, _ = find_layouts(config, shape, hardware, named=request.named_layout)
     if config.model.mesh_shape is None:
-        possible += with_context_parallel(config, shape, hardware)
+        layouts += context_parallel_layouts(config, shape, hardware)
     always_offloads = config.train.gradient_checkpointing == "offload" and bool(hardware.gpus)
     return tuple(
         layout
-        for layout in possible
-        if layout.name in request.only and (hardware.ram_given or not (layout.offloads_states or always_offloads))
+        for layout in layouts
+        if layout.name in request.allowed_layouts and (hardware.ram_given or not (layout.offloads_states or always_offloads))
     )
 
 
-def _none_of(request: PlanRequest) -> str:
-    listed, ranks = ", ".join(request.only), request.hardware.ranks
-    left_out = "" if request.hardware.ram_given else LEFT_OUT
-    return f"none of the layouts {listed} can run this job on {ranks} rank(s){left_out}"
+def _no_layout_reason(request: PlanRequest) -> str:
+    layout_names, ranks = ", ".join(request.allowed_layouts), request.hardware.ranks
+    left_out_note = "" if request.hardware.ram_given else OFFLOAD_LEFT_OUT
+    return f"none of the layouts {layout_names} can run this job on {ranks} rank(s){left_out_note}"
 
 
-def _micro(config: RunConfig) -> int:
+def _micro_batch_option(config: RunConfig) -> int:
     return config.train.batch_size if config.train.batch_size != "auto" else 1
 
 
-def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
+def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
     """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
-    given = wished_layers(job.config, job.shape)
-    count = job.shape.num_layers if given is None else given
-    job = dataclasses.replace(job, seq_len=length)
+    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
+    checkpointed_layers = inputs.shape.num_layers if requested_layers is None else requested_layers
+    inputs = dataclasses.replace(inputs, seq_len=length)
 
     def candidate(layout: Layout) -> Candidate:
-        effective = effective_batch(job.config.train, ranks=layout.data_parallel)
-        accum = max(1, effective // (rows * layout.data_parallel))
-        return candidate_of(job, layout, BatchPlan(rows, accum, layout.data_parallel), count, eval_rows=1)
+        step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
+        grad_accum = max(1, step_rows // (rows * layout.data_parallel))
+        return build_candidate(inputs, layout, BatchPlan(rows, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1)
 
-    return first_that_fits(map(candidate, layouts))
-
-
-def _how(candidate: Candidate) -> str:
-    left_out = LEFT_OUT if candidate.step.on_gpu and candidate.room.host is None and not candidate.fits else ""
-    return f"{candidate.layout.name} {candidate.verdict}{left_out}"
+    return first_fitting(map(candidate, layouts))
 
 
-def _model(request: PlanRequest) -> Largest:
+def _format_candidate(candidate: Candidate) -> str:
+    left_out_note = OFFLOAD_LEFT_OUT if candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits else ""
+    return f"{candidate.layout.name} {candidate.verdict}{left_out_note}"
+
+
+def _find_largest_model(request: PlanRequest) -> LargestFit:
     config, shapes = request.config, dict[int, ModelShape]()
     for name in KNOWN_MODELS:
         try:
@@ -182,23 +188,23 @@ def _model(request: PlanRequest) -> Largest:
             choose_precision(config, request.hardware, shape)
         except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range
             continue
-        if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
+        if (shape.max_positions or MAX_TRIED_SEQ_LEN) >= config.model.max_seq_len:
             shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
-    how = "no known model allows sequences of that length"
+    outcome = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]
-        named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
-        of_model = dataclasses.replace(request, config=named, shape=shape)
+        model_config = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
+        model_request = dataclasses.replace(request, config=model_config, shape=shape)
         try:
-            job, layouts = job_of(of_model, masters=False), _layouts(of_model)
+            inputs, layouts = build_plan_inputs(model_request, fp32_master_weights=False), _certain_layouts(model_request)
         except ConfigError as error:  # the user's mesh cannot run it
-            how = f"not {shape.name}: {error}"
+            outcome = f"not {shape.name}: {error}"
             continue
         if not layouts:
-            how = _none_of(of_model)
+            outcome = _no_layout_reason(model_request)
             continue
-        candidate = _nearest(job, layouts, _micro(config), job.seq_len)
+        candidate = _simplest_fit(inputs, layouts, _micro_batch_option(config), inputs.seq_len)
         if candidate.fits:
-            return Largest("model", shape.name, f"{params / 1e9:.1f} B parameters, {_how(candidate)}")
-        how = f"not even {shape.name}: {_how(candidate)}"
-    return Largest("model", None, how)
+            return LargestFit("model", shape.name, f"{params / 1e9:.1f} B parameters, {_format_candidate(candidate)}")
+        outcome = f"not even {shape.name}: {_format_candidate(candidate)}"
+    return LargestFit("model", None, outcome)

@@ -26,7 +26,7 @@ from sft_play.planner.memory.loading_and_saving import (
 from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.model_states import paged_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded, largest_by_phase
-from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.precision import DTYPE_BYTES, Precision
 from sft_play.units import GIB, MIB
 
 # --- how much more than the tensors must be free, by a setting's class ----------------------------------------------
@@ -293,7 +293,7 @@ def kv_cache_bytes_per_token(shape: ModelShape, width: int) -> int:
 
 def generation_token_budget(simulation: StepMemorySimulation, memory: MemoryEstimate) -> int:
     """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
-    step, width = simulation.step, BYTES[simulation.precision.compute]
+    step, width = simulation.step, DTYPE_BYTES[simulation.precision.compute]
     phase, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # temporary bytes per token in this phase
     temporary_bytes, bytes_per_token = memory.moments.get(phase, 0) - memory.resident, kv_cache_bytes_per_token(simulation.shape, width)

@@ -322,7 +322,7 @@ def _zero_resident_bytes(parameters: TrainedParameters, frozen_bytes: int, unsha
     `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
     shard_params = -(-parameters.params // layout.shard)
     weight_shard_bytes = 2 * (shard_params if layout.shards_params else parameters.params)
-    gradient_bytes = 0 if layout.offloads_states else 2 * (shard_params if layout.shards_grads else parameters.params)
+    gradient_bytes = 0 if layout.offloads_states else 2 * (shard_params if layout.shards_gradients else parameters.params)
     # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their scales
     state_bytes = {"paged_adamw_8bit": 8 * shard_params // STATE_BLOCK, "adafactor": shard_params // 12}.get(optim, 8 * shard_params)
     frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard if layout.shards_params else frozen_bytes

@@ -10,7 +10,7 @@ they do in the model's own forward, and closures of a backward pass take numbers
 
 from __future__ import annotations
 
-from sft_play.planner.kernels import MULTIPROCESSORS
+from sft_play.planner.kernels import MAX_MULTIPROCESSORS
 from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.memory.tape import (
     BackwardFormula,
@@ -156,7 +156,7 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = (grad if in_place else tape.new(size, e)) if needs_gradient or not in_place else None
         if trains_weight:
-            tape.meter.add_transient(4 * MULTIPROCESSORS * (size // rows))
+            tape.meter.add_transient(4 * MAX_MULTIPROCESSORS * (size // rows))
         return (out if needs_gradient else None,)
 
     return tape.op((x,), size, e, saved=(x, statistics), backward=backward, holds_weight=True, trains_weight=trains_weight)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
-from sft_play.planner.gradients import gradients_of
-from sft_play.planner.kernels import GROUPED_SINCE, planned_experts, planned_kernels
+from sft_play.planner.gradients import gradient_sync
+from sft_play.planner.kernels import GROUPED_MIN_CAPABILITY, plan_experts, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     BlockBytes,
@@ -39,7 +39,7 @@ from sft_play.planner.memory.structure import (
     select_attention_kernel,
     tensor_parallel_spec,
 )
-from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.precision import DTYPE_BYTES, Precision
 from sft_play.units import MIB
 
 StepPhase = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
@@ -130,17 +130,17 @@ class StepMemorySimulation:
         self.trained_parameters = trained_parameters(config, shape, loaded_element_bytes)
         self.rank_parameters = tensor_parallel_parameters(config, shape, self.trained_parameters, layout.tensor_parallel)
         self.resident = resident_bytes(config, shape, loaded_element_bytes, layout)
-        self.gradient_sync = gradients_of(config, precision, layout.name)
+        self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
         if layout.is_fsdp and loaded_element_bytes.autocast is not None:  # modules see what is gathered, adapters included
-            gathered_width = BYTES[self.gradient_sync.gathered]
+            gathered_width = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
             self.element_bytes = ElementBytes(gathered_width, loaded_element_bytes.autocast, gathered_width)
-        self.weight_width = self.element_bytes.weights if layout.is_fsdp else BYTES[precision.load]
+        self.weight_width = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
-        delays_reduction = layout.is_fsdp and self.gradient_sync.every != "micro_batch" and self.accumulates_gradients
-        self.full_gradient_bytes = self.rank_parameters.params * BYTES[self.gradient_sync.reduced] if delays_reduction else 0
+        delays_reduction = layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
+        self.full_gradient_bytes = self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] if delays_reduction else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
         FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
@@ -154,13 +154,13 @@ class StepMemorySimulation:
         if (has_padding, has_packing) in self._known_specs:
             return self._known_specs[has_padding, has_packing]
         step, tuning = self.step, self.config.tuning
-        lora, experts = tuning.lora, planned_experts(self.config, self.shape, self.precision)
+        lora, experts = tuning.lora, plan_experts(self.config, self.shape, self.precision)
         uses_eager_experts = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
         shared_fields: dict[str, Any] = {
             "lora_dropout": lora.dropout, "uses_dora": lora.use_dora, "casts_inputs": step.casts_inputs,
             "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts, "element_bytes": self.element_bytes,
-            "uses_grouped_mm_fallback": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not uses_eager_experts,
-            "liger": planned_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
+            "uses_grouped_mm_fallback": step.on_gpu and (step.capability or GROUPED_MIN_CAPABILITY) < GROUPED_MIN_CAPABILITY and not uses_eager_experts,
+            "liger": plan_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
         for kind in self.shape.layers:
@@ -195,7 +195,7 @@ class StepMemorySimulation:
             # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
             trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, self.shape.params)),
             ranks=self.step.layout.shard,
-            wider=BYTES[self.gradient_sync.reduced] / BYTES[self.gradient_sync.computed],
+            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
         )
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
@@ -270,11 +270,11 @@ class StepMemorySimulation:
 
     def _is_accumulating(self) -> bool:
         """Whether a gradient is added to an older one of full size; a rank that keeps shards divides each new one."""
-        has_full_gradients = not self.step.layout.shards_grads or self.full_gradient_bytes > 0
+        has_full_gradients = not self.step.layout.shards_gradients or self.full_gradient_bytes > 0
         return has_full_gradients and self.accumulates_gradients
 
     def _kept_gradient_bytes(self, gradients: int) -> int:
-        if not self.step.layout.shards_grads:
+        if not self.step.layout.shards_gradients:
             return gradients
         all_gradient_bytes = self.rank_parameters.params * (self.element_bytes.weights if self.is_full else self.element_bytes.adapters)
         return self.resident.gradients * gradients // max(1, all_gradient_bytes)
@@ -315,7 +315,7 @@ class StepMemorySimulation:
             packed = self.shape.packable_params if self.is_nf4 else 0
             return zero_bucket_bytes(
                 layout, self.trained_parameters.params, self.shape.params, self.shape.hidden_size, packed_params=packed,
-                reduces_in_fp32=BYTES[self.gradient_sync.reduced] > BYTES[self.gradient_sync.computed],
+                reduces_in_fp32=DTYPE_BYTES[self.gradient_sync.reduced_dtype] > DTYPE_BYTES[self.gradient_sync.computed_dtype],
             )  # fmt: skip
         return self.resident.gradient_buckets
 
@@ -425,7 +425,7 @@ class StepMemorySimulation:
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
         # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
         is_tied = self.shape.tied and self.is_full
-        is_additional = self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_grads
+        is_additional = self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients
         has_two_gradients = is_tied and self.accumulates_gradients
         yield self._phase_terms("backward", gradient_bytes, live_bytes + embedding_gradient * ((2 if has_two_gradients else 1) if is_additional else 0))
 

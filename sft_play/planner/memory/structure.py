@@ -12,11 +12,11 @@ from sft_play.errors import ConfigError
 from sft_play.facts.models.families import no_adapter_reason
 from sft_play.facts.models.model_shape import LayerKind, LinearShape, ModelShape, NormKind, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
+from sft_play.planner.attention import FLASH_MAX_HEAD_DIM, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
-from sft_play.planner.kernels import Replaced
+from sft_play.planner.kernels import ReplacedOperations
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.precision import DTYPE_BYTES, Precision
 from sft_play.spelling import did_you_mean
 
 # varlen: flash attention of padded rows, whose tokens are gathered first and scattered back.
@@ -99,7 +99,7 @@ class BlockSpec:
     uses_dora: bool = False
     casts_inputs: bool = False
     """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
-    liger: Replaced | None = None
+    liger: ReplacedOperations | None = None
     """What Liger's kernels replace; None: nothing."""
     element_bytes: ElementBytes = field(default_factory=ElementBytes)
 
@@ -110,8 +110,8 @@ ROW_PARALLEL_ROLES = ("o", "down")
 
 def element_bytes(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> ElementBytes:
     """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the compute dtype."""
-    load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
-    adapters = BYTES[adapter_dtype(config, precision)]
+    load, compute = DTYPE_BYTES[precision.load], None if precision.compute == "float32" else 2
+    adapters = DTYPE_BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
         adapters = compute
     # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their parameter's dtype
@@ -164,23 +164,23 @@ def select_attention_kernel(
         return "varlen" if unpads_rows and on_gpu else "flash"
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half_precision=half_precision)
-    kernel = sdpa_kernel(call, capability, cudnn=uses_cudnn)
-    kernel = sdpa_kernel(replace(call, grouped=False), capability, cudnn=uses_cudnn) if kernel == "math" else kernel
+    kernel = sdpa_kernel(call, capability, uses_cudnn=uses_cudnn)
+    kernel = sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn) if kernel == "math" else kernel
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
 def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaCall:
     """What transformers asks of PyTorch's sdpa for this model."""
     # heads that are grouped in a way that transformers would leave to PyTorch
-    has_grouped_heads = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_HEAD
-    return SdpaCall(shape.head_dim, shape.head_dim, grouped=has_grouped_heads and not masked, masked=masked, half=half_precision)
+    has_grouped_heads = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_MAX_HEAD_DIM
+    return SdpaCall(shape.head_dim, shape.head_dim, has_grouped_heads=has_grouped_heads and not masked, masked=masked, half_precision=half_precision)
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None) -> bool:
     """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
     takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half_precision=half_precision)
-    return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
+    return attention == "sdpa" and call.has_grouped_heads and sdpa_kernel(call, capability, uses_cudnn=False) == "math"
 
 
 @lru_cache(maxsize=4096)

@@ -17,50 +17,50 @@ from __future__ import annotations
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.kernels import Replaced
+from sft_play.planner.kernels import ReplacedOperations
 
 # Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of
 # elementwise operations reads its inputs and writes its result, without what lies between. By the same counts as the
 # plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f.
-TRAFFIC = 0.5
+COMPILED_TRAFFIC_SHARE = 0.5
 # Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
 # products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the
 # roofline, and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios).
-STARTS = 0.5
+COMPILED_STARTS_SHARE = 0.5
 # Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,
 # https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was published).
 COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
 # Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in full.
-PROOF_S = 20.0
+COMPILE_CHECK_S = 20.0
 
 
-def refuse_beside_compiling(config: RunConfig) -> None:
+def check_compile_options(config: RunConfig) -> None:
     """Raises ConfigError for settings beside which blocks are not compiled."""
     train = config.train
-    wrong = (
+    conflicts = (
         [f"train.kernels={train.kernels} (none: the compiler writes such kernels)"] if train.kernels != "none" else []
     )
     if train.gradient_checkpointing == "offload":
-        wrong.append("train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)")
-    if train.compile and wrong:
+        conflicts.append("train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)")
+    if train.compile and conflicts:
         raise ConfigError(
-            f"train.compile: true does not go together with {' and '.join(wrong)}; or train.compile=false"
+            f"train.compile: true does not go together with {' and '.join(conflicts)}; or train.compile=false"
         )
 
 
-def compile_s(config: RunConfig, shape: ModelShape) -> float:
+def estimate_compile_s(config: RunConfig, shape: ModelShape) -> float:
     """Seconds at the start of a run in which blocks are compiled and measured; 0 where they are not."""
     # blocks of one kind share their compiled code
-    return COMPILE_S[config.tuning.mode] * len(shape.layers) + PROOF_S if config.train.compile else 0.0
+    return COMPILE_S[config.tuning.mode] * len(shape.layers) + COMPILE_CHECK_S if config.train.compile else 0.0
 
 
-def compiling_words(config: RunConfig, shape: ModelShape) -> list[str]:
+def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
     """What the plan assumes of compiled blocks, as a reason."""
     if not config.train.compile:
         return []
     return [
-        f"train.compile: elementwise operations move {TRAFFIC:.0%} of the plain code's bytes; memory is counted as the "
-        f"plain code's, which takes more; compiling is estimated at {compile_s(config, shape):.0f} s of each start"
+        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain code's bytes; memory is counted as the "
+        f"plain code's, which takes more; compiling is estimated at {estimate_compile_s(config, shape):.0f} s of each start"
     ]
 
 
@@ -74,34 +74,34 @@ NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
 # Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and the
 # sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than `throughput._traffic` counts; the rest is
 # in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
-STILL_MOVED = 0.5
+MIN_TRAFFIC_SHARE = 0.5
 
 
-def saved_bytes(shape: ModelShape, replaced: Replaced, *, e: int, again: float) -> float:
+def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float) -> float:
     """Bytes of a token's forward and backward pass through all blocks, `again`: the share that is computed twice."""
-    once, back = 0.0, 0.0
-    casts = 0 if e == 4 else 2 * (e + 4)
-    norm_forward = casts + 20  # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
-    norm_backward = casts + 68 - e  # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
+    forward_bytes, backward_bytes = 0.0, 0.0
+    cast_bytes = 0 if e == 4 else 2 * (e + 4)
+    norm_forward_bytes = cast_bytes + 20  # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
+    norm_backward_bytes = cast_bytes + 68 - e  # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
     for kind in shape.layers:
-        attends = kind.attention != "none"
-        heads = shape.q_width + shape.kv_width if attends else 0
-        normed = shape.norms_per_layer * shape.hidden_size
+        has_attention = kind.attention != "none"
+        head_width = shape.q_width + shape.kv_width if has_attention else 0
+        normed_width = shape.norms_per_layer * shape.hidden_size
         # norms of heads are replaced only where the package's function for the class does so
-        normed += heads if shape.has_qk_norm and replaced.head_norms else 0
-        rotated = heads * shape.rotary_dim // max(1, shape.head_dim) if replaced.rotation else 0
-        gated = kind.mlp_width if replaced.gate else 0
+        normed_width += head_width if shape.has_qk_norm and operations.head_norms else 0
+        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) if operations.rotation else 0
+        gated_width = kind.mlp_width if operations.gate else 0
         # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
-        once += kind.count * (normed * norm_forward + rotated * 8 * e + gated * 2 * e)
-        back += kind.count * (normed * norm_backward + rotated * 13 * e + gated * 4 * e)
-    return once * (1 + again) + back
+        forward_bytes += kind.count * (normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e)
+        backward_bytes += kind.count * (normed_width * norm_backward_bytes + rotated_width * 13 * e + gated_width * 4 * e)
+    return forward_bytes * (1 + recomputed_share) + backward_bytes
 
 
-def saved_starts_s(shape: ModelShape, replaced: Replaced, *, again: float) -> float:
+def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, recomputed_share: float) -> float:
     """Seconds of kernel starts that a pass forward and back takes less; a second forward pass counts as half of one."""
-    total = 0.0
+    seconds = 0.0
     for kind in shape.layers:
-        attends = kind.attention != "none"
-        norms = shape.norms_per_layer + (2 if attends and shape.has_qk_norm and replaced.head_norms else 0)
-        total += kind.count * (norms * NORM_START_S + (ROTATION_START_S if attends and replaced.rotation else 0.0))
-    return total * (1 + again / 2)
+        has_attention = kind.attention != "none"
+        norm_count = shape.norms_per_layer + (2 if has_attention and shape.has_qk_norm and operations.head_norms else 0)
+        seconds += kind.count * (norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.rotation else 0.0))
+    return seconds * (1 + recomputed_share / 2)

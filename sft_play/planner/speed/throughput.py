@@ -20,13 +20,19 @@ from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.kernels import planned_experts, planned_kernels
+from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.micro_batches import Passes
-from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.speed.compile_and_liger import STARTS, STILL_MOVED, TRAFFIC, saved_bytes, saved_starts_s
-from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
+from sft_play.planner.micro_batches import AverageMicroSteps
+from sft_play.planner.precision import DTYPE_BYTES, Precision
+from sft_play.planner.speed.compile_and_liger import (
+    COMPILED_STARTS_SHARE,
+    COMPILED_TRAFFIC_SHARE,
+    MIN_TRAFFIC_SHARE,
+    liger_saved_bytes,
+    liger_saved_starts_s,
+)
+from sft_play.planner.speed.traffic import Collective, base_weight_bytes, step_traffic
 
 # Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
 # come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
@@ -42,24 +48,24 @@ OTHER_ATTENTION_SHARE = 0.88
 BANDWIDTH_SHARE = 0.80
 # Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
 # an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again.
-PASS_OVERHEAD_S = 0.0007
+LAYER_OVERHEAD_S = 0.0007
 # Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
 # dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with
 # two tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it
 # is 3 of 119. Not measured on a GPU.
-CHAT_STARTS = 0.13
+CHAT_START_SHARE = 0.13
 # Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
 # what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
 # fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either.
-STARTS_SHOWN = 0.5
+VISIBLE_START_SHARE = 0.5
 # Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
 # grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
 # 4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
 # pass is not published, and counted like a forward pass.
-EXPERT_S = 0.0003
+EXPERT_OVERHEAD_S = 0.0003
 # How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
 # gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward).
-EXPERT_GRADIENT_PASSES = 4
+EXPERT_GRADIENT_ACCESSES = 4
 # Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
 # by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
 # card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
@@ -91,7 +97,7 @@ BUCKET_COPIES = 4
 # Bytes per second that an optimizer on the CPU moves: two to four memory channels.
 HOST_BANDWIDTH = 60e9
 # Bytes per second one way of PCIe 5 x16, for cards that are not in the catalogue.
-PCIE_FASTEST = 64e9
+FASTEST_PCIE = 64e9
 # Stand-ins for unknown rates, to rank candidates; no speed is promised from them.
 NOMINAL_RATE, NOMINAL_BANDWIDTH, NOMINAL_LINK = 100e12, 1e12, 32e9
 # A core's fp32 rate and a socket's memory bandwidth, order of magnitude; only to rank candidates.
@@ -102,18 +108,18 @@ CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
 class Rates:
     """What a rank computes and moves per second; `known` if every rate is from the catalogue or the user."""
 
-    matrix: float
+    matrix_flops_per_s: float
     bandwidth: float
     link: float
     network: float
     gpus_per_node: int
-    known: bool
-    share: float
+    is_known: bool
+    matrix_share: float
     link_share: float = LINK_SHARE
     """Fraction of the rate of a node's GPU link that collectives reach."""
     attention_share: float = OTHER_ATTENTION_SHARE
     """Fraction of the rate of matrix products that attention reaches."""
-    without: frozenset[str] = frozenset()
+    missing_packages: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,32 +148,32 @@ class Speed:
         return dataclasses.replace(self, step_s=self.step_s * factor, parts=parts)
 
 
-def rates_of(hardware: Hardware, precision: Precision) -> Rates:
+def find_rates(hardware: Hardware, precision: Precision) -> Rates:
     """The rates of the slowest GPU (or of the CPU) at the precision of the run's matrix products."""
     if not hardware.gpus:
         rate = CPU_CORE_RATE * hardware.cpu_cores
-        return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, known=False, share=1.0)
+        return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, is_known=False, matrix_share=1.0)
     gpus = hardware.gpus
-    peaks = [gpu.flops(precision.compute) for gpu in gpus]
+    peak_rates = [gpu.flops(precision.compute) for gpu in gpus]
     bandwidths = [gpu.bandwidth for gpu in gpus]
-    matrix = min((rate for rate in peaks if rate), default=0.0)
+    matrix_rate = min((rate for rate in peak_rates if rate), default=0.0)
     bandwidth = min((value for value in bandwidths if value), default=0.0)
     majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
-    share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
-    attentions = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
+    matrix_share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
+    attention_shares = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
-    link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_gpus(gpus[0].name.split(" MIG ")[0])]
-    is_pcie = link is None or link <= max(slots, default=PCIE_FASTEST)
+    link, pcie_slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_gpus(gpus[0].name.split(" MIG ")[0])]
+    is_pcie = link is None or link <= max(pcie_slots, default=FASTEST_PCIE)
     return Rates(
-        matrix or NOMINAL_RATE,
+        matrix_rate or NOMINAL_RATE,
         bandwidth or NOMINAL_BANDWIDTH,
         link or NOMINAL_LINK,
         hardware.network_bytes_per_s or link or NOMINAL_LINK,
         hardware.gpus_per_node,
-        known=all(peaks) and all(bandwidths),
-        share=share,
+        is_known=all(peak_rates) and all(bandwidths),
+        matrix_share=matrix_share,
         link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
-        attention_share=min(attentions, default=OTHER_ATTENTION_SHARE),
+        attention_share=min(attention_shares, default=OTHER_ATTENTION_SHARE),
     )
 
 
@@ -178,23 +184,23 @@ def predict_speed(
     step: Step,
     rates: Rates,
     *,
-    passes: Passes | None = None,
+    micro_steps: AverageMicroSteps | None = None,
 ) -> Speed:
     """The predicted duration of one optimizer step of one rank; `passes`: what an average step of the run's own rows
     takes, None for rows of full length."""
     roofline = _Roofline(config, shape, precision, step, rates)
-    return roofline.speed(passes or roofline.full_rows)
+    return roofline.predict(micro_steps or roofline.full_rows)
 
 
-def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
+def micro_step_overhead_tokens(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
     """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
     # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
     roofline = _Roofline(config, shape, precision, step, rates)
-    full = roofline.full_rows
-    half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
-    whole_s, half_s = (sum(roofline.of_pass(one).values()) for one in (full, half))
-    more = max(0.0, 2 * half_s - whole_s)
-    return round(more / max(1e-12, whole_s - more) * full.places)
+    full_rows = roofline.full_rows
+    half_rows = dataclasses.replace(full_rows, padded_tokens=full_rows.padded_tokens / 2, rows=full_rows.rows / 2)
+    whole_s, half_s = (sum(roofline.micro_step_seconds(rows).values()) for rows in (full_rows, half_rows))
+    overhead_s = max(0.0, 2 * half_s - whole_s)
+    return round(overhead_s / max(1e-12, whole_s - overhead_s) * full_rows.padded_tokens)
 
 
 @dataclass(frozen=True)
@@ -206,238 +212,238 @@ class _Roofline:
     rates: Rates
 
     @cached_property
-    def again(self) -> float:
+    def recomputed_share(self) -> float:
         """Share of the layers that are computed a second time."""
         return self.step.recomputed_layers(self.shape.num_layers) / self.shape.num_layers
 
     @property
-    def full_rows(self) -> Passes:
+    def full_rows(self) -> AverageMicroSteps:
         """Rows of full length."""
         step, layout = self.step, self.step.layout
         tokens = step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel
-        return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
+        return AverageMicroSteps(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
 
     @property
-    def _width(self) -> int:
-        return BYTES[self.precision.compute]
+    def _compute_width(self) -> int:
+        return DTYPE_BYTES[self.precision.compute]
 
-    def _moving(self, size: float) -> float:
+    def _memory_seconds(self, size: float) -> float:
         return size / (self.rates.bandwidth * BANDWIDTH_SHARE)
 
-    def speed(self, passes: Passes) -> Speed:
+    def predict(self, micro_steps: AverageMicroSteps) -> Speed:
         """The step, whose rows take these passes."""
-        step, layout, count = self.step, self.step.layout, passes.count
-        of_pass = self.of_pass(passes)
-        slow = self._slow_code(passes.places)
-        micro_s = sum(of_pass.values()) + sum(slow.values())
-        optimizer_s, host_s = self._optimizer()
-        moved, exposed = self._communication(micro_s, passes)
+        step, layout, count = self.step, self.step.layout, micro_steps.count
+        seconds_by_part = self.micro_step_seconds(micro_steps)
+        slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
+        micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
+        optimizer_s, host_s = self._optimizer_seconds()
+        moved_bytes, exposed_s = self._communication(micro_s, micro_steps)
         if step.offloads:  # each block's input to the host and back, in the stream that computes
-            inputs = passes.places * self.shape.hidden_size * self._width * self.shape.num_layers * self.again
-            host_s += 2 * inputs * count / NOMINAL_LINK
+            input_bytes = micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * self.shape.num_layers * self.recomputed_share
+            host_s += 2 * input_bytes * count / NOMINAL_LINK
         # every part of a pass, times the passes; then what a step has once
         parts = {
-            **{name: seconds * count for name, seconds in (of_pass | slow).items()},
+            **{name: seconds * count for name, seconds in (seconds_by_part | slow_code).items()},
             "optimizer": optimizer_s,
             "host": host_s,
-            "communication": exposed,
-            "waiting": micro_s * count * slowest(layout.ranks),
+            "communication": exposed_s,
+            "waiting": micro_s * count * straggler_wait_share(layout.ranks),
         }
         ranks = layout.data_parallel * layout.context_parallel
-        shown = passes.tokens / (count * passes.places * ranks)  # what is not padding
-        useful = sum(self._flops(passes, 0.0).values()) * shown * count / layout.tensor_parallel
-        traffic = traffic_of(self.config, self.shape, self.precision, step).by_kind(max(1, round(count)))
-        return Speed(sum(parts.values()), round(passes.tokens), parts, moved, traffic, useful)
+        token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)  # what is not padding
+        model_flops = sum(self._micro_step_flops(micro_steps, 0.0).values()) * token_share * count / layout.tensor_parallel
+        bytes_by_kind = step_traffic(self.config, self.shape, self.precision, step).bytes_by_kind(max(1, round(count)))
+        return Speed(sum(parts.values()), round(micro_steps.tokens), parts, moved_bytes, bytes_by_kind, model_flops)
 
-    def of_pass(self, passes: Passes) -> dict[str, float]:
+    def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
         """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
-        config, shape, step, rates, again = self.config, self.shape, self.step, self.rates, self.again
-        mode, tp = config.tuning.mode, step.layout.tensor_parallel
-        flops = self._flops(passes, again)
-        products = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
-        matrix = products / tp / (rates.matrix * rates.share)
-        reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
-        times = 2.0 + again  # forward, backward, and what checkpointing computes again
-        liger = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without).speed
-        saved = 0.0
-        if liger is not None:
-            saved = saved_bytes(shape, liger, e=self._width, again=again) / (times * shape.num_layers)
-        traffic = self._traffic(passes.places, saved) * times / tp
-        moving = self._moving(traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times)
+        config, shape, step, rates, recomputed_share = self.config, self.shape, self.step, self.rates, self.recomputed_share
+        mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
+        flops = self._micro_step_flops(micro_steps, recomputed_share)
+        matrix_flops = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
+        matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
+        weight_bytes = 2 * active_params(shape) / tensor_parallel  # each pass reads the weights once, whatever the number of tokens
+        forward_backwards = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
+        liger_operations = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages).speed
+        saved_bytes = 0.0
+        if liger_operations is not None:
+            saved_bytes = liger_saved_bytes(shape, liger_operations, e=self._compute_width, recomputed_share=recomputed_share) / (forward_backwards * shape.num_layers)
+        elementwise_bytes = self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * forward_backwards / tensor_parallel
+        moving_s = self._memory_seconds(elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * forward_backwards)
         # half a byte read and two written per weight
-        dequantise = self._moving(2.5 * active_params(shape) * times) if mode == "qlora" else 0.0
-        starts_of_layer = 1.0 if mode == "full" else 1.5
-        starts_of_layer *= STARTS if config.train.compile else 1.0
-        starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
-        starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
-        if liger is not None:
-            starting = max(0.0, starting - saved_starts_s(shape, liger, again=again))
-        busy = matrix + moving + dequantise
+        dequantise_s = self._memory_seconds(2.5 * active_params(shape) * forward_backwards) if mode == "qlora" else 0.0
+        layer_start_share = 1.0 if mode == "full" else 1.5
+        layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile else 1.0
+        layer_start_share += CHAT_START_SHARE * micro_steps.rows if step.one_by_one else 0.0
+        starting_s = LAYER_OVERHEAD_S * shape.num_layers * (forward_backwards + 1) * layer_start_share
+        if liger_operations is not None:
+            starting_s = max(0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share))
+        busy_s = matrix_s + moving_s + dequantise_s
         # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
-        starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
-        return {"matrix": matrix, "memory": moving, "dequantise": dequantise, "kernel_starts": starts}
+        visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(starting_s, busy_s)
+        return {"matrix": matrix_s, "memory": moving_s, "dequantise": dequantise_s, "kernel_starts": visible_starts_s}
 
-    def _slow_code(self, places: float) -> dict[str, float]:
+    def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
         """Seconds of a pass that faster code would save; a CPU runs linear attention in one way only."""
-        shape, passes, seconds = self.shape, 2.0 + self.again, {}
-        chosen = planned_experts(self.config, shape, self.precision)
-        if chosen is not None and chosen.name == "eager" and not shape.uses_custom_experts:
-            starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
-            whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
-            gradients = self._moving(EXPERT_GRADIENT_PASSES * BYTES[self.precision.load] * whole)
-            seconds[EXPERTS_PART] = starts + (gradients if self.config.tuning.mode == "full" else 0.0)
-        lacks = LINEAR_ATTENTION_PACKAGE in self.rates.without and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
-        if lacks and self.step.capability is not None:
+        shape, forward_backwards, seconds = self.shape, 2.0 + self.recomputed_share, {}
+        experts = plan_experts(self.config, shape, self.precision)
+        if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
+            start_s = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * forward_backwards
+            expert_params = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
+            gradient_s = self._memory_seconds(EXPERT_GRADIENT_ACCESSES * DTYPE_BYTES[self.precision.load] * expert_params)
+            seconds[EXPERTS_PART] = start_s + (gradient_s if self.config.tuning.mode == "full" else 0.0)
+        lacks_linear_attention = LINEAR_ATTENTION_PACKAGE in self.rates.missing_packages and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
+        if lacks_linear_attention and self.step.capability is not None:
             channels = sum(kind.count * kind.linear_attention_width for kind in shape.layers)
-            seconds[LINEAR_PART] = self._moving(LINEAR_ATTENTION_BYTES * channels * places * passes)
+            seconds[LINEAR_PART] = self._memory_seconds(LINEAR_ATTENTION_BYTES * channels * padded_tokens * forward_backwards)
         return seconds
 
-    def _flops(self, passes: Passes, again: float) -> dict[str, float]:
+    def _micro_step_flops(self, micro_steps: AverageMicroSteps, recomputed_share: float) -> dict[str, float]:
         """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed. A
         product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
         and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times
         as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice."""
-        shape, tokens, full = self.shape, passes.places, self.config.tuning.mode == "full"
-        weight_gradients = 1.0 if full else 0.0
-        adapted = 0.0 if full else 2.0 * adapter_params(shape, self.config.tuning.lora)
+        shape, padded_tokens, is_full = self.shape, micro_steps.padded_tokens, self.config.tuning.mode == "full"
+        weight_gradient_share = 1.0 if is_full else 0.0
+        adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
         return {
-            "blocks": 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients),
-            "adapters": adapted * tokens * (3.0 + again),
-            "attention": 4.0 * self._attended(passes.length) * shape.q_width * tokens * (3.5 + again),
-            "head": 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients),
+            "blocks": 2.0 * active_params(shape) * padded_tokens * (2.0 + recomputed_share + weight_gradient_share),
+            "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
+            "attention": 4.0 * self._attended_keys(micro_steps.row_length) * shape.q_width * padded_tokens * (3.5 + recomputed_share),
+            "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
 
-    def _attended(self, length: float) -> float:
+    def _attended_keys(self, length: float) -> float:
         """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
         total = 0.0
         for kind in self.shape.layers:
-            windowed = kind.attention in ("sliding", "chunked")
-            window = min(length, self.shape.window or length) if windowed else length
+            has_window = kind.attention in ("sliding", "chunked")
+            window = min(length, self.shape.window or length) if has_window else length
             # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
-            seen = length if self.step.attention == "eager" else window - window * window / (2 * length)
-            total += 0.0 if kind.attention == "none" else kind.count * seen
+            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
+            total += 0.0 if kind.attention == "none" else kind.count * seen_keys
         return total
 
-    def _traffic(self, tokens: float, saved: float) -> float:
+    def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
         """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
         written once and read about twice. `saved`: bytes per token and layer that fused kernels move less."""
-        shape, e, lora = self.shape, self._width, self.config.tuning.lora
+        shape, e, lora = self.shape, self._compute_width, self.config.tuning.lora
         width = shape.intermediate_size * max(1, shape.rows_per_token)
         # two norms with their residual sums, the rotation of queries and keys, a gated activation (other_code.TRAFFIC)
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
-        per_token = max(STILL_MOVED * per_token, per_token - saved)
+        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_per_token)
         if self.config.tuning.mode != "full":
             inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
-            shared = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
+            shares_cast = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
             # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
-            per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shared else 4)
+            per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shares_cast else 4)
         return float(per_token * tokens * shape.num_layers)
 
-    def _optimizer(self) -> tuple[float, float]:
-        shape, layout, full = self.shape, self.step.layout, self.config.tuning.mode == "full"
-        params = shape.params if full else adapter_params(shape, self.config.tuning.lora)
-        trained = params / (layout.shard if layout.shards_states else 1)
-        trained /= layout.tensor_parallel
+    def _optimizer_seconds(self) -> tuple[float, float]:
+        shape, layout, is_full = self.shape, self.step.layout, self.config.tuning.mode == "full"
+        params = shape.params if is_full else adapter_params(shape, self.config.tuning.lora)
+        stepped_params = params / (layout.shard if layout.shards_states else 1)
+        stepped_params /= layout.tensor_parallel
         if layout.offloads_states:
             # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
-            return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
-        as_loaded = full and not layout.shards_states and self.precision.updates != "stochastic"
-        width = BYTES[self.precision.load] if as_loaded else 4
+            return 0.0, 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
+        steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
+        width = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
         # AdamW reads weight, gradient and two states, and writes all but the gradient
-        return self._moving(7.0 * width * trained), 0.0
+        return self._memory_seconds(7.0 * width * stepped_params), 0.0
 
-    def _communication(self, micro_s: float, passes: Passes) -> tuple[int, float]:
+    def _communication(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
         backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
-        shape, rates, layout, accum = self.shape, self.rates, self.step.layout, max(1, round(passes.count))
+        shape, rates, layout, grad_accum = self.shape, self.rates, self.step.layout, max(1, round(micro_steps.count))
         hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
-        traffic = traffic_of(self.config, shape, self.precision, self.step)
-        moved, exposed = traffic.sent(accum), 0.0
+        traffic = step_traffic(self.config, shape, self.precision, self.step)
+        moved_bytes, exposed_s = traffic.sent_bytes(grad_accum), 0.0
         if layout.gradient_ranks > 1:
-            each, reduced, after = (sum(_seconds(one, rates) for one in part)
-                                    for part in (traffic.each, traffic.reduced, traffic.after))  # fmt: skip
+            micro_batch_s, reduction_s, update_s = (sum(_collective_seconds(one, rates) for one in part)
+                                    for part in (traffic.per_micro_batch, traffic.per_reduction, traffic.after_update))  # fmt: skip
             # a micro-batch hides its own collectives and those that are put off until then, as DDP's in the last one
-            times = traffic.times(accum)
-            exposed = (accum - times) * _exposed(each, hidden_s) + times * _exposed(each + reduced, hidden_s) + after
+            reductions = traffic.reductions_per_step(grad_accum)
+            exposed_s = (grad_accum - reductions) * _exposed_seconds(micro_batch_s, hidden_s) + reductions * _exposed_seconds(micro_batch_s + reduction_s, hidden_s) + update_s
             if not layout.shards_states:  # DDP
-                whole = sum(one.bytes * count for one, count in traffic.in_step(accum))
-                exposed += self._moving(BUCKET_COPIES * whole)
+                message_bytes = sum(one.message_bytes * count for one, count in traffic.step_collectives(grad_accum))
+                exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
-            read = 2 * base_weights(self.config, shape, self._width) / layout.tensor_parallel
-            exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
-        for sent, seconds in (self._tensor_parallel(passes, accum), self._context_parallel(passes, accum)):
-            moved += sent
-            exposed += seconds
-        return int(moved), exposed
+            read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_width) / layout.tensor_parallel
+            exposed_s += grad_accum * max(0.0, read_bytes / NOMINAL_LINK - hidden_s)
+        for sent_bytes, seconds in (self._tensor_parallel(micro_steps, grad_accum), self._context_parallel(micro_steps, grad_accum)):
+            moved_bytes += sent_bytes
+            exposed_s += seconds
+        return int(moved_bytes), exposed_s
 
-    def _tensor_parallel(self, passes: Passes, accum: int) -> tuple[float, float]:
+    def _tensor_parallel(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
         """Bytes and seconds of all-reduces in every block; nothing hides them: the next product needs their result."""
-        ranks, again = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
-        calls = self.shape.num_layers * (4 + again) * accum  # two a block forward, and two backward
-        sent = 2 * (ranks - 1) / ranks * passes.places * self.shape.hidden_size * self._width * calls
-        return sent, sent / _link(ranks, self.rates) + COLLECTIVE_START_S * math.log2(ranks) * calls
+        ranks, recomputed_calls = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
+        calls = self.shape.num_layers * (4 + recomputed_calls) * grad_accum  # two a block forward, and two backward
+        sent_bytes = 2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * calls
+        return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(ranks) * calls
 
-    def _context_parallel(self, passes: Passes, accum: int) -> tuple[float, float]:
+    def _context_parallel(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
         """The same of ranks that share rows: query, key, value and output are exchanged in every block, and back."""
-        shape, ranks, again = self.shape, self.step.layout.context_parallel, int(self.step.checkpointed_layers != 0)
-        keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
-        calls = shape.num_layers * (2 + again) * accum
-        sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * self._width * calls
+        shape, ranks, recomputed_calls = self.shape, self.step.layout.context_parallel, int(self.step.checkpointed_layers != 0)
+        key_width = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
+        calls = shape.num_layers * (2 + recomputed_calls) * grad_accum
+        sent_bytes = (ranks - 1) / ranks * micro_steps.padded_tokens * (2 * shape.q_width + 2 * key_width) * self._compute_width * calls
         # each with each: no ring, so over nodes a GPU has its share of the network
-        link = _link(ranks, self.rates, per_node=1)
-        return sent, sent / link + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
+        link_rate = _link_bytes_per_s(ranks, self.rates, per_node=1)
+        return sent_bytes, sent_bytes / link_rate + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
 
 
 def active_params(shape: ModelShape) -> float:
     """Weights of the blocks that multiply a token: only those experts that it is routed to, if the class does so."""
     total = 0.0
     for kind in shape.layers:
-        chosen = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
-        total += kind.count * (kind.linear_weights + chosen * kind.expert_params)
+        active_experts_share = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
+        total += kind.count * (kind.linear_weights + active_experts_share * kind.expert_params)
     return total
 
 
-def _seconds(one: Collective, rates: Rates) -> float:
-    span = one.span or one.ranks
+def _collective_seconds(collective: Collective, rates: Rates) -> float:
+    span = collective.span or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
-    per_node = max(1, rates.gpus_per_node * one.ranks // span)
-    return one.sent / _link(span, rates, per_node=per_node) + COLLECTIVE_START_S * math.log2(one.ranks) * one.times
+    per_node = max(1, rates.gpus_per_node * collective.ranks // span)
+    return collective.sent_bytes / _link_bytes_per_s(span, rates, per_node=per_node) + COLLECTIVE_START_S * math.log2(collective.ranks) * collective.calls
 
 
-def _exposed(collective_s: float, hidden_s: float) -> float:
+def _exposed_seconds(collective_s: float, hidden_s: float) -> float:
     return collective_s - min(OVERLAP_SHARE * collective_s, hidden_s)
 
 
-def slowest(ranks: int) -> float:
+def straggler_wait_share(ranks: int) -> float:
     """Share of a step that the mean rank waits for the slowest: the expected largest of `ranks` normal durations
     (Blom's approximation, Statistical Estimates and Transformed Beta-Variables, 1958)."""
     return WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
+def _link_bytes_per_s(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
     """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
     the node's network, which a ring enters and leaves once. `per_node`: ranks of a node in the group, where its other
     GPUs are in groups that share the network."""
-    inside = rates.link * rates.link_share
+    node_link = rates.link * rates.link_share
     if ranks <= rates.gpus_per_node:
-        return inside
-    together = rates.gpus_per_node if per_node is None else per_node
-    return min(inside, rates.network * LINK_SHARE * together / rates.gpus_per_node)
+        return node_link
+    node_ranks = rates.gpus_per_node if per_node is None else per_node
+    return min(node_link, rates.network * LINK_SHARE * node_ranks / rates.gpus_per_node)
 
 
-def utilisation(speed: Speed, rates: Rates) -> float | None:
+def model_flop_utilisation(speed: Speed, rates: Rates) -> float | None:
     """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
-    return speed.model_flops / speed.step_s / rates.matrix if rates.known else None
+    return speed.model_flops / speed.step_s / rates.matrix_flops_per_s if rates.is_known else None
 
 
 # --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------
 # Compute capabilities of A100 and H100 with their kin, on which most published runs were made.
-DATA_CENTRE = {(8, 0), (9, 0)}
+DATA_CENTRE_CAPABILITIES = {(8, 0), (9, 0)}
 # Those of workstation and gaming cards.
-OTHER_CARDS = {(8, 6), (8, 9), (12, 0)}
-SMALL_PARAMS = 5e9
-LONG_ROW = 8192
+WORKSTATION_CAPABILITIES = {(8, 6), (8, 9), (12, 0)}
+SMALL_MODEL_PARAMS = 5e9
+LONG_ROW_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -449,7 +455,7 @@ class SpeedError:
     of: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """`±15%, bf16 on data-centre cards`."""
         return self.of if self.share is None else f"±{self.share:.0%}, {self.of}"
 
@@ -458,29 +464,29 @@ class SpeedError:
         return self.share is not None and abs(ratio - 1) <= self.share
 
 
-PLAIN = SpeedError(0.15, "bf16 on data-centre cards")
-LONG = SpeedError(0.40, "rows above 8,192 tokens")
-WORKSTATION = SpeedError(0.25, "bf16 on workstation and gaming cards")
-SMALL = SpeedError(0.60, "models below 5B, or cards without bf16")
+DATA_CENTRE_ERROR = SpeedError(0.15, "bf16 on data-centre cards")
+LONG_ROW_ERROR = SpeedError(0.40, "rows above 8,192 tokens")
+WORKSTATION_ERROR = SpeedError(0.25, "bf16 on workstation and gaming cards")
+SMALL_MODEL_ERROR = SpeedError(0.60, "models below 5B, or cards without bf16")
 # Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%.
-CLASSES = (PLAIN, LONG, WORKSTATION, SMALL)
+SPEED_ERROR_CLASSES = (DATA_CENTRE_ERROR, LONG_ROW_ERROR, WORKSTATION_ERROR, SMALL_MODEL_ERROR)
 
 
-def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
+def find_speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
     """The class of a run's predicted speed."""
-    kinds = {gpu.capability for gpu in hardware.gpus}
-    without = {
+    capabilities = {gpu.capability for gpu in hardware.gpus}
+    uncompared = {
         "on a CPU": not hardware.gpus,
         "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
         "that offloads": step.layout.offloads_states or step.offloads,
-        "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
+        "of mixtures of experts": any(reason.num_experts for reason in shape.layers),
         # V100 and T4 have no bf16, and fall into SMALL below
-        "on these cards": not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)},
+        "on these cards": not capabilities <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)},
     }
-    if (kind := next((words for words, applies in without.items() if applies), None)) is not None:
-        return SpeedError(None, f"no published run {kind} was compared")
-    if shape.params < SMALL_PARAMS or precision.compute != "bfloat16":
-        return SMALL
-    if not kinds <= DATA_CENTRE:
-        return WORKSTATION
-    return LONG if step.seq_len > LONG_ROW else PLAIN
+    if (reason := next((words for words, applies in uncompared.items() if applies), None)) is not None:
+        return SpeedError(None, f"no published run {reason} was compared")
+    if shape.params < SMALL_MODEL_PARAMS or precision.compute != "bfloat16":
+        return SMALL_MODEL_ERROR
+    if not capabilities <= DATA_CENTRE_CAPABILITIES:
+        return WORKSTATION_ERROR
+    return LONG_ROW_ERROR if step.seq_len > LONG_ROW_TOKENS else DATA_CENTRE_ERROR

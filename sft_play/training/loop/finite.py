@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from sft_play.errors import BackendError, TrainingError
-from sft_play.planner.precision import fault, overflow_of
+from sft_play.planner.precision import find_fp16_overflow, format_fp16_fault
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.ranks import distributed, engines
 
@@ -135,7 +135,7 @@ def fp16_fault(model: Any) -> str:
     text = model.config.get_text_config()
     eager = getattr(text, "_attn_implementation", None) == "eager"
     dropout = getattr(text, "attention_dropout", None) or 0.0
-    return fault(text.model_type, overflow_of(text.model_type, eager=eager, attention_dropout=dropout))
+    return format_fp16_fault(text.model_type, find_fp16_overflow(text.model_type, is_eager=eager, attention_dropout=dropout))
 
 
 def _read(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:

@@ -84,7 +84,7 @@ class StepMemory(TrainerCallback):
             # only here: while the exception lives, so does what its frames hold
             self._set_back()
             self._tell(reason, again="step", now=half.micro_batch)
-            self.batch, self.cut = half, self.cut.of_rows(half.micro_batch)
+            self.batch, self.cut = half, self.cut.resized(half.micro_batch)
             self.has_halved = is_again = True
 
     def batches(self) -> list[dict[str, Any]]:

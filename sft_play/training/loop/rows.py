@@ -225,7 +225,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         of each row."""
         self._order, self._lengths, self._cut = order, lengths, cut
         self._window, self.rank, self._ranks = window, rank, ranks
-        self.slots = cut.most_passes(-(-window // ranks))
+        self.slots = cut.max_micro_steps(-(-window // ranks))
         self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -241,7 +241,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
                 yield each[self.rank] or [FILLER]
 
     def _passes(self, rows: Sequence[int], cut: MicroBatches) -> list[list[list[int]]]:
-        places = cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
+        places = cut.assign_rows(self._lengths[rows].tolist(), ranks=self._ranks)
         return [[[rows[place] for place in batch] for batch in each] for each in places]
 
     def of_step(self, number: int, cut: MicroBatches) -> list[list[list[int]]]:

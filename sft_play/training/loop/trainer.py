@@ -56,16 +56,16 @@ def training_arguments(
     return (make or SFTConfig)(
         output_dir=str(folder.checkpoints),
         # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
-        per_device_train_batch_size=plan.counted_batch.micro_batch,
+        per_device_train_batch_size=plan.trainer_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
-        gradient_accumulation_steps=plan.counted_batch.grad_accum,
+        gradient_accumulation_steps=plan.trainer_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
         **{option.elsewhere.trainer: option.value(config) for option in training_options()}
         | _OF_OPTIMIZERS.get(train.optim, {}),
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        **_checkpointing(plan.choice.checkpointed > 0, offload=plan.choice.step.offloads),
+        **_checkpointing(plan.choice.checkpointed_layers > 0, offload=plan.choice.step.offloads),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
@@ -262,7 +262,7 @@ def plan_callbacks(
     `resume_step`; `metrics` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
-        callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
+        callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed_layers))
     if "tensorboard" in config.train.report_to and distributed.is_first():
         board = Board(
             folder, hparams=hparams_of(config, plan), metrics=metrics, answers=lambda: trainer.last_answers,

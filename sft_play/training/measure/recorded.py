@@ -6,26 +6,26 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.planner.calibration import Measured
+from sft_play.planner.calibration import MeasuredRun
 from sft_play.planner.kernels import CountedKernels
 from sft_play.planner.plan import Plan
 from sft_play.runs.manifest import versions
 
 
-def recorded(config: RunConfig, plan: Plan, **found: Any) -> Measured:
+def recorded(config: RunConfig, plan: Plan, **found: Any) -> MeasuredRun:
     """The record of a run, or of a step that ran out of memory; `found` are the other fields of `Measured`."""
     gpus = plan.hardware.gpus
     fields: dict[str, Any] = {
         "predicted_allocated": plan.memory.allocated,
         "measured_allocated": 0,
-        "predicted_reserved": plan.choice.raw.reserved,
+        "predicted_reserved": plan.choice.uncorrected.reserved,
         "measured_reserved": 0,
         "predicted_tokens_per_s": 0.0,
         "measured_tokens_per_s": 0.0,
         "kernels": (plan.kernels or CountedKernels()).memory,
         "compiled": config.train.compile,
     }
-    return Measured(
+    return MeasuredRun(
         device=gpus[0].name if gpus else "cpu",
         mode=config.tuning.mode,
         layout=plan.layout,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from sft_play.planner.precision import Updates
+from sft_play.planner.precision import WeightUpdates
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
 from sft_play.training.ranks import distributed, engines
 
@@ -38,7 +38,7 @@ class UpdateFacts:
     """Copies that an engine's optimizer steps in place of the weights."""
     optimizer_states: tuple[str, ...]
     moved_share: float | None
-    rounding: Updates
+    rounding: WeightUpdates
 
     @property
     def lost(self) -> bool:
@@ -64,7 +64,7 @@ class UpdateFacts:
 class UpdateCheck(TrainerCallback):
     """Compares samples of what trains before and after the first steps, on all ranks, and warns of what is lost."""
 
-    def __init__(self, trainer: Any, rounding: Updates) -> None:
+    def __init__(self, trainer: Any, rounding: WeightUpdates) -> None:
         self._trainer, self._rounding = trainer, rounding
         self._steps = self._moved = self._seen = 0
         self._before: list[torch.Tensor] = []

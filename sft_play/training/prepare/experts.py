@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.config_fields import FIELD_ALIASES, EXPERT_COUNT_FIELDS
-from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
+from sft_play.planner.kernels import ExpertsImplementation, check_experts_option, select_experts_implementation
 from sft_play.planner.precision import Precision
 from sft_play.training.class_checks.small_model import measure_small_model, small_model
 
@@ -52,16 +52,16 @@ def register_grouped_mm() -> None:
     ALL_EXPERTS_FUNCTIONS.register(CASTING_GROUPED_MM, grouped_mm_in_autocast)
 
 
-def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
+def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> ExpertsImplementation | None:
     """The implementation for a model of this class, or None; raises ConfigError for one that cannot run."""
     # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
     transformers_experts = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
     if not transformers_experts and not has_custom_experts(skeleton):
-        refuse_without_experts(config)
+        check_experts_option(config)
         return None
     # rows of the down projections: the hidden width and an expert's inner one, whichever comes first
     widths = {width for module in transformers_experts for width in module.down_proj.shape[1:]}
-    return experts_of(config, has_own_code=not transformers_experts, widths=sorted(widths), precision=precision)
+    return select_experts_implementation(config, has_own_code=not transformers_experts, widths=sorted(widths), precision=precision)
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list[str]:

@@ -27,8 +27,8 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder, refuse_quantised, quantised_storage_note
 from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
-from sft_play.planner.attention import attention_of, is_hub_kernel, require_package
-from sft_play.planner.kernels import Experts
+from sft_play.planner.attention import is_hub_kernel, require_attention_package, select_attention
+from sft_play.planner.kernels import ExpertsImplementation
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import adapter_names
@@ -77,7 +77,7 @@ class ModelSpec:
     """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
     dtype: torch.dtype | None = None
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
-    experts: Experts | None = None
+    experts: ExpertsImplementation | None = None
     """How experts are multiplied; None where there are none."""
     untrained_parameters: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
@@ -128,7 +128,7 @@ def build_model_spec(
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
         experts.register_grouped_mm()
-        hf_config._experts_implementation = experts.CASTING_GROUPED_MM if chosen_experts.casts else chosen_experts.name
+        hf_config._experts_implementation = experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
         notes.append(f"Experts: {chosen_experts.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
@@ -313,14 +313,14 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
     requested = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if requested == "auto":
-        if attention_of(requested, has_sdpa=has_sdpa) == "sdpa":
+        if select_attention(requested, has_sdpa=has_sdpa) == "sdpa":
             return AttentionChoice("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
         return AttentionChoice(
             "eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared"
         )
     if requested == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
-    require_package(requested)
+    require_attention_package(requested)
     if is_hub_kernel(requested) or requested == "flash_attention_2":
         _require_flash(model_class, requested.partition("@")[0])
     return AttentionChoice(requested, f"{requested}, as model.attn_implementation says")

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import TrainingError
-from sft_play.planner.gradients import gradients_of
+from sft_play.planner.gradients import gradient_sync
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
-from sft_play.planner.precision import SHORT, DtypeName
+from sft_play.planner.precision import DTYPE_SHORT_NAMES, DtypeName
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks import distributed
 
@@ -39,7 +39,7 @@ def engine_arguments(
         if on_cpu:
             deepspeed_on_cpu()
         return {**arguments, "deepspeed": dict(deepspeed)}
-    if gradients_of(config, plan.precision, plan.layout).every != "step":
+    if gradient_sync(config, plan.precision, plan.layout).interval != "step":
         # else the Trainer reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if plan.choice.layout.is_fsdp:
@@ -102,19 +102,19 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
     weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
     if trainer.is_deepspeed_enabled:
         # how many passes make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
-        trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
+        trainer.accelerator.gradient_accumulation_steps = plan.trainer_batch.grad_accum
     if plan.layout == "single":
         return
-    chosen = gradients_of(config, plan.precision, plan.layout)
-    trainer.passes_reduced_together = chosen.every if isinstance(chosen.every, int) else 1
-    if plan.layout == "ddp" and chosen.compressed:
-        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(SHORT[chosen.reduced])
-    is_own = chosen.compressed or chosen.gathered != plan.precision.compute
+    chosen = gradient_sync(config, plan.precision, plan.layout)
+    trainer.passes_reduced_together = chosen.interval if isinstance(chosen.interval, int) else 1
+    if plan.layout == "ddp" and chosen.is_compressed:
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[chosen.reduced_dtype])
+    is_own = chosen.is_compressed or chosen.gathered_dtype != plan.precision.compute
     if plan.choice.layout.is_fsdp and is_own:
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
-        low = None if chosen.gathered == "float32" == plan.precision.compute else getattr(torch, chosen.gathered)
+        low = None if chosen.gathered_dtype == "float32" == plan.precision.compute else getattr(torch, chosen.gathered_dtype)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
+            param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced_dtype), output_dtype=low
         )
 
 

@@ -168,7 +168,7 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
     is_4bit = config.tuning.mode == "qlora"
     # "unsloth": its own, which offloads activations
     shared_options: dict[str, Any] = {
-        "use_gradient_checkpointing": "unsloth" if plan.choice.checkpointed > 0 else False,
+        "use_gradient_checkpointing": "unsloth" if plan.choice.checkpointed_layers > 0 else False,
         "max_seq_length": plan.max_seq_len, "random_state": config.train.seed,
     }  # fmt: skip
     try:
