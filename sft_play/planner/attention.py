@@ -30,7 +30,7 @@ SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def select_attention(implementation: str, *, has_sdpa: bool) -> AttentionName:
-    """What `model.attn_implementation` means for a model. Kernels of the hub are flash attention 2, to the byte."""
+    """Resolve `model.attn_implementation` for a model. Kernels of the hub are flash attention 2, to the byte."""
     if is_hub_kernel(implementation):
         return "flash_attention_2"
     if implementation == "auto":
@@ -72,8 +72,8 @@ _CUDNN_PREFERRED_ABOVE = 91500
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """What a call of scaled_dot_product_attention asks for; `width` and `value_head_dim` are those of a head, and
-    `grouped` says that there are fewer of keys than of queries."""
+    """What a call of scaled_dot_product_attention asks for; `has_grouped_heads`: there are fewer heads of keys
+    than of queries."""
 
     head_dim: int
     value_head_dim: int
@@ -86,7 +86,8 @@ class SdpaCall:
 
 @dataclass(frozen=True)
 class _KernelLimits:
-    """What a kernel takes. Compute capabilities are inclusive; `unit` is what widths are a multiple of."""
+    """What a kernel takes. Compute capabilities are inclusive; head widths are a multiple of
+    `head_dim_multiple`."""
 
     name: SdpaKernel
     min_capability: tuple[int, int] = (0, 0)

@@ -12,7 +12,7 @@ from sft_play.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences per GPU and pass, passes per step, data-parallel ranks, and their product."""
+    """Sequences per GPU and micro step, micro steps per optimizer step, data-parallel ranks, and their product."""
 
     micro_batch: int
     grad_accum: int
@@ -47,8 +47,9 @@ def divisors(number: int) -> list[int]:
 
 
 def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | None = None) -> list[BatchPlan]:
-    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first; `fixed`
-    is the one that a resumed run keeps. Raises ConfigError where the numbers that were given do not multiply to it."""
+    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first;
+    `resumed_batch` is the one that a resumed run keeps. Raises ConfigError where the numbers that were given do not
+    multiply to it."""
     if resumed_batch is not None:
         if resumed_batch.ranks != ranks:
             raise ConfigError(
@@ -86,7 +87,7 @@ def is_single_rank_batch(train: TrainConfig) -> bool:
 
 
 def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bool = False) -> str:
-    """The product, and which factors were given; `is_fixed`: a resumed run keeps it."""
+    """The product, and which factors were given; `is_resumed`: a resumed run keeps it."""
     factors = _format_factors(batch)
     if is_resumed:
         return f"{factors} = {batch.effective_batch}: the effective batch of the run that is resumed"
@@ -115,11 +116,12 @@ def _format_factors(batch: BatchPlan) -> str:
 
 
 def batch_product_problem(train: TrainConfig, *, ranks: int, option_texts: Mapping[str, str] | None = None) -> str | None:
-    """Why the numbers that are given do not multiply to the effective batch; None where they do. `said`: words for a
-    number that another file gives, by its key in the section train."""
+    """Why the numbers that are given do not multiply to the effective batch; None where they do. `option_texts`: words
+    for a number that another file gives, by its key in the section train."""
     sizes = [train.batch_size, train.grad_accum]
     micro_batch, grad_accum = (1 if size == "auto" else size for size in sizes)
-    effective, divisor = effective_batch(train, ranks=ranks), micro_batch * grad_accum * ranks  # which it must be a multiple of
+    # which it must be a multiple of
+    effective, divisor = effective_batch(train, ranks=ranks), micro_batch * grad_accum * ranks
     both_given = "auto" not in sizes
     if (effective == divisor) if both_given else effective % divisor == 0:
         return None

@@ -90,7 +90,7 @@ class MeasuredRun:
 @dataclass(frozen=True)
 class Correction:
     """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
-    speed. `memory` is the largest factor of any size; `at` has that of a prediction."""
+    speed. `memory_factor` is the largest of any size; `for_prediction` has that of a prediction."""
 
     run_count: int = 0
     memory_factor: float = 1.0
@@ -104,8 +104,8 @@ class Correction:
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def corrected_reserved(self, uncorrected: int, budget: int) -> int:
-        """The corrected prediction of a step's reserved bytes: more than the room where a step that needs no more ran
-        out."""
+        """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
+        ran out."""
         corrected = int(uncorrected * self.for_prediction(uncorrected).memory_factor)
         return max(corrected, budget + 1) if self.oom_run and uncorrected >= self.oom_run.predicted_reserved else corrected
 
@@ -208,7 +208,7 @@ def compute_correction(
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
-    long as the `room` (bytes) is not much larger now."""
+    long as the `budget` (bytes) is not much larger now."""
     same_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)]
     finished_runs = [run for run in same_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
@@ -230,7 +230,7 @@ def compute_correction(
 
 
 def _smallest_oom_run(runs: Iterable[MeasuredRun], budget: int) -> MeasuredRun | None:
-    """The run with the smallest prediction that ran out of about this room, and that no later one disproves."""
+    """The run with the smallest prediction that ran out of about this budget, and that no later one disproves."""
     oom_runs: list[MeasuredRun] = []
     for run in runs:
         if run.ran_out_of:

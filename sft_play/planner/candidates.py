@@ -36,7 +36,7 @@ from sft_play.units import GIB, gib
 # precise.
 EQUAL_SPEED_SHARE = 0.97
 # Larger micro-batches are not tried after this many that do not fit. A single one can be followed by one that fits,
-# because a single pass keeps no gradients between passes.
+# because a single micro step keeps no gradients.
 _MAX_CONSECUTIVE_FAILURES = 2
 
 
@@ -51,8 +51,8 @@ class MemoryBudget:
 @dataclass(frozen=True)
 class Candidate:
     """One way to run the job; `rejected_because` is None for the chosen one. `memory` and `speed` are corrected by
-    earlier runs, `raw` is the prediction without them. `host_required` is the RAM in bytes that the ranks of one node
-    need together."""
+    earlier runs, `uncorrected` is the prediction without them. `host_required` is the RAM in bytes that the ranks of
+    one node need together."""
 
     layout: Layout
     batch: BatchPlan
@@ -231,13 +231,13 @@ def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[C
 
 def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tuple[PlanInputs, list[Candidate]]:
     """The candidates, with trained weights in fp32 in full mode; in bf16 where nothing fits otherwise without offload.
-    Raises ConfigError as `weigh`."""
+    Raises ConfigError as `evaluate_candidates`."""
     candidates = evaluate_candidates(inputs, layouts)
     rounding_inputs = dataclasses.replace(inputs, fp32_master_weights=False)
     rounded_layouts = [one for one in layouts if rounding_inputs.layout_precision(one) != inputs.layout_precision(one)]
     if not rounded_layouts or any(one.fits and not one.layout.offloads_states for one in candidates):
         return inputs, candidates
-    # rounding loses precision, offload loses more speed: bf16 is weighed where fp32 does not fit, or only offloaded
+    # rounding loses precision, offload loses more speed: bf16 is evaluated where fp32 does not fit, or only offloaded
     rounded_candidates = evaluate_candidates(rounding_inputs, rounded_layouts)
     if not any(one.fits for one in rounded_candidates) and any(one.fits for one in candidates):
         return inputs, candidates
@@ -258,8 +258,9 @@ def _collect_candidates(layouts: Sequence[Layout], evaluate_layout: Callable[[La
 
 
 def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Candidate]:
-    """The thriftiest candidate of each layout: the smallest micro-batch with as much checkpointing as the config
-    allows, and the next one where it is a single pass, which keeps no gradients. Raises ConfigError as `weigh`."""
+    """The candidate of each layout that needs the least memory: the smallest micro-batch with as much checkpointing as
+    the config allows, and the next one where it is a single micro step, which keeps no gradients. Raises ConfigError as
+    `evaluate_candidates`."""
     num_layers = inputs.shape.num_layers
     requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
     checkpointed_layers = num_layers if requested_layers is None else requested_layers
@@ -316,9 +317,9 @@ def build_candidate(
     eval_rows: int | None = None,
     keeps_masks: bool = False,
 ) -> Candidate:
-    """One candidate with its predictions; `masks`: padded rows and packs come with a mask even where they need none;
-    `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory than
-    the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
+    """One candidate with its predictions; `keeps_masks`: padded rows and packs come with a mask even where they need
+    none; `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory
+    than the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
     precision = inputs.layout_precision(layout)
     loss = loss or ("logits" if inputs.shape.has_custom_logits else "chunked")
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
@@ -328,12 +329,13 @@ def build_candidate(
         step = max(step, padded_step, key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s)
     simulation = create_step_simulation(inputs.config, inputs.shape, precision, step)
     if inputs.has_eval:
-        # the evaluation's size follows from the training step's bytes, so the walk comes first
+        # the evaluation's size follows from the training step's bytes, so the simulation comes first
         simulation.step = dataclasses.replace(step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows))
     step, memory = simulation.step, estimate_from_simulation(simulation)
     correction = inputs.find_correction(layout)
     speed = _predict_step_speed(inputs, precision, step)
-    uncorrected = UncorrectedPrediction(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
+    # recorded beside the measurement when the run ends
+    uncorrected = UncorrectedPrediction(memory.reserved, speed.tokens_per_s)
     return Candidate(
         layout=layout,
         batch=batch,
@@ -361,7 +363,8 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
 def _build_step(
     inputs: PlanInputs, layout: Layout, batch: BatchPlan, checkpointed_layers: int, *, loss: Any, uses_masks: bool = False, keeps_padding: bool = False
 ) -> Step:
-    """Without an evaluation; `masks` and `pads`: rows have a mask, or are padded, even where they need not."""
+    """Without an evaluation; `uses_masks` and `keeps_padding`: rows have a mask, or are padded, even where they need
+    not."""
     # ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
     varlen = joins_rows and not uses_masks and not keeps_padding and inputs.row_attention.pack_mask_reason(inputs.layout_precision(layout)) is None
@@ -410,7 +413,8 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
 
 
 def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | None = None) -> int:
-    """Rows of one rank's evaluation batch: as given, else `otherwise`, else what needs no more memory than the step."""
+    """Rows of one rank's evaluation batch: as given, else `default_rows`, else what needs no more memory than the
+    step."""
     option = simulation.config.eval.batch_size
     if option != "auto":
         return option

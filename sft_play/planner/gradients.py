@@ -43,7 +43,7 @@ class GradientSync:
 
 
 def gradient_sync(config: RunConfig, precision: Precision, layout: str) -> GradientSync:
-    """What the run's keys mean under a layout that `refusal` accepts."""
+    """How the run's keys are read under a layout that `gradient_sync_refusal` accepts."""
     requested_interval, mixed = _requested_interval(config), config.distributed.mixed_precision
     gathered_dtype = precision.compute
     if _is_fsdp(layout) and mixed.param != "auto":

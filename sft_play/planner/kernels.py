@@ -94,7 +94,7 @@ class CountedKernels:
 def plan_kernels(
     config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, missing_packages: Collection[str] = ()
 ) -> PlannedKernels:
-    """What is counted in a layout; `without`: packages that are not installed here, which only `auto` asks."""
+    """What is counted in a layout; `missing_packages`: not installed here, which only `auto` asks."""
     option = config.train.kernels
     if option == "none":
         return PlannedKernels()
@@ -140,8 +140,8 @@ GROUPED_ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class ExpertsImplementation:
-    """An implementation, and why it was chosen. `casts`: the weights of experts are cast to the dtype of the other
-    matrix products, which autocast does not do for grouped ones."""
+    """An implementation, and why it was chosen. `casts_weights`: the weights of experts are cast to the dtype of the
+    other matrix products, which autocast does not do for grouped ones."""
 
     name: ExpertsImplementationName
     reason: str

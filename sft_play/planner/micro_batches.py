@@ -1,10 +1,10 @@
 """The rows of an optimizer step, cut into micro-batches by tokens instead of by number, and the lengths of a run's rows
 as far as a plan needs them.
 
-A step's rows are fixed by the order of the epoch. How they are divided over passes and ranks changes neither loss nor
-gradients, but the work: a pass costs its places (rows times the longest of them where rows are padded, the sum of their
-lengths where they are not) and a fixed part for starting kernels and reading weights. No micro-batch has more places
-than the plan has memory for.
+A step's rows are fixed by the order of the epoch. How they are divided over micro steps and ranks changes neither loss
+nor gradients, but the work: a micro step costs its padded tokens (rows times the longest of them where rows are padded,
+the sum of their lengths where they are not) and a fixed part for starting kernels and reading weights. No micro-batch
+has more padded tokens than the plan has memory for.
 
 Lengths are in tokens, sorted, the longest first. Nothing here imports torch or numpy: the plan uses it too.
 """
@@ -21,10 +21,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Places at which a step is tried to be cut, from each that is reached.
+# Positions at which a step is tried to be cut, from each that is reached.
 _MAX_CUT_POINTS = 512
 
-# Positions of rows by pass and rank: `cut[p][r]` is the micro-batch of rank r in pass p, empty where it has no row.
+# Positions of rows by micro step and rank: `[m][r]` is the micro-batch of rank r in micro step m, empty where it has no
+# row.
 RowAssignment = list[list[list[int]]]
 
 
@@ -35,13 +36,13 @@ class MicroBatches:
     rows: int
     """Rows of a micro-batch if all were of full length."""
     tokens: int | None = None
-    """Places of a micro-batch at most; None: every micro-batch has `rows` rows, however short."""
+    """Padded tokens of a micro-batch at most; None: every micro-batch has `rows` rows, however short."""
     overhead: int = 0
-    """What starting one more pass costs, in places."""
+    """What starting one more micro step costs, in padded tokens."""
     padded: bool = True
     """Whether the rows of a micro-batch are padded to the longest; else they are joined."""
     single: bool = False
-    """A step is one pass: it was planned without gradients that are kept between passes."""
+    """A step is one micro step: it was planned without gradients that are kept between several."""
 
     def resized(self, rows: int) -> MicroBatches:
         """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
@@ -58,36 +59,36 @@ class MicroBatches:
         return assign_joined(lengths, tokens=self.tokens, ranks=ranks)
 
     def max_micro_steps(self, rows: int) -> int:
-        """The most passes that a rank needs for a step in which it has `rows` rows of full length at most."""
+        """The most micro steps that a rank needs for a step in which it has `rows` rows of full length at most."""
         is_cut_by_tokens = self.tokens is not None and self.padded and not self.single
         return rows if is_cut_by_tokens else -(-rows // self.rows)
 
 
 def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
-    """`rows` rows to a micro-batch, in their order; those of the last pass are spread evenly over the ranks."""
+    """`rows` rows to a micro-batch, in their order; those of the last micro step are spread evenly over the ranks."""
     return [_spread_rows(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
 
 
 def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> RowAssignment:
-    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass. A row that is
-    longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are close. The
-    best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is tried."""
+    """The division of sorted rows into micro steps with the fewest padded tokens, counting `overhead` for each. A row
+    longer than `tokens` is a micro-batch of its own. Rows of a micro step are neighbours, so their lengths are close.
+    The best one of the first n rows is found from those of fewer; of very many rows not every position is tried."""
     count = len(lengths)
-    # best[n]: the least cost of the n longest rows; begin[n]: where its last pass begins
+    # lowest_cost[n]: of the n longest rows; begins[n]: where its last micro step begins
     lowest_cost = [0.0] + [math.inf] * count
     begins = [0] * (count + 1)
     stride = -(-count // _MAX_CUT_POINTS)
     for first in range(count):
         if lowest_cost[first] == math.inf:
             continue
-        longest = lengths[first]  # of the pass that begins here: rows are sorted
+        longest = lengths[first]  # of the micro step that begins here: rows are sorted
         limit = min(count, first + max(1, tokens // longest) * ranks)
         for last in (*range(first + stride, limit, stride), limit):
             cost = lowest_cost[first] + overhead + -(-(last - first) // ranks) * longest
             if cost < lowest_cost[last]:
                 lowest_cost[last], begins[last] = cost, first
     micro_steps = []
-    last = count  # back from the end along `begin`
+    last = count  # back from the end along `begins`
     while last:
         micro_steps.append(_spread_rows(begins[last], last, ranks))
         last = begins[last]
@@ -95,9 +96,9 @@ def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: 
 
 
 def assign_joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> RowAssignment:
-    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch. The longest
-    row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold any n x m rows
-    a rank."""
+    """Rows without padding in as few micro steps as hold them, with about as many tokens in each micro-batch. The
+    longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m micro steps hold
+    any n x m rows a rank."""
     count = len(lengths)
     micro_steps = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
     while True:
@@ -117,7 +118,7 @@ def assign_joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> RowAssi
 
 
 def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
-    """The rows of one pass, in their order over the ranks, as evenly as they come out."""
+    """The rows of one micro step, in their order over the ranks, as evenly as they come out."""
     count = last - first
     ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
@@ -134,8 +135,8 @@ _MAX_DRAWN_ROWS = 512
 
 @dataclass(frozen=True)
 class AverageMicroSteps:
-    """What one rank computes in an average step: passes, places (tokens with padding) of one, and the length of the row
-    that a place is in, on average; `tokens` without padding over all ranks; `rows` of one pass."""
+    """What one rank computes in an average step: micro steps, padded tokens of one, and the length of the row that a
+    token is in, on average; `tokens` without padding over all ranks; `rows` of one micro step."""
 
     count: float
     padded_tokens: float
@@ -202,8 +203,8 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
 
 @functools.lru_cache(maxsize=4096)
 def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_batch: int, ranks: int) -> AverageMicroSteps:
-    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a pass takes as long as
-    its fullest rank."""
+    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a micro step takes as
+    long as its fullest rank."""
     step_rows = min(effective_batch, rows.rows)
     drawn_rows = min(step_rows, _MAX_DRAWN_ROWS * ranks)
     generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps

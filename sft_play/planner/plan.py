@@ -61,7 +61,7 @@ TRACE_TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class TracePrediction:
-    """What a trace of the chosen step measured: bytes of one rank. `unavailable` says why there is none."""
+    """Bytes of the chosen step by a trace: bytes of one rank. `unavailable_reason`: why there is none."""
 
     allocated: int = 0
     reserved: int = 0
@@ -69,7 +69,7 @@ class TracePrediction:
 
 
 ActivationsFrom = Literal["blocks", "measured", "trace"]
-# Traces a candidate's step.
+# A function that traces a candidate's step.
 TraceCandidate = Callable[[Candidate], TracePrediction]
 
 
@@ -156,7 +156,8 @@ class Plan:
 
     @property
     def trainer_batch(self) -> BatchPlan:
-        """The batch as trainers count it, who know a fixed number of passes a step: the most that one can take."""
+        """The batch as trainers count it, who know a fixed number of micro steps a step: the most that
+        one can take."""
         rows = self.batch.effective_batch // self.batch.ranks
         micro_steps = self.micro_batches.max_micro_steps(rows)
         return BatchPlan(rows // micro_steps, micro_steps, self.batch.ranks)
@@ -234,13 +235,13 @@ PlanWithDeepSpeed = tuple[Plan, dict[str, Any] | None]
 @dataclass(frozen=True)
 class PlanRequest:
     """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
-    `earlier` are runs measured on this machine."""
+    `measured_runs` are those of this machine."""
 
     config: RunConfig
     shape: ModelShape
     hardware: Hardware
     allowed_layouts: Sequence[LayoutName] = LAYOUT_NAMES
-    """Layouts that may be taken; every one is weighed where none is left out."""
+    """Layouts that may be taken; every one is evaluated where none is left out."""
     has_eval: bool = True
     """Whether evaluation batches run beside the training."""
     measured_runs: Sequence[calibration.MeasuredRun] = ()
@@ -275,11 +276,12 @@ def make_plan(
     """The plan of a run. Where nothing fits it suggests no changes; `advice.suggestions.make_advised_plan` does.
 
     Args:
-        confirm: traces the choice; the larger of prediction and trace counts, and what then does not fit is given up.
-        work: the optimizer steps and tokens of the run, given the effective batch.
+        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
+        given up.
+        estimate_length: the optimizer steps and tokens of the run, given the effective batch.
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
-        fixed: the batch that a resumed run keeps, whatever the config says.
-        updates: how updates reached the weights of a resumed run, which `weight_updates: auto` takes.
+        resumed_batch: the batch that a resumed run keeps, whatever the config says.
+        resumed_updates: how updates reached the weights of a resumed run, which `weight_updates: auto` takes.
 
     Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
     """
@@ -323,7 +325,7 @@ def make_plan(
 
 
 def check_plan_request(request: PlanRequest) -> None:
-    """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are weighed."""
+    """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are evaluated."""
     _check_settings(request)
     lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request, keeps_params=False)[0])
 
@@ -339,7 +341,7 @@ def _evaluate_layouts(
 ) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
     layouts, impossible = _requested_layouts(request, keeps_params=keeps_params)
     inputs, candidates = evaluate_weight_updates(inputs, layouts)
-    # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
+    # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing else fits
     can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
     if can_divide_rows and not any(candidate.fits for candidate in candidates):
         candidates += evaluate_candidates(inputs, context_parallel_layouts(request.config, request.shape, request.hardware))
@@ -376,7 +378,8 @@ def _plan_reader() -> TypeAdapter[Plan]:
 
 
 def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True) -> PlanInputs:
-    """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
+    """What the candidates of a plan share; `fp32_master_weights` False asks what fits without fp32 weights where bf16
+    will do."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
@@ -431,7 +434,7 @@ def _choose_confirmed(
 
 
 def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
-    """The larger of the two predictions, corrected by earlier runs like any; the difference becomes a separate term."""
+    """Use the larger of estimate and trace, then apply the calibration. The excess is shown as its own term."""
     memory = candidate.memory
     excess = max(0, trace.allocated - memory.allocated)
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
@@ -467,12 +470,13 @@ def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
         return None
     masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,
                          eval_rows=step.eval_batch, keeps_masks=True)  # fmt: skip
-    return max(masked_candidate.memory.required, choice.memory.required)  # a trace may have raised it above its own estimate
+    # a trace may have raised it above its own estimate
+    return max(masked_candidate.memory.required, choice.memory.required)
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> None:
-    """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps (`is_fixed`), is
-    tried."""
+    """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps (`is_resumed`),
+    is tried."""
     train = config.train
     if plan.fits or is_resumed or train.batch_size != "auto" or train.grad_accum != "auto":
         return

@@ -1,6 +1,6 @@
 """What a person reads of a plan before anything else: does it fit, the batch, how long, which rows, what to watch for.
 
-`show` has everything else: `make plan WHY=1`, the log of a run and `plan.json`.
+`plan_details` has everything else: `make plan WHY=1`, the log of a run and `plan.json`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LONG_CPU_RUN_S = 3600.0
 
 
 def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[str], has_local_data: bool) -> list[str]:
-    """The default page of `make plan`; `start`: the lines with the command that starts the run; `is_here`: the data
-    are."""
+    """The default page of `make plan`; `start_lines`: with the command that starts the run; `has_local_data`: the
+    data are on this machine."""
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start_lines:

@@ -117,8 +117,8 @@ def apply_weight_updates(
 ) -> Precision:
     """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
     an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
-    are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the resumed run has done it, which
-    auto keeps."""
+    are. `fp32_master_weights`: they fit, and auto then takes them. `resumed_updates`: how the resumed run has done it,
+    which auto keeps."""
     if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in UNSHARDED_LAYOUTS:
         return precision
     option = config.train.weight_updates

@@ -299,7 +299,7 @@ def _format_fit(inputs: PlanInputs, choice: Candidate) -> str:
 # --- slower code than there is ----------------------------------------------------------------------------------------
 def slow_code_reasons(config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]) -> list[str]:
     """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package of
-    `without` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
+    `missing_packages` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
     lines, experts = [], plan_experts(config, shape, choice.precision)
     if experts is not None and experts.name == "eager":
         lines.append(f"experts: {experts.reason}{_format_cost(choice.speed, EXPERTS_PART)}")

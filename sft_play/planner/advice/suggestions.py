@@ -67,20 +67,23 @@ def _request_on_machine(request: PlanRequest, machine: Hardware) -> PlanRequest:
 
 
 def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
-    """The thriftiest candidate: far fewer are evaluated than for a plan. None where a plan would be refused."""
+    """The candidate that needs the least memory: far fewer are evaluated than for a plan. None where a plan would be
+    refused."""
     with contextlib.suppress(ConfigError):
         possible, _ = find_layouts(request.config, request.shape, request.hardware)
         layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
         if not layouts:
             return None
-        return first_fitting(lowest_memory_candidates(build_plan_inputs(request, fp32_master_weights=False), layouts))  # those that offload come last
+        # those that offload come last
+        return first_fitting(lowest_memory_candidates(build_plan_inputs(request, fp32_master_weights=False), layouts))
     return None
 
 
 def _planned_choice(request: PlanRequest) -> Candidate | None:
-    """What a plan would choose where something fits, else the thriftiest candidate; None where a plan is refused."""
+    """What a plan would choose where something fits, else the one that needs the least memory; None where a plan is
+    refused."""
     candidate = lowest_memory_candidate(request)
-    # a whole plan weighs hundreds of candidates, and says more than the thriftiest one only where something fits
+    # a plan evaluates hundreds of candidates, and says more than the smallest one only where something fits
     if candidate is None or not candidate.fits:
         return candidate
     with contextlib.suppress(ConfigError):

@@ -49,7 +49,7 @@ class LargestFit:
 
 
 def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[tuple[str, ...]]:
-    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `of` is the variable that has them.
+    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `variable` names where they stand.
     Raises ConfigError for another form, or too many."""
     axes: list[list[str]] = []
     for assignment in assignments:
@@ -92,7 +92,7 @@ def parse_question(text: str) -> Question:
 
 
 def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
-    """The largest multiple of `step` up to `most` for which `fits`, as all smaller ones do; None if the smallest does
+    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None if the smallest does
     not."""
     if fits(limit):
         return limit
@@ -115,12 +115,13 @@ OFFLOAD_LEFT_OUT = "; layouts that offload are left out, because the RAM was not
 
 
 def find_largest_fit(question: Question, request: PlanRequest) -> LargestFit:
-    """The largest that fits in any layout of `request.only` with the thriftiest settings that the config leaves open:
-    every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError where no layout can run
-    it."""
+    """The largest that fits in any layout of `request.allowed_layouts` with the settings that need least memory and
+    that the config leaves open: every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError
+    where no layout can run it."""
     if question == "model":
         return _find_largest_model(request)
-    # masters=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
+    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take
+    # them
     inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _certain_layouts(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")

@@ -77,7 +77,8 @@ class GatherBuffers:
     def embedding_backward(self, embedding_gradient: int) -> tuple[int, ...]:
         """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
         last_reduction = int(self.blocks[0] * self.trained_share)
-        head_gradient = embedding_gradient if self._tied_embedding else 0  # tied: the head's gradient of the same table is there too
+        # tied: the head's gradient of the same table is there too
+        head_gradient = embedding_gradient if self._tied_embedding else 0
         return 2 * self.embedding, (self.embedding or self.tail) + last_reduction + embedding_gradient + head_gradient, self._sharding_bytes(embedding_gradient)
 
 

@@ -47,7 +47,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     sizes = [linear.weights for linear, _ in simulation.shape.linears]
     sizes += [STACKING_COPIES * one.weights for one in _stacked_tensors(simulation)]
     adapter_bytes = 4 * simulation.trained_parameters.params  # not there yet while the last matrices are quantised
-    shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
+    # DoRA: accelerate keeps all until FSDP has cut
+    shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0
     weight_total = weight_bytes(simulation.shape, width=simulation.loaded_element_bytes.weights, is_nf4=True)
     temporary = max(shard_total, grown_table - adapter_bytes, simulation.loaded_element_bytes.weights * max(sizes, default=0) - adapter_bytes, _adapter_start_bytes(simulation))
     return {"weights": weight_total, "adapters": adapter_bytes, "gather_buffers": temporary}
@@ -90,7 +91,8 @@ def host_read_bytes(simulation: StepMemorySimulation) -> int:
     sizes = sorted((size for size, count, _ in large_tensors(simulation.shape) for _ in range(count)), reverse=True)
     # one after the other where each is packed as it comes; what is cast is cast in RAM, by several threads
     reader_count = 1 if simulation.is_nf4 or simulation.shape.stored_dtype == simulation.precision.load else READER_THREADS
-    copy_bytes = host_copy_bytes(simulation) if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq" else 0  # the base's own
+    # the base's own
+    copy_bytes = host_copy_bytes(simulation) if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq" else 0
     return simulation.loaded_element_bytes.weights * sum(sizes[:reader_count]) + copy_bytes
 
 
@@ -160,7 +162,8 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     total_bytes = weight_and_gradient_bytes + state_bytes
     if not (layout.is_fsdp and simulation.is_full):
         return CheckpointSaving("whole", total_bytes, final_weights_ram, 0, final_weights_ram)
-    gathered_ram = max(weight_and_gradient_bytes, state_bytes)  # the one is written, and freed, before the other is gathered
+    # the one is written, and freed, before the other is gathered
+    gathered_ram = max(weight_and_gradient_bytes, state_bytes)
     largest_elements = largest_tensor_elements(simulation.shape)
     # the first rank holds a file of the final weights in 16 bits, and one tensor in fp32; all of them where there are
     # experts, which are saved under other names than they have in memory

@@ -27,7 +27,8 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     routing = _routing_weights(block, x, rows)  # (T * k,)
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op((x,), rows * spec.hidden, x.width, saved=(indices,), backward=block.index_backward(x, rows))
-    weights_in_use: list[TensorRef] = []  # what the block reads dequantised or with an adapter, once, until its experts have run
+    # what the block reads dequantised or with an adapter, once, until its experts have run
+    weights_in_use: list[TensorRef] = []
     gate_up = _grouped_linear(block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
     bias = block.tape.new(gate_up.elements, gate_up.width) if spec.has_expert_bias else None
@@ -74,7 +75,8 @@ def _grouped_linear(block: ForwardPass, x: TensorRef, tensor_index: int, inputs:
     weight = None
     if spec.has_nf4_experts and spec.expert_tensors:
         weight = block.tape.new(elements, weight_width)
-        block.tape.meter.add_transient(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
+        # its absmax in fp32 while it is dequantised
+        block.tape.meter.add_transient(2 * 4 * math.ceil(elements / NF4_BLOCK))
     if adapter_params:
         # both factors in the weight's dtype, held by their product, which is added to the weight
         factors = [] if weight_width == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_width)]
@@ -92,12 +94,14 @@ def _grouped_linear(block: ForwardPass, x: TensorRef, tensor_index: int, inputs:
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, e) if needs_gradient else None
-        if trains_weight and spec.uses_eager_experts:  # select_backward: zeros of the whole tensor, beside the others' sum
+        # select_backward: zeros of the whole tensor, beside the others' sum
+        if trains_weight and spec.uses_eager_experts:
             tape.meter.add_transient(2 * elements * weight_width)
         if spec.trains_weights:
             block.create_weight_gradient(elements, weight_width)
         elif adapter_params:
-            sum_gradient = tape.new(elements, autocast_width or weight_width)  # the sum's gradient, of which the factors' are products
+            # the sum's gradient, of which the factors' are products
+            sum_gradient = tape.new(elements, autocast_width or weight_width)
             if sum_gradient.width != weight_width:
                 sum_gradient = tape.new(elements, weight_width)
             block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)

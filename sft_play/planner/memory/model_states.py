@@ -159,8 +159,8 @@ def trained_parameters(config: RunConfig, shape: ModelShape, widths: ElementByte
 
 def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters, *, is_full: bool) -> int:
     """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
-    bitsandbytes' own: `bitsandbytes_state_bytes`, without those that are paged; Adafactor: a row and a column of fp32 for
-    each matrix."""
+    bitsandbytes' own: `bitsandbytes_state_bytes`, without those that are paged; Adafactor: a row and a column of fp32
+    for each matrix."""
     if optim in BITSANDBYTES:
         return bitsandbytes_state_bytes(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
@@ -249,7 +249,8 @@ def _resident_parameter_bytes(config: RunConfig, shape: ModelShape, widths: Elem
     held_bytes = rank_parameters.params * rank_parameters.width + remainders
     return ResidentBytes(
         weights=frozen_bytes + (held_bytes if is_full else 0),
-        adapters=0 if is_full else held_bytes + rank_parameters.new_token_params * widths.weights,  # PEFT keeps the rows that were there, too
+        # PEFT keeps the rows that were there, too
+        adapters=0 if is_full else held_bytes + rank_parameters.new_token_params * widths.weights,
         gradients=held_bytes,
         optimizer=optimizer_bytes(optim, shape, rank_parameters, is_full=is_full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated

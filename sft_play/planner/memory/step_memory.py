@@ -132,7 +132,8 @@ class StepMemorySimulation:
         self.resident = resident_bytes(config, shape, loaded_element_bytes, layout)
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
-        if layout.is_fsdp and loaded_element_bytes.autocast is not None:  # modules see what is gathered, adapters included
+        # modules see what is gathered, adapters included
+        if layout.is_fsdp and loaded_element_bytes.autocast is not None:
             gathered_width = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
             self.element_bytes = ElementBytes(gathered_width, loaded_element_bytes.autocast, gathered_width)
         self.weight_width = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
@@ -200,7 +201,8 @@ class StepMemorySimulation:
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
-        has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full  # modules_to_save: PEFT's copy has the adapters' dtype
+        # modules_to_save: PEFT's copy has the adapters' dtype
+        has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full
         widths = [self.element_bytes.adapters if has_embedding_copy else self.weight_width]
         for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
@@ -249,7 +251,8 @@ class StepMemorySimulation:
         return self.shape.embedding_table_params * self.weight_width if self._trains_rows("inputs") else 0
 
     def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
-        has_head_copy = self.trained_parameters.trains_head and not self.is_full  # modules_to_save: PEFT's copy has the adapters' dtype
+        # modules_to_save: PEFT's copy has the adapters' dtype
+        has_head_copy = self.trained_parameters.trains_head and not self.is_full
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
             OutputHead(

@@ -187,7 +187,8 @@ class Tape:
             del output_gradient
             node.saved.clear()
             for position, input_node in enumerate(node.inputs):
-                incoming, input_gradients[position] = input_gradients[position], None  # out of the list, so that _sum sees who holds it
+                # out of the list, so that _accumulate sees who holds it
+                incoming, input_gradients[position] = input_gradients[position], None
                 if input_node is None or incoming is None:
                     continue
                 if id(input_node) in pending:

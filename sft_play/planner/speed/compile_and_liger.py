@@ -72,17 +72,20 @@ NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
 
 
 # Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and the
-# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than `throughput._traffic` counts; the rest is
-# in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
+# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than the roofline of `throughput` counts; the
+# rest is in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
 MIN_TRAFFIC_SHARE = 0.5
 
 
 def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float) -> float:
-    """Bytes of a token's forward and backward pass through all blocks, `again`: the share that is computed twice."""
+    """Bytes of a token's forward and backward pass through all blocks; `recomputed_share` of them runs forward
+    twice."""
     forward_bytes, backward_bytes = 0.0, 0.0
     cast_bytes = 0 if e == 4 else 2 * (e + 4)
-    norm_forward_bytes = cast_bytes + 20  # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
-    norm_backward_bytes = cast_bytes + 68 - e  # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
+    # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
+    norm_forward_bytes = cast_bytes + 20
+    # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
+    norm_backward_bytes = cast_bytes + 68 - e
     for kind in shape.layers:
         has_attention = kind.attention != "none"
         head_width = shape.q_width + shape.kv_width if has_attention else 0

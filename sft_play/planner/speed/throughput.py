@@ -106,7 +106,7 @@ CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank computes and moves per second; `known` if every rate is from the catalogue or the user."""
+    """What a rank computes and moves per second; `is_known` if every rate is from the catalogue or the user."""
 
     matrix_flops_per_s: float
     bandwidth: float
@@ -186,15 +186,16 @@ def predict_speed(
     *,
     micro_steps: AverageMicroSteps | None = None,
 ) -> Speed:
-    """The predicted duration of one optimizer step of one rank; `passes`: what an average step of the run's own rows
-    takes, None for rows of full length."""
+    """The predicted duration of one optimizer step of one rank; `micro_steps`: what an average step of the run's own
+    rows takes, None for rows of full length."""
     roofline = _Roofline(config, shape, precision, step, rates)
     return roofline.predict(micro_steps or roofline.full_rows)
 
 
 def micro_step_overhead_tokens(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
-    """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
-    # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
+    """What one more micro step over the same tokens costs, in tokens: starting kernels, reading and dequantising
+    weights."""
+    # one over half the tokens takes more than half the time: what two of them take beyond one is what it costs
     roofline = _Roofline(config, shape, precision, step, rates)
     full_rows = roofline.full_rows
     half_rows = dataclasses.replace(full_rows, padded_tokens=full_rows.padded_tokens / 2, rows=full_rows.rows / 2)
@@ -231,7 +232,7 @@ class _Roofline:
         return size / (self.rates.bandwidth * BANDWIDTH_SHARE)
 
     def predict(self, micro_steps: AverageMicroSteps) -> Speed:
-        """The step, whose rows take these passes."""
+        """The step, whose rows take these micro steps."""
         step, layout, count = self.step, self.step.layout, micro_steps.count
         seconds_by_part = self.micro_step_seconds(micro_steps)
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
@@ -241,7 +242,7 @@ class _Roofline:
         if step.offloads:  # each block's input to the host and back, in the stream that computes
             input_bytes = micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * self.shape.num_layers * self.recomputed_share
             host_s += 2 * input_bytes * count / NOMINAL_LINK
-        # every part of a pass, times the passes; then what a step has once
+        # every part of a micro step, times their number; then what a step has once
         parts = {
             **{name: seconds * count for name, seconds in (seconds_by_part | slow_code).items()},
             "optimizer": optimizer_s,
@@ -256,13 +257,14 @@ class _Roofline:
         return Speed(sum(parts.values()), round(micro_steps.tokens), parts, moved_bytes, bytes_by_kind, model_flops)
 
     def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
-        """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
+        """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting kernels."""
         config, shape, step, rates, recomputed_share = self.config, self.shape, self.step, self.rates, self.recomputed_share
         mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
         flops = self._micro_step_flops(micro_steps, recomputed_share)
         matrix_flops = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
         matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
-        weight_bytes = 2 * active_params(shape) / tensor_parallel  # each pass reads the weights once, whatever the number of tokens
+        # each forward or backward pass reads them once, whatever the number of tokens
+        weight_bytes = 2 * active_params(shape) / tensor_parallel
         forward_backwards = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
         liger_operations = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages).speed
         saved_bytes = 0.0
@@ -279,12 +281,12 @@ class _Roofline:
         if liger_operations is not None:
             starting_s = max(0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share))
         busy_s = matrix_s + moving_s + dequantise_s
-        # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
+        # launches run ahead of a busy GPU, so a micro step takes the longer of the two, and some of the shorter
         visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(starting_s, busy_s)
         return {"matrix": matrix_s, "memory": moving_s, "dequantise": dequantise_s, "kernel_starts": visible_starts_s}
 
     def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
-        """Seconds of a pass that faster code would save; a CPU runs linear attention in one way only."""
+        """Seconds of a micro step that faster code would save; a CPU runs linear attention in one way only."""
         shape, forward_backwards, seconds = self.shape, 2.0 + self.recomputed_share, {}
         experts = plan_experts(self.config, shape, self.precision)
         if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
@@ -299,7 +301,7 @@ class _Roofline:
         return seconds
 
     def _micro_step_flops(self, micro_steps: AverageMicroSteps, recomputed_share: float) -> dict[str, float]:
-        """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed. A
+        """Operations of one micro-step: matrix products of the blocks, attention, head. A
         product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
         and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times
         as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice."""
@@ -326,10 +328,10 @@ class _Roofline:
 
     def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
         """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
-        written once and read about twice. `saved`: bytes per token and layer that fused kernels move less."""
+        written once and read about twice. `saved_per_token`: bytes that fused kernels move less, in each layer."""
         shape, e, lora = self.shape, self._compute_width, self.config.tuning.lora
         width = shape.intermediate_size * max(1, shape.rows_per_token)
-        # two norms with their residual sums, the rotation of queries and keys, a gated activation (other_code.TRAFFIC)
+        # two norms with their residual sums, the rotation of queries and keys, a gated activation (compile_and_liger)
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
         per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_per_token)
         if self.config.tuning.mode != "full":

@@ -32,7 +32,7 @@ ZERO_REUSE_PARAMS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind over one group of `ranks`: `bytes` of their full messages (what all ranks have
+    """The collectives of one kind over one group of `ranks`: `message_bytes` of full messages (what all ranks have
     together before, or after), in `times` calls."""
 
     kind: CollectiveKind
@@ -49,14 +49,14 @@ class Collective:
 
 
 def sent_bytes(kind: str, message_bytes: float, ranks: int) -> float:
-    """Bytes that one of the ranks sends for messages of `whole` bytes; 0 for kinds that send none."""
+    """Bytes that one of the ranks sends for messages of that size; 0 for kinds that send none."""
     return SENT_SHARES.get(kind, 0.0) * message_bytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a step: in each micro-batch, additionally where gradients are reduced (`times` in a step of
-    so many micro-batches), and after the optimizer's update."""
+    """The collectives of a step: in each micro-batch, additionally where gradients are reduced (`reductions_per_step`
+    of so many micro-batches), and after the optimizer's update."""
 
     per_micro_batch: tuple[Collective, ...] = ()
     per_reduction: tuple[Collective, ...] = ()
@@ -64,7 +64,7 @@ class Traffic:
     reductions_per_step: Callable[[int], int] = int
 
     def step_collectives(self, grad_accum: int) -> Iterator[tuple[Collective, int]]:
-        """Each collective with its number of occurrences in a step."""
+        """Each collective with how often it runs in a step."""
         yield from ((collective, grad_accum) for collective in self.per_micro_batch)
         yield from ((collective, self.reductions_per_step(grad_accum)) for collective in self.per_reduction)
         yield from ((collective, 1) for collective in self.after_update)
@@ -88,7 +88,8 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     weights. FSDP2 gathers every unit for the forward and for the backward pass, the last one once; ZeRO-3 keeps what it
     needs again soon."""
     layout, sync = step.layout, gradient_sync(config, precision, step.layout.name)
-    ranks, neighbour_ranks = layout.gradient_ranks, layout.tensor_parallel  # neighbours are of one tensor-parallel group
+    # neighbours are of one tensor-parallel group
+    ranks, neighbour_ranks = layout.gradient_ranks, layout.tensor_parallel
     if ranks == 1:
         return Traffic()
     trained_params = trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
