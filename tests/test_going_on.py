@@ -66,12 +66,12 @@ def killing(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("command", "moment", "files", "given"),
     [
-        ("train", "run:train", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
-        pytest.param("train", "run:_train", {"manifest.json"}, {}, marks=pytest.mark.slow),  # everything is loaded
+        ("train", "run:train_stage", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
+        pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),  # everything is loaded
         ("train-distributed", "run:prepare", {"launch.json"}, {"NPROC": "2", "STRATEGY": "fsdp"}),  # no data recorded
         pytest.param(
             "train-distributed",
-            "run:_train",
+            "run:_run_training_loop",
             {"launch.json"},
             {"NPROC": "2", "STRATEGY": "ddp"},
             marks=pytest.mark.slow,
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, k
 
 def test_what_has_not_trained_starts_with_the_settings_of_now(world, killing):
     words = ["--config", f"{world}/run.yaml", "output.name=changed"]
-    begun = start(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train")
+    begun = start(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train_stage")
     assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
     other = ["tuning.mode=lora", "train.seed=7", "train.effective_batch_size=6", "train.max_steps=1"]
     ended = start(world, "train-distributed", *words, *other, "output.if_exists=resume", NPROC="3", STRATEGY="ddp")

@@ -332,7 +332,7 @@ def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched)
     sdpa.enable_cudnn(enabled=True)
     monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run.train(SimpleNamespace(plan=None), None, None)
+        run.train_stage(SimpleNamespace(plan=None), None, None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -53,12 +53,12 @@ def measure(order: Order) -> None:
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
     # the run's own code up to its training loop: what is measured is what `make train` does
-    train, run.train = run.train, functools.partial(_train, order, run.train)
+    train, run.train_stage = run.train_stage, functools.partial(_train, order, run.train_stage)
     try:
         with contextlib.suppress(Measured):
             start(Asked(loaded))
     finally:
-        run.train = train
+        run.train_stage = train
 
 
 def _train(order: Order, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:

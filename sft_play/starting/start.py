@@ -141,7 +141,7 @@ def _start(asked: Asked) -> Started:
         if not asked.options.show_only:
             train_here(
                 asked.loaded, planned, folder, ranks=asked.ranks, gpus=asked.options.gpus, beside=_board(asked, folder),
-                resume=decided.is_resumed, log_buffer=buffer, has_folder=decided.has_folder, mark=decided.mark,
+                resume=decided.is_resumed, log_buffer=buffer, has_folder=decided.has_folder, lock=decided.mark,
                 today=decided.today,
             )  # fmt: skip
         if asked.ranks is not None and asked.tells:

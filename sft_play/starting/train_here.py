@@ -49,15 +49,15 @@ def train_here(
     if ranks is not None:
         check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
     with importing():
-        from sft_play.training.job import run_job_of
-        from sft_play.training.run import run
+        from sft_play.training.job import build_run_job
+        from sft_play.training.run import run_training
 
     is_alone = ranks is None and plan.choice.layout.ranks == 1
     timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
     by = WRITER if ranks is not None and ranks.folder is not None else None
-    job = run_job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
+    job = build_run_job(loaded, planned, folder, lock_role=by, timeout_s=timeout_s, **start)
     with signals.StopSignals(signals.interrupt), beside, advised(loaded.config, plan):
-        summary = run(job)
+        summary = run_training(job)
     if ranks is None or ranks.is_first:
         # the configs have the starter's name, as plans look it up
         remember([(config, plan) for config, (plan, _) in zip(configs, planned, strict=True)], summary)

@@ -1,6 +1,6 @@
 """The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch.
 
-Begin with `run`, the story of a run; `job` is what it was asked. A folder for each part:
+Begin with `run`, the story of a run; `job` is what it is to do. A folder for each part:
 
 - `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`,
   `experts`, `base_adapter`, `backend`, `device_checks`, `run_folder`, `quiet`.

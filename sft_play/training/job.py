@@ -1,4 +1,4 @@
-"""What a run was asked to do: settings, plan, data and run folder, of the whole run and of each of its stages."""
+"""What a run is to do: settings, plan, data and run folder, of the whole run and of each of its stages."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class RunJob:
 
     loaded: LoadedConfig
     plan: Plan
-    paths: DataPaths
+    data_paths: DataPaths
     folder: RunFolder
     resume: bool
     log_buffer: MemoryHandler | None = None
     has_folder: bool = False
     """Whether the parent that launched this rank has created the folder."""
-    mark: Lock | None = None
+    lock: Lock | None = None
     """The folder's lock, if this process has it already."""
-    by: int | None = None
-    """Otherwise whose lock is taken (`runs.locking`): the parent that launched this rank holds one too."""
+    lock_role: int | None = None
+    """Else who takes the lock (`by` of `runs.locking.lock`): the parent that launched this rank holds one too."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config, every value resolved."""
     timeout_s: float = 1800.0
@@ -45,27 +45,27 @@ class RunJob:
     """The stages, if the run has any, each with its own settings, plan and folder."""
 
     @property
-    def parts(self) -> tuple[RunJob, ...]:
-        """What is trained, in order: the stages, or the run itself."""
+    def stage_jobs(self) -> tuple[RunJob, ...]:
+        """The jobs that are trained, in order: the stages, or the run itself."""
         return self.stages or (self,)
 
     @property
-    def largest(self) -> RunJob:
-        """The part that needs the most memory."""
-        return max(self.parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
+    def largest_stage(self) -> RunJob:
+        """The stage that needs the most memory."""
+        return max(self.stage_jobs, key=lambda stage: stage.plan.memory.reserved + stage.plan.memory.margin)
 
 
-def run_job_of(loaded: LoadedConfig, planned: Sequence[PlanWithDeepSpeed], folder: RunFolder, **start: Any) -> RunJob:
-    """The job of a run, with its stages if it has any, of its plan, or one per stage; `start`: the other fields of
-    `RunJob`. Raises DataError: a file of its rows is missing."""
-    plan, deepspeed = planned[0]
-    job = RunJob(loaded, plan, find_data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **start)
+def build_run_job(loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], folder: RunFolder, **options: Any) -> RunJob:
+    """Build the job of a run, with its stages if it has any, from its plan, or one per stage; `options`: the other
+    fields of `RunJob`. Raises DataError: a file of its rows is missing."""
+    plan, deepspeed = plans[0]
+    job = RunJob(loaded, plan, find_data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **options)
     stages = [
         replace(
-            job, loaded=loaded.of(stage), plan=plan, paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
+            job, loaded=loaded.of(stage), plan=plan, data_paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
             folder=folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]),
         )
-        for stage, (plan, deepspeed) in zip(loaded.stages, planned, strict=bool(loaded.stages))
+        for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))
     ]  # fmt: skip
     return replace(job, stages=tuple(stages))
 

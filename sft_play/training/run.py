@@ -1,4 +1,4 @@
-"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or a stage."""
+"""A run as one story: `run_training` prepares it and opens its folder on all ranks, `train_stage` trains a stage."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ from sft_play.training.unsloth import bridge
 logger = logging.getLogger(__name__)
 
 
-def run(job: RunJob) -> dict[str, Any]:
+def run_training(job: RunJob) -> dict[str, Any]:
     """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a folder
     in which nothing was trained is removed; Interrupted: the user stopped the run, its state saved."""
-    started, memory = time.time(), MemoryMeter(job.plan)
+    start_time, memory_meter = time.time(), MemoryMeter(job.plan)
     quiet_libraries()
-    for part in job.parts:
-        check_device(part.plan, part.loaded.config)
+    for stage in job.stage_jobs:
+        check_device(stage.plan, stage.loaded.config)
     if job.loaded.config.tuning.backend == "bnb":  # with Unsloth its own process checks the GPU
-        check_gpu(job.largest.plan, job.largest.loaded.config)
-    prepared = [prepare(part) for part in job.parts]  # tokenizer, the model on the meta device, rows
-    facts = data_facts(job.parts, prepared)
+        check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
+    prepared = [prepare(stage) for stage in job.stage_jobs]  # tokenizer, the model on the meta device, rows
+    facts = data_facts(job.stage_jobs, prepared)
     if prepared[0].backend.name == "unsloth":
         with open_run_folder(job, prepared, facts):
-            return bridge.train_with_unsloth(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
+            return bridge.train_with_unsloth(job, prepared[0], eval_set_of(job, prepared[0]), started=start_time)
     if prepared[0].backend.fallback_from:
-        check_gpu(job.largest.plan, job.largest.loaded.config)
+        check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
     with (
         distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
-        Heartbeat(job.timeout_s) as beat,
-        contextlib.closing(memory.peaks),
+        Heartbeat(job.timeout_s) as heartbeat,
+        contextlib.closing(memory_meter.peaks),
     ):
         distributed.require_alike(input_digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
         with open_run_folder(job, prepared, facts):
-            watch = Watch(memory, beat, started)
+            monitors = Watch(memory_meter, heartbeat, start_time)
             if job.stages:
-                return Stages(job, prepared, watch, train).train()
-            return train(job, prepared[0], watch, begins_from=prepared[0].base_adapter_folder)
+                return Stages(job, prepared, monitors, train_stage).train()
+            return train_stage(job, prepared[0], monitors, begins_from=prepared[0].base_adapter_folder)
 
 
-def train(
+def train_stage(
     job: RunJob,
     prepared: Prepared,
-    watch: Watch,
+    monitors: Watch,
     *,
     begins_from: Path | None = None,
     eval_set_of: Callable[..., EvalSet] = eval_set_of,
@@ -84,79 +84,79 @@ def train(
     Interrupted: the user stopped the run, and its state was saved."""
     sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
     with explain_out_of_memory(job.plan):
-        checkpoint = find_last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
-        watch.memory.peaks.forget()  # those of the stage before
-        is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
+        checkpoint = find_last_checkpoint(job.folder.checkpoints, monitors.beat) if job.resume else None
+        monitors.memory.peaks.forget()  # those of the stage before
+        is_disk_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
-            is_shared or not job.loaded.config.train.async_save,
+            is_disk_shared or not job.loaded.config.train.async_save,
             f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path} is not on a disk "
             "that all nodes share: set output.dir to one, or leave train.async_save out",
         )
-        _announce(job, prepared, checkpoint)
+        _log_start(job, prepared, checkpoint)
         eval_set = eval_set_of(job, prepared)
-        watch.memory.peaks.start("loading")
+        monitors.memory.peaks.start("loading")
         trainer = load_trainer(
-            job, prepared, eval_set, watch, begins_from=begins_from,
-            in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
+            job, prepared, eval_set, monitors, begins_from=begins_from,
+            in_parts=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
-        before = BeforeTraining(job, trainer, eval_set, watch.memory.peaks, is_resumed=checkpoint is not None)
-        metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
-        trainer.step_memory.told.append(functools.partial(_remember, job))
+        before_training = BeforeTraining(job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None)
+        metric_tags = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
+        trainer.step_memory.told.append(functools.partial(_record_oom, job))
         with trainer.step_memory.noted():
-            check = GradientCheck(prepared.model_spec.late_gradients)
-            trained = _train(job, trainer, before, watch, checkpoint, metrics, check)
-            after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
-        watch.beat.note(trainer.state.global_step, "saving the trained weights")
-        summary = summary_of(job, trainer, trained, before, after, watch)
-        finish(job, prepared, trainer, summary, watch.memory, earlier=trained.progress.first_step)
+            gradient_check = GradientCheck(prepared.model_spec.late_gradients)
+            training = _run_training_loop(job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check)
+            metrics_after = None if training.stop.stopped_early else evaluate(trainer, eval_set)
+        monitors.beat.note(trainer.state.global_step, "saving the trained weights")
+        summary = summary_of(job, trainer, training, before_training, metrics_after, monitors)
+        finish(job, prepared, trainer, summary, monitors.memory, earlier=training.progress.first_step)
     if job.folder.stage is not None:  # another model is loaded into this process
         engines.release(trainer)
     return summary
 
 
-def _train(
+def _run_training_loop(
     job: RunJob,
     trainer: PlannedLoop,
-    before: BeforeTraining,
-    watch: Watch,
+    before_training: BeforeTraining,
+    monitors: Watch,
     checkpoint: Path | None,
-    metrics: Sequence[str],
-    check: GradientCheck,
+    metric_tags: Sequence[str],
+    gradient_check: GradientCheck,
 ) -> Trained:
-    step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
+    resume_step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
-        keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
-    train = job.loaded.config.train
-    stop = StopAfter(train.stop_after_steps, hours=train.max_hours, took_s=trainer.took_s)
-    updates = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: to_come(trainer, before.eval_set))
+        keep_metrics_until(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage)
+    train_config = job.loaded.config.train
+    stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, took_s=trainer.took_s)
+    update_check = UpdateCheck(trainer, job.plan.precision.updates)
+    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: to_come(trainer, before_training.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
         compiler.on_compiled.append(progress.wait)
-    lines = MetricsFile(job.folder.metrics_path, started=watch.started, stage=job.folder.stage)
+    metrics_file = MetricsFile(job.folder.metrics_path, started=monitors.started, stage=job.folder.stage)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
-        *([before] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
-        *(check, updates, lines, progress, stop),
-        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=step, metrics=metrics),
+        *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
+        *(gradient_check, update_check, metrics_file, progress, stop_after),
+        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metrics=metric_tags),
     ):
         trainer.add_callback(callback)
-    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    logger.debug("Trainable parameters: %s", f"{trained:,}")
+    trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    logger.debug("Trainable parameters: %s", f"{trainable_parameters:,}")
     if not has_engine:  # none will wrap the model when training begins
-        before.measure()
-    compiling = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
-    builds = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
-    first = f"Preparing the first step{builds if job.plan.layout.endswith('_offload') else ''}"
-    with stopping(stop), compiling, progress.beginning(first):
+        before_training.measure()
+    compiler_context = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
+    build_note = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
+    message = f"Preparing the first step{build_note if job.plan.layout.endswith('_offload') else ''}"
+    with stopping(stop_after), compiler_context, progress.beginning(message):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
-    watch.memory.peaks.close()
-    return Trained(stop, progress, updates, tokens / progress.training_s)
+    monitors.memory.peaks.close()
+    return Trained(stop_after, progress, update_check, tokens / progress.training_s)
 
 
-def _remember(job: RunJob, event: oom.RanOut) -> None:
+def _record_oom(job: RunJob, event: oom.RanOut) -> None:
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):
@@ -167,18 +167,18 @@ def _remember(job: RunJob, event: oom.RanOut) -> None:
         oom.record(job.folder, event)
 
 
-def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
+def _log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks, on_gpu = job.plan.choice.layout.ranks, bool(job.plan.hardware.gpus)
-    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
-    where += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
+    device = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
+    device += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
     precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
     backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
-                    backend, checkpoints.checkpoint_step(checkpoint), precision, where)  # fmt: skip
+                    backend, checkpoints.checkpoint_step(checkpoint), precision, device)  # fmt: skip
     elif job.resume:
         logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
     else:
-        logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
+        logger.info("Starting new %s run with %s precision on %s", backend, precision, device)
     logger.info("Run folder: %s", job.folder.path)
     logger.debug("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)

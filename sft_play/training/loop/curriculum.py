@@ -40,7 +40,7 @@ class Stages:
     def __init__(
         self, job: RunJob, prepared: Sequence[Prepared], watch: Watch, train: Callable[..., dict[str, Any]]
     ) -> None:
-        """`train`: trains one stage, as `run.train` does."""
+        """`train`: trains one stage, as `run.train_stage` does."""
         self._job, self._prepared, self._watch, self._train_one = job, prepared, watch, train
         self._summaries: list[dict[str, Any]] = []
         self._steps = 0

@@ -130,7 +130,7 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
     positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
     splits = build_splits(
         config,
-        job.paths,
+        job.data_paths,
         tokenizer.tokenizer,
         max_seq_len=plan.max_seq_len,
         positions=positions if isinstance(positions, int) and positions > 0 else None,
@@ -182,7 +182,7 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
     for stage_job, prepared_stage in zip(stage_jobs, prepared_stages, strict=True):
         stage_prefix = f"stage {stage_job.folder.stage} " if stage_job.folder.stage else ""
         files: dict[str, dict[str, Any]] = {
-            name: {"path": str(path), "sha256": source_digest(path)} for name, path in stage_job.paths.named_paths()
+            name: {"path": str(path), "sha256": source_digest(path)} for name, path in stage_job.data_paths.named_paths()
         }
         for name, split in (("train", prepared_stage.splits.train), ("val", prepared_stage.splits.val), ("test", prepared_stage.splits.test)):
             if split is not None:

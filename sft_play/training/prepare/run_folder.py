@@ -68,7 +68,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    run_lock = job.mark or lock(job.folder, by=job.by)
+    run_lock = job.lock or lock(job.folder, by=job.lock_role)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
         write_start(job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json())
@@ -88,7 +88,7 @@ def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str
 def _create_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     manifest = _build_manifest(job, prepared, facts)
     if job.has_folder:
-        run_lock = lock(job.folder, by=job.by)
+        run_lock = lock(job.folder, by=job.lock_role)
         job.folder.update_manifest(**manifest)
         return run_lock
     run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
@@ -110,7 +110,7 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         previous_manifest = job.folder.manifest()
         manifest |= {name: previous_manifest[name] for name in (ENTRY, RESTARTS) if name in previous_manifest}
     manifest["backend"] = prepared[0].backend.name
-    manifest["choices"] = [line for stage_job, prepared_stage in zip(job.parts, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
+    manifest["choices"] = [line for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
     if prepared[0].renderer.parts.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     return manifest

@@ -38,7 +38,7 @@ from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import LoadedTokenizer
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
-from sft_play.training.run import train as train_model
+from sft_play.training.run import train_stage as train_model
 from sft_play.training.unsloth.bridge import Handover
 
 # Stands for what only `prepare` needs: data files, reports, attention, renderer.
