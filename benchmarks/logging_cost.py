@@ -104,9 +104,9 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         monitor = kind(plan, peaks=Peaks(on_gpu=bool(hardware.gpus)))
         trainer = build_trainer(
             config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
-            train=Split(rows, RowStats("random", "text")), evaluation=None, monitor=monitor,
+            train_split=Split(rows, RowStats("random", "text")), eval_split=None, monitor=monitor,
         )  # fmt: skip
-        writing = [MetricsFile(run_folder.metrics_path, started=time.time())] if on else []
+        writing = [MetricsFile(run_folder.metrics_path, start_time=time.time())] if on else []
         for callback in (*writing, *plan_callbacks(config, plan, run_folder, trainer)):
             trainer.add_callback(callback)
         from transformers.trainer_utils import SaveStrategy

@@ -259,8 +259,8 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
             model=model,
             tokenizer=tokenizer,
             peft_config=model_spec.peft_config,
-            train=Split(tuple(rows), RowStats("random", "text")),
-            evaluation=None,
+            train_split=Split(tuple(rows), RowStats("random", "text")),
+            eval_split=None,
         )
         for callback in (Watch(), *plan_callbacks(config, plan, run_folder, trainer)):
             trainer.add_callback(callback)

@@ -102,12 +102,12 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     torch.manual_seed(1)
     loaded = load_model(config, plan.precision, spec, device="cpu")
     run, engine = RunFolder(folder), {} if device is None else {"use_cpu": False}
-    arguments = training_arguments(config, plan, run, has_eval=True, engine=engine)
+    arguments = training_arguments(config, plan, run, has_eval=True, engine_options=engine)
     arguments.save_strategy = SaveStrategy.NO  # files are written from memory that these tensors do not have
     split = Split(rows_of(), RowStats("rows", "rows"))
     made = build_trainer(
         config, plan, run, model=loaded if device is None else moved(loaded, device), tokenizer=tokenizer,
-        peft_config=spec.peft_config, train=split, evaluation=split, arguments=arguments, masks=has_masks,
+        peft_config=spec.peft_config, train_split=split, eval_split=split, arguments=arguments, adds_masks=has_masks,
         questions=[Question([5, 6, 7], "x", "y"), Question([8, 9], "x", "y")], max_new_tokens=3,
     )  # fmt: skip
     for callback in (GradientCheck(), UpdateCheck(made, plan.precision.updates)):

@@ -52,7 +52,7 @@ def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows:
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, plan.precision.load)),
-        tokenizer=AutoTokenizer.from_pretrained(model), train=split, evaluation=split,
+        tokenizer=AutoTokenizer.from_pretrained(model), train_split=split, eval_split=split,
     )  # fmt: skip
 
 

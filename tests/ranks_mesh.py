@@ -128,7 +128,7 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     wanted = gradients(model)
     model.set_attn_implementation(context_parallel.ULYSSES_ATTENTION)
     context_parallel.join_context_parallel_group(Layout("fsdp_cp", 1, RANKS, context_parallel=RANKS), CPU)
-    collate = Collator(0, part=dist.get_rank(), parts=RANKS)
+    collate = Collator(0, context_parallel_rank=dist.get_rank(), context_parallel_size=RANKS)
     lengths = (13, 9)
     table = [{"input_ids": ids[n, :size].numpy(), "labels": labels[n, :size].numpy()} for n, size in enumerate(lengths)]
     batch = collate(table)

@@ -58,8 +58,8 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
         model=AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.VARLEN_ATTENTION
         ),
-        tokenizer=AutoTokenizer.from_pretrained(model), train=Split(rows_of(), RowStats("rows", "rows")),
-        evaluation=None,
+        tokenizer=AutoTokenizer.from_pretrained(model), train_split=Split(rows_of(), RowStats("rows", "rows")),
+        eval_split=None,
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     for _ in range(2):  # lora_A, whose lora_B was zero
         small(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         check.on_pre_optimizer_step(None, state, None, model=small)
-    assert check.done
+    assert check.is_done
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -23,7 +23,7 @@ from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RESTARTS
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.callbacks import StopAfter
-from sft_play.training.loop.loop_checkpoints import Writing
+from sft_play.training.loop.loop_checkpoints import CheckpointWriter
 from tests import warm
 from tests.bundled import model_config
 from tests.conftest import ROOT, clean_environment
@@ -89,31 +89,31 @@ def test_what_the_thread_raises_is_raised_where_it_is_awaited():
     def fails() -> None:
         raise Failed("a part")
 
-    writing = Writing(fails, step=3, needed=1)
-    writing.give_time(10)
+    writing = CheckpointWriter(fails, step=3, needed_bytes=1)
+    writing.wait_at_most(10)
     with pytest.raises(Failed, match="a part"):
-        writing.result()
+        writing.wait()
     done = threading.Event()
-    writing = Writing(lambda: done.wait(10) and None, step=3, needed=1)
-    writing.give_time(0.01)  # not its end
-    assert not writing.awaited
+    writing = CheckpointWriter(lambda: done.wait(10) and None, step=3, needed_bytes=1)
+    writing.wait_at_most(0.01)  # not its end
+    assert not writing.is_awaited
     done.set()
-    assert 0 < writing.result() < 10
-    assert writing.awaited
+    assert 0 < writing.wait() < 10
+    assert writing.is_awaited
 
 
 def test_a_limit_of_hours_leaves_the_time_that_a_write_beside_the_training_takes(monkeypatch):
     now = [0.0]
     took_s: dict[str, list[float]] = {"checkpoint": [0.0]}
-    stop = StopAfter(None, hours=1.0, took_s=took_s, elapsed_s=lambda: now[0])
+    stop = StopAfter(None, hours=1.0, pause_seconds=took_s, elapsed_s=lambda: now[0])
     stop.on_step_begin()
     now[0] = 3600 - 500
     took_s["checkpoint"].append(400.0)
-    assert not stop._time_is_up()
+    assert not stop._is_time_up()
     took_s["checkpoint"].append(600.0)
-    assert stop._time_is_up()
+    assert stop._is_time_up()
     took_s["checkpoint"].append(1.0)  # the longest counts
-    assert stop._time_is_up()
+    assert stop._is_time_up()
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------

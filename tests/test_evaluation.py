@@ -114,9 +114,9 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.training.loop.rows import evened
+    from sft_play.training.loop.rows import balanced_batch_size
 
-    batch = evened(rows, most=most, ranks=ranks)
+    batch = balanced_batch_size(rows, max_size=most, ranks=ranks)
     assert 1 <= batch <= most
     passes = -(-rows // (batch * ranks))
     assert passes == -(-rows // (most * ranks))
@@ -127,17 +127,17 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
     from datasets import Dataset
 
-    from sft_play.training.loop.rows import filled, longest_first
+    from sft_play.training.loop.rows import longest_first_order, pad_to_multiple
 
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
     rows = Dataset.from_dict({
         "input_ids": [[7] * length for length in lengths], "labels": [[7] * length for length in lengths],
     })  # fmt: skip
-    order = longest_first(filled(rows, unit=16)).tolist()
+    order = longest_first_order(pad_to_multiple(rows, multiple=16)).tolist()
     assert sorted(order) == list(range(48))
     wanted = sorted(range(48), key=lambda place: (-([*lengths, *[2] * 8][place]), place))
-    assert order == wanted == longest_first(filled(rows, unit=16), batch=4).tolist()
+    assert order == wanted == longest_first_order(pad_to_multiple(rows, multiple=16), batch_size=4).tolist()
 
 
 @pytest.mark.build
@@ -146,19 +146,19 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
     from datasets import Dataset
 
-    from sft_play.training.loop.rows import longest_first
+    from sft_play.training.loop.rows import longest_first_order
 
     draw = np.random.default_rng(seed)
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))
     count = batch * copies * groups * int(draw.integers(1, 4))
     rows = Dataset.from_dict({"input_ids": [[7] * length for length in draw.integers(2, 9, size=count).tolist()]})
-    order = longest_first(rows, batch=batch, copies=copies).reshape(-1, batch)
+    order = longest_first_order(rows, batch_size=batch, copies=copies).reshape(-1, batch)
     of_rank = [order[rank :: copies * groups] for rank in range(copies * groups)]
     for group in range(groups):
         sharing = of_rank[group * copies : (group + 1) * copies]
         assert all(np.array_equal(sharing[0], own) for own in sharing)
     once = np.concatenate([of_rank[group * copies] for group in range(groups)], axis=1).flatten()
-    assert once.tolist() == longest_first(rows).tolist()
+    assert once.tolist() == longest_first_order(rows).tolist()
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------

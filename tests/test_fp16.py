@@ -27,7 +27,7 @@ from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_fault
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
-from sft_play.training.loop.finite import FiniteSteps
+from sft_play.training.loop.finite import NonFiniteStepGuard
 from sft_play.training.model.model_loading import quantization_config
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT
@@ -229,7 +229,7 @@ class Scaled:
             args=self.args, state=self.state, model=self.model, optimizer=self.optimizer, is_deepspeed_enabled=False,
             _tr_loss=torch.zeros(()),
         )  # fmt: skip
-        self.finite = FiniteSteps(trainer, "stop")
+        self.non_finite_guard = NonFiniteStepGuard(trainer, "stop")
 
     def step(self, factor: float) -> None:
         """One step with gradients of `factor`, which are infinite where factor x scale leaves fp16's range."""
@@ -239,11 +239,11 @@ class Scaled:
         self.scaler.scale(hidden.sum()).backward()
         self.scaler.unscale_(self.optimizer.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
-        self.finite.judge(norm)
+        self.non_finite_guard.check_step(norm)
         told = {"model": self.model, "optimizer": self.optimizer}
         self.gradients.on_pre_optimizer_step(self.args, self.state, None, **told)
         self.optimizer.step()
-        self.finite.on_optimizer_step()
+        self.non_finite_guard.on_optimizer_step()
         self.state.global_step += 1
 
 
@@ -252,8 +252,8 @@ def test_steps_that_loss_scaling_skips_are_no_fault(max_grad_norm, caplog):
     run = Scaled(max_grad_norm=max_grad_norm)
     with caplog.at_level(logging.DEBUG):
         run.step(8.0)  # 65,536 x 8: infinite until the scale is 4,096
-        assert not run.gradients.done
-        while not run.gradients.done:
+        assert not run.gradients.is_done
+        while not run.gradients.is_done:
             run.step(8.0)
     assert run.scaler.get_scale() == 4096
     assert caplog.text.count("skipped: gradients not finite, which is how fp16 finds its loss scale") == 4
@@ -319,7 +319,7 @@ def test_a_short_run_without_one_step_taken_is_no_success():
     ],
 )
 def test_a_loss_that_is_not_a_number_says_what_it_is(fp16, step, logs, words, tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", started=0.0)
+    file = MetricsFile(tmp_path / "metrics.jsonl", start_time=0.0)
     args = SimpleNamespace(fp16=fp16)
     state = SimpleNamespace(global_step=step, is_world_process_zero=True, epoch=0.0)
     model = SimpleNamespace(config=Gemma3TextConfig())

@@ -20,15 +20,15 @@ def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
     from peft.optimizers import create_loraplus_optimizer
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
+    from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
 
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
     wanted = {id(one): group["lr"] for group in theirs.param_groups for one in group["params"]}
     params = [one for one in model.parameters() if one.requires_grad]
-    fast = faster_by_name(model)
-    groups = split_by_rate({"params": params, "lr": 1e-3, "weight_decay": 0.1}, fast, ratio=16)
+    fast = loraplus_parameter_ids(model)
+    groups = split_loraplus_group({"params": params, "lr": 1e-3, "weight_decay": 0.1}, fast, ratio=16)
     ours = {id(one): group["lr"] for group in groups for one in group["params"]}
     assert ours == wanted
     assert set(ours.values()) == {1e-3, 16e-3}

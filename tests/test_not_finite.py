@@ -119,7 +119,7 @@ def test_steps_that_are_all_bad_end_the_run(train, monkeypatch):  # noqa: F811
     same = ["tuning.mode=lora", "train.on_nan=skip", "train.save_steps=1"]
     code, printed, folder = train("one", *same, "train.max_steps=20")
     assert code == 2
-    most = finite.SKIPS_IN_A_ROW
+    most = finite.MAX_SKIPPED_STEPS
     assert f"step {2 + most}: the gradient norm is nan, and the {most - 1} steps before it were skipped" in printed
     assert printed.count(" skipped: the gradient norm is nan; ") == most - 1
     assert all(torch.isfinite(t).all() for t in saved(folder, 2 + most - 1).values())

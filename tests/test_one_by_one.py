@@ -170,7 +170,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM, MistralConfig
 
-    from sft_play.training.loop.collate import CHAT_LENGTHS, COUNTS, Collator
+    from sft_play.training.loop.collate import CHAT_LENGTHS, COUNT_KEYS, Collator
     from sft_play.training.model import varlen
 
     config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8,
@@ -178,7 +178,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     rows = [
         {"input_ids": list(range(3, 3 + n)), "labels": [-100, *range(4, 3 + n)], "chat_lengths": [n]} for n in (9, 4)
     ]
-    batch = Collator(pad_id=0, flat=True, tells_lengths=True)(rows)
+    batch = Collator(pad_id=0, flat=True, adds_chat_lengths=True)(rows)
     assert batch[CHAT_LENGTHS] == (9, 4)
     assert CHAT_LENGTHS not in Collator(pad_id=0, flat=True)(rows)
     with torch.device("meta"):
@@ -188,7 +188,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # torch knows none of this device
     inputs = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items() if name not in COUNTS
+        for name, value in batch.items() if name not in COUNT_KEYS
     }  # fmt: skip
     model(**inputs, use_cache=False).loss.backward()
     assert all(one.grad is not None for one in model.parameters())

@@ -8,7 +8,7 @@ from torch import nn
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
-from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of, rounding
+from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
 from tests.test_add_tokens import check_trace
 from tests.test_distributed import start
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
@@ -71,7 +71,7 @@ def stepped(dtype, kind=MuonWithAdamW, steps=3, **options):
     torch.manual_seed(0)
     model = Tiny().to(dtype)
     names = {one: name for name, one in model.named_parameters()}
-    matrices = matrices_of(model)
+    matrices = muon_matrices(model)
     before = {name: one.detach().clone() for one, name in names.items()}
     optimizer = kind(
         [{"params": list(names)[:3], "weight_decay": 0.1}, {"params": list(names)[3:], "weight_decay": 0.1}],
@@ -105,7 +105,7 @@ def test_muon_steps_matrices_as_published_and_adamw_the_rest():
 def test_muon_in_bf16_is_rounded_around_its_fp32_steps():
     torch.manual_seed(1)
     *_, whole, _ = stepped(torch.float32)
-    *_, rounded, _ = stepped(torch.bfloat16, kind=rounding(MuonWithAdamW), rounding_seed=3)
+    *_, rounded, _ = stepped(torch.bfloat16, kind=stochastic_rounding_class(MuonWithAdamW), rounding_seed=3)
     for name, exact in whole.items():
         torch.testing.assert_close(rounded[name].float(), exact, rtol=0.05, atol=0.02)
 

@@ -246,7 +246,7 @@ def trainer(config: RunConfig) -> Facts:
             seen["packs"] = options["packs"] and len(options["packs"])
             kind, _ = options.get("optimizer_cls_and_kwargs", (None, {}))
             seen["optimizer"] = kind and kind.__name__
-            self.step_memory = SimpleNamespace(told=[])
+            self.step_memory = SimpleNamespace(on_oom=[])
 
         def remove_callback(self, *_: Any) -> None: ...
 
@@ -260,8 +260,8 @@ def trainer(config: RunConfig) -> Facts:
             model=AutoModelForCausalLM.from_pretrained(config.model.name) if config.train.optim == "muon" else None,
             tokenizer=None,
             peft_config=None,
-            train=_splits(config)[0].train,
-            evaluation=None,
+            train_split=_splits(config)[0].train,
+            eval_split=None,
         )
     callbacks = plan_callbacks(config, plan, folder, made)
     seen["callbacks"] = tuple(type(item).__name__ for item in callbacks)

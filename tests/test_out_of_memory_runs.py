@@ -109,13 +109,13 @@ def test_a_repeated_step_and_all_after_it_are_those_of_a_run_planned_so(
             return True
         if not trainer._slots:  # no step has begun: the longest rows are tried
             return when != "longest rows"
-        is_last_pass = trainer._pass == trainer._passes
+        is_last_pass = trainer._micro_step == trainer._micro_steps
         return when == "step 3" and not (trainer.state.global_step == 2 and is_last_pass)
 
     refuse(monkeypatch, fits)
     told: list[oom.RanOut] = []
     trainer = dropping(tiny_llama, tmp_path / "broken", planned, bf16=bf16)
-    trainer.step_memory.told.append(told.append)
+    trainer.step_memory.on_oom.append(told.append)
     trainer.train()
     assert_same_bits(state_of(trainer), weights_wanted)
     assert figures(trainer) == wanted
@@ -161,7 +161,7 @@ def test_what_is_tried_is_the_largest_pass_of_the_step_with_the_longest_row(seed
     first = steps.index(step) * slots
     passes = list(zip(*(rank[first : first + slots] for rank in given), strict=True))
     most = max(places([row for row in batch if row >= 0]) for each in passes for batch in each)
-    tried = batches.longest_pass(cut)
+    tried = batches.largest_micro_step(cut)
     assert max(map(places, tried)) == most
     assert [list(batch) or [-1] for batch in tried] in [list(map(list, each)) for each in passes]
 

@@ -104,7 +104,7 @@ def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
 
 
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
-    from sft_play.training.loop.rows import FILLER, TrainingRows
+    from sft_play.training.loop.rows import FILLER_INDEX, TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6))
     assert len(rows) == 2
@@ -113,8 +113,8 @@ def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another()
     assert first["labels"].tolist() == [-100, 201, -100, 301, 302, 303]
     assert first["chat_lengths"].tolist() == [2, 4]
     assert second["input_ids"].tolist() == [100, 101, 102]
-    assert rows[FILLER]["labels"].tolist() == [-100, -100]
-    assert rows[FILLER]["chat_lengths"].tolist() == [2]
+    assert rows[FILLER_INDEX]["labels"].tolist() == [-100, -100]
+    assert rows[FILLER_INDEX]["chat_lengths"].tolist() == [2]
     assert [row["input_ids"].tolist() for row in rows.__getitems__([1, 0])] == [
         second["input_ids"].tolist(),
         first["input_ids"].tolist(),
@@ -127,13 +127,13 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
     """A mapped file, a selection of it: the rows are read through the table, whatever order it is in."""
     from datasets import load_from_disk
 
-    from sft_play.training.loop.rows import TrainingRows, lengths_of, trained_tokens
+    from sft_play.training.loop.rows import TrainingRows, row_lengths, trained_tokens
 
     dataset([3, 2, 4, 5]).save_to_disk(str(tmp_path / "rows"))
     loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
-    assert lengths_of(loaded).tolist() == [5, 3, 4]
+    assert row_lengths(loaded).tolist() == [5, 3, 4]
     assert trained_tokens(loaded) == 4 + 2 + 3
-    rows = TrainingRows(loaded, packs=best_fit(lengths_of(loaded), 8))
+    rows = TrainingRows(loaded, packs=best_fit(row_lengths(loaded), 8))
     assert [row["input_ids"][0] for row in rows] == [400, 300]
 
 
@@ -142,14 +142,14 @@ def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
     from sft_play.training.loop.rows import TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=best_fit([3, 2, 4], 6))
-    batch = Collator(pad_id=7, by_source=True)([rows[0], rows[1]])
+    batch = Collator(pad_id=7, adds_sources=True)([rows[0], rows[1]])
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0]]
     assert batch["input_ids"][1].tolist() == [100, 101, 102, 7, 7, 7]
     assert batch["labels"][1].tolist() == [-100, 101, 102, -100, -100, -100]
     assert batch["source"].tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6]
     assert "attention_mask" not in batch
     assert (int(batch["token_count"]), int(batch["sample_count"])) == (9, 3)
-    flat = Collator(pad_id=7, flat=True, by_source=True)([rows[0], rows[1]])
+    flat = Collator(pad_id=7, flat=True, adds_sources=True)([rows[0], rows[1]])
     assert flat["input_ids"].shape == (1, 9)
     assert flat["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 0, 1, 2]]
     assert flat["cu_seq_lens_q"].tolist() == flat["cu_seq_lens_k"].tolist() == [0, 2, 6, 9]
@@ -211,7 +211,7 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     from datasets import Dataset
 
     from sft_play.data.build.packing import Packs
-    from sft_play.training.loop.collate import COUNTS, Collator
+    from sft_play.training.loop.collate import COUNT_KEYS, Collator
     from sft_play.training.loop.rows import TrainingRows
 
     chats = [ids for row in rows for ids in row]
@@ -220,7 +220,7 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     packs = Packs(offsets, np.arange(len(chats)), np.array([sum(map(len, row)) for row in rows]))
     made = TrainingRows(data, packs=packs)
     batch = Collator(pad_id=0, flat=flat)([made[n] for n in range(len(rows))])
-    return {name: value for name, value in batch.items() if name not in COUNTS}
+    return {name: value for name, value in batch.items() if name not in COUNT_KEYS}
 
 
 def logits(model: Any, batch: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ from sft_play.finished.run import find_any
 from sft_play.runs.files import evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.card import result_figures
-from sft_play.training.loop.curriculum import _whole
+from sft_play.training.loop.curriculum import _merge_summaries
 from sft_play.training.measure.evaluate import Figures
 from sft_play.training.measure.exact_match import Answer, Question
 from sft_play.training.measure.summary import KEPT_SAMPLES, samples
@@ -246,7 +246,7 @@ def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(t
     lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
     folder = recorded_run(tmp_path / "one", metrics=lines)
     stage = {**SUMMARY, "name": "short", "evaluations": evaluations(folder.metrics_path, stage="short")}
-    summary = _whole([stage], [config_from_text("model: {name: m}\n", name="x")])
+    summary = _merge_summaries([stage], [config_from_text("model: {name: m}\n", name="x")])
     assert [one["loss"] for one in summary["evaluations"]] == ["nan", 1.0]
     (folder.path / "summary.json").write_text(json.dumps(summary))
     assert read_summary(folder.path) == json.loads(json.dumps(summary))

@@ -94,36 +94,36 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
 
 
 def test_masked_rows_hold_no_token_that_is_trained_on():
-    from sft_play.training.loop.rows import filled
+    from sft_play.training.loop.rows import pad_to_multiple
 
-    rows = filled(dataset(5), unit=4)
+    rows = pad_to_multiple(dataset(5), multiple=4)
     assert len(rows) == 8
     assert rows[:5] == dataset(5)[:]
     assert all(set(labels) == {-100} for labels in rows[5:]["labels"])
-    assert filled(dataset(8), unit=4)[:] == dataset(8)[:]
+    assert pad_to_multiple(dataset(8), multiple=4)[:] == dataset(8)[:]
 
 
 def test_a_filled_data_set_keeps_its_other_columns():
     from datasets import Dataset, Features, List, Value
 
-    from sft_play.training.loop.rows import filled
+    from sft_play.training.loop.rows import pad_to_multiple
 
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
     one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
-    rows = filled(Dataset.from_dict(one, features=Features(columns)), unit=2)
+    rows = pad_to_multiple(Dataset.from_dict(one, features=Features(columns)), multiple=2)
     assert rows.features == Features(columns)
     assert rows[1] == {"input_ids": [1, 2], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
 
 
 def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.training.loop.rows import lengths_of, to_dataset, trained_tokens
+    from sft_play.training.loop.rows import row_lengths, to_dataset, trained_tokens
 
     made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
     assert made[:] == {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]], "source": [0, 0]}
     assert to_dataset(made) is made
-    assert lengths_of(made).tolist() == [3, 2]
+    assert row_lengths(made).tolist() == [3, 2]
     assert trained_tokens(made) == 2  # the first token of a row is never predicted
     assert trained_tokens(made.select([])) == 0
 
@@ -202,7 +202,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),
-        train=split, evaluation=split,
+        train_split=split, eval_split=split,
     )  # fmt: skip
 
 

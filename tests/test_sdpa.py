@@ -400,10 +400,10 @@ def test_evaluation_and_generation_switch_it_off(
 # --- rows -------------------------------------------------------------------------------------------------------------
 def test_packs_are_padded_to_full_rows_where_that_gives_batches_one_shape():
     packs = [{"input_ids": [5] * 7, "labels": [5] * 7, CHAT_LENGTHS: [3, 4]}]
-    batch = Collator(0, row_tokens=10)(packs)
+    batch = Collator(0, min_tokens=10)(packs)
     assert batch["input_ids"].tolist() == [[5] * 7 + [0] * 3]
     assert batch["labels"].tolist() == [[5] * 7 + [-100] * 3]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]]
     assert int(batch["token_count"]) == 7
     rows = [{"input_ids": [5] * 4, "labels": [5] * 4}]  # of an evaluation
-    assert Collator(0, row_tokens=10)(rows)["input_ids"].shape == (1, 4)
+    assert Collator(0, min_tokens=10)(rows)["input_ids"].shape == (1, 4)

@@ -233,14 +233,14 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     plan = make_plan(PlanRequest(config, load_model_shape(name), Hardware((), "CPU", 2, 2**34, 2**34)))
     trainer = build_trainer(
         config, plan, RunFolder(run_yaml.parent / "run"),
-        peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train=splits.train,
-        evaluation=splits.val, sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
+        peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train_split=splits.train,
+        eval_split=splits.val, sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
     )  # fmt: skip
     loader = trainer.get_train_dataloader()
     order = []
     for epoch in range(epochs):
-        trainer.order.set_epoch(epoch)
-        order.append(list(trainer.order))
+        trainer.epoch_order.set_epoch(epoch)
+        order.append(list(trainer.epoch_order))
     assert len(loader) == -(-len(order[0]) // plan.batch.effective_batch) * trainer.args.gradient_accumulation_steps
     return trainer, order
 

@@ -60,7 +60,7 @@ def trainer(took_s: dict[str, list[float]], **state: int) -> Any:
     arguments = SimpleNamespace(
         eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=5, load_best_model_at_end=False
     )
-    return SimpleNamespace(args=arguments, took_s=took_s, state=TrainerState(max_steps=10, **state))
+    return SimpleNamespace(args=arguments, pause_seconds=took_s, state=TrainerState(max_steps=10, **state))
 
 
 def eval_set(name: str, rows: Any = ()) -> EvalSet:
@@ -98,19 +98,19 @@ def test_rows_that_were_not_evaluated_yet_take_what_the_others_did_and_unknown_o
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
     clock = iter([1.0, 2.0, 6.0, 41.0, 45.0])
-    progress = Progress(tokens=lambda: 0, to_come=lambda: (70.0, ""), now=lambda: next(clock))
+    progress = Progress(count_tokens=lambda: 0, estimate_remaining=lambda: (70.0, ""), clock=lambda: next(clock))
     state: Any = TrainerState(max_steps=3)
     progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type] # at 6 s: then a profile is written for 35 s
     assert progress.training_s == 4
-    assert progress.line(1, 3).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
+    assert progress.format_line(1, 3).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert progress.training_s == 8
-    assert progress.line(3, 3).endswith("70 seconds left")
-    progress._to_come = lambda: (0.0, ", evaluations not counted")
-    assert progress.line(3, 3).endswith(" left, evaluations not counted")
+    assert progress.format_line(3, 3).endswith("70 seconds left")
+    progress._estimate_remaining = lambda: (0.0, ", evaluations not counted")
+    assert progress.format_line(3, 3).endswith(" left, evaluations not counted")
 
 
 def run_yaml(folder: Path, model: Path, more: str) -> Path:

@@ -26,7 +26,7 @@ class Simulated:
         self.now = draw.uniform(0, 30)
         self.longest = {"step": 0.0, "eval": 0.0, "checkpoint": 0.0}
         self.took_s: dict[str, list[float]] = {"step": [], "eval": [], "checkpoint": []}
-        self.stop = StopAfter(None, hours=hours, took_s=self.took_s, elapsed_s=lambda: self.now)
+        self.stop = StopAfter(None, hours=hours, pause_seconds=self.took_s, elapsed_s=lambda: self.now)
         self.draw, self.step, self.ended_at = draw, 0, 0.0
         self.every = {"eval": draw.randint(2, 9), "checkpoint": draw.randint(2, 9)}
 
@@ -56,7 +56,7 @@ def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
     limit_s = draw.uniform(150, 1000)
     run = Simulated(draw, limit_s / 3600)
     run.run()
-    assert run.stop.stopped_early
+    assert run.stop.has_stopped_early
     assert run.now <= limit_s
     # one more step, with the longest of each, and 5% of the limit for a checkpoint, would not have been sure to fit
     kept = run.longest["step"] + run.longest["eval"] + max(run.longest["checkpoint"], 0.05 * limit_s)
@@ -66,7 +66,7 @@ def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
 def test_without_a_limit_nothing_stops_it():
     run = Simulated(random.Random(0), None)
     run.run()
-    assert (run.step, run.stop.stopped_early) == (STEPS, False)
+    assert (run.step, run.stop.has_stopped_early) == (STEPS, False)
 
 
 def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(monkeypatch):

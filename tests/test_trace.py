@@ -162,7 +162,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.training.loop.trainer import PlannedTrainer, _checkpointing
+    from sft_play.training.loop.trainer import PlannedTrainer, _checkpointing_arguments
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)
@@ -183,7 +183,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     args = SFTConfig(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing, offload=False),
+        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing_arguments(settings.checkpointing, offload=False),
     )  # fmt: skip
     with log, patches.install_patches(replacements.TraceState(settings, log)):
         trainer = PlannedTrainer(

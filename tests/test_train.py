@@ -471,7 +471,7 @@ class TestGradientCheck:
         check = GradientCheck()
         model(torch.ones(1, 2)).sum().backward()
         check.on_pre_optimizer_step(None, self.State(), None, model=model)
-        assert not check.done
+        assert not check.is_done
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data += 1
@@ -481,7 +481,7 @@ class TestGradientCheck:
             check.on_pre_optimizer_step(None, self.State(), None, model=model)
         model(torch.ones(1, 2)).sum().backward()
         check.on_pre_optimizer_step(None, self.State(), None, model=model)
-        assert check.done
+        assert check.is_done
 
     @pytest.mark.usefixtures("any_rate")
     def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
@@ -494,7 +494,7 @@ class TestGradientCheck:
     def test_gradients_that_all_end_after_some_were_there_are_told_from_a_tensor_without_any(self):
         model = self.Model()
         check = GradientCheck()
-        check._waiting = {name: value for name, value in model.named_parameters() if name.startswith("unused")}
+        check._unchecked = {name: value for name, value in model.named_parameters() if name.startswith("unused")}
         with pytest.raises(TrainingError, match="every gradient is zero, though"):
             check.on_pre_optimizer_step(None, self.State(), None, model=model)
         model.used(torch.ones(1, 2)).sum().backward()
@@ -856,13 +856,13 @@ class TestProgress:
 
     def test_speed_and_time_left_count_training_steps_only(self):
         clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
-        progress = Progress(tokens=lambda: 800, now=lambda: next(clock))
+        progress = Progress(count_tokens=lambda: 800, clock=lambda: next(clock))
         state = self.State()
         progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
         progress.on_step_begin(None, state, None)  # at 10 s
         progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
         progress.on_step_begin(None, state, None)  # at 114 s
-        line = progress.line(2, 10)  # at 118 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
+        line = progress.format_line(2, 10)  # at 118 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
         assert line == "100 tokens/s  32 seconds left"
 
 

@@ -45,7 +45,7 @@ def written(folder: Path, ranks: int) -> Path:
 def trainer(*, is_deepspeed: bool = True) -> Any:
     plugin = SimpleNamespace(deepspeed_config={})
     return SimpleNamespace(
-        is_deepspeed_enabled=is_deepspeed, beat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
+        is_deepspeed_enabled=is_deepspeed, heartbeat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
         writing=lambda _: contextlib.nullcontext(), wait_for_disk=lambda: None,
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
     )  # fmt: skip

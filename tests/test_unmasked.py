@@ -201,7 +201,7 @@ def test_a_batch_without_a_mask_has_positions_and_its_counts():
     for _ in range(20):
         lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
         rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
-        plain, masked = (Collator(pad_id=0, masks=masks)(rows) for masks in (False, True))
+        plain, masked = (Collator(pad_id=0, adds_masks=masks)(rows) for masks in (False, True))
         assert (plain["input_ids"] == masked["input_ids"]).all()
         assert (plain["labels"] == masked["labels"]).all()
         assert "attention_mask" not in plain

@@ -26,7 +26,7 @@ from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import plan_run
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
-from sft_play.training.loop.optimizers import round_stochastically, rounding
+from sft_play.training.loop.optimizers import round_stochastically, stochastic_rounding_class
 from sft_play.training.measure.updates import UpdateFacts
 from tests.models import make_llama
 
@@ -93,7 +93,7 @@ def test_small_updates_arrive_on_average_and_a_resumed_run_is_the_unbroken_one(k
     wide, narrow, rounded = (parameters_of(dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
     steps(made(wide, **options), wide, 0, 60)
     steps(made(narrow, **options), narrow, 0, 60)
-    optimizer = rounding(made)(rounded, **options, rounding_seed=3)
+    optimizer = stochastic_rounding_class(made)(rounded, **options, rounding_seed=3)
     steps(optimizer, rounded, 0, 40)
     saved, kept = copy.deepcopy(optimizer.state_dict()), [parameter.detach().clone() for parameter in rounded]
     steps(optimizer, rounded, 40, 60)
@@ -106,7 +106,7 @@ def test_small_updates_arrive_on_average_and_a_resumed_run_is_the_unbroken_one(k
     dtypes = {v.dtype for v in optimizer.state[rounded[0]].values() if isinstance(v, torch.Tensor) and v.dim()}
     assert torch.bfloat16 not in dtypes
     again = [torch.nn.Parameter(tensor) for tensor in kept]
-    resumed = rounding(made)(again, **options, rounding_seed=3)
+    resumed = stochastic_rounding_class(made)(again, **options, rounding_seed=3)
     resumed.load_state_dict(saved)
     steps(resumed, again, 40, 60)
     for one, other in zip(rounded, again, strict=True):
@@ -116,7 +116,7 @@ def test_small_updates_arrive_on_average_and_a_resumed_run_is_the_unbroken_one(k
 def test_parameters_that_are_fp32_are_stepped_as_ever():
     wide, other = parameters_of(torch.float32), parameters_of(torch.float32)
     steps(torch.optim.AdamW(wide, lr=1e-3), wide, 0, 5)
-    steps(rounding(torch.optim.AdamW)(other, lr=1e-3), other, 0, 5)
+    steps(stochastic_rounding_class(torch.optim.AdamW)(other, lr=1e-3), other, 0, 5)
     assert all(torch.equal(one, two) for one, two in zip(wide, other, strict=True))
 
 

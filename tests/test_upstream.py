@@ -24,7 +24,7 @@ from sft_play.training.unsloth.unsloth_run import UnslothLoop
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
 OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
-KNOWN = {**upstream.OVERRIDDEN, **upstream.USED, **upstream.OF_TRL}
+KNOWN = {**upstream.OVERRIDDEN_METHODS, **upstream.USED_MEMBERS, **upstream.TRL_MEMBERS}
 
 
 def test_every_private_override_is_listed_and_nothing_else_is():
@@ -35,7 +35,7 @@ def test_every_private_override_is_listed_and_nothing_else_is():
         for name in vars(loop)
         if name.startswith("_") and not name.startswith("__") and hasattr(SFTTrainer, name)
     } - {"_abc_impl"}
-    assert overridden == set(upstream.OVERRIDDEN)
+    assert overridden == set(upstream.OVERRIDDEN_METHODS)
     assert len(KNOWN) > 10
     assert all(KNOWN.values())
 
@@ -52,7 +52,7 @@ def private_names(sources: Iterable[str]) -> set[str]:
 def test_every_private_name_of_a_trainer_that_training_uses_is_listed():
     """Methods and attributes of transformers' and TRL's trainers, by the libraries' own sources."""
     theirs = private_names(inspect.getsource(base) for base in (Trainer, SFTTrainer))
-    own = {name for loop in LOOPS for name in vars(loop)} - set(upstream.OVERRIDDEN)
+    own = {name for loop in LOOPS for name in vars(loop)} - set(upstream.OVERRIDDEN_METHODS)
     folder = Path(upstream.__file__).parent
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -76,9 +76,9 @@ def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch
     loop._monitor, loop.step_memory = Monitor(), SimpleNamespace(has_halved=False)
     rows = iter([{}, {}, {"labels": 1}, {"labels": 2}, {}, {"labels": 3}])
     assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {}, {"labels": 1}, {"labels": 2}], 7)
-    assert loop._passes == 2
+    assert loop._micro_steps == 2
     assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {"labels": 3}], 7)  # the last step of an epoch
-    assert loop._passes == 1
+    assert loop._micro_steps == 1
     assert counted == [([{"labels": 1}, {"labels": 2}], 2, "cpu"), ([{"labels": 3}], 1, "cpu")]
 
 
@@ -88,7 +88,7 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came
     logged = {}
     monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time=None: logged.update(logs))
     loop = object.__new__(PlannedLoop)
-    loop._eval_head, loop._tr_loss, loop._total_loss_scalar = None, torch.tensor(4.0), 6.0 + 4.0
+    loop._eval_head_sums, loop._tr_loss, loop._total_loss_scalar = None, torch.tensor(4.0), 6.0 + 4.0
     loop.state = TrainerState(global_step=first_step + steps)
     monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 6.0)
     for divisor in (steps, first_step + steps):  # transformers 5.23's, and that of older versions
@@ -101,7 +101,7 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came
 
 def test_the_installed_libraries_are_known():
     for base in (Trainer, SFTTrainer):
-        upstream.require_known(base)
+        upstream.require_upstream_names(base)
 
 
 @pytest.mark.parametrize("known", KNOWN)
@@ -110,25 +110,25 @@ def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
 
     def moved(self, *args, **options): ...
 
-    owner = SFTTrainer if known in upstream.OF_TRL else Trainer
+    owner = SFTTrainer if known in upstream.TRL_MEMBERS else Trainer
     for user in KNOWN[known]:
         for module, is_theirs in ((owner.__module__, True), ("unsloth.models", False)):
             moved.__module__ = module
             with monkeypatch.context() as patch:
-                for names in ("OVERRIDDEN", "USED", "OF_TRL"):
+                for names in ("OVERRIDDEN_METHODS", "USED_MEMBERS", "TRL_MEMBERS"):
                     kept = {name: users for name, users in vars(upstream)[names].items() if name == known}
                     patch.setattr(upstream, names, kept)
                 patch.setattr(owner, user, moved)
                 if not is_theirs:  # another library's replacement is its own affair
-                    upstream.require_known(SFTTrainer)
+                    upstream.require_upstream_names(SFTTrainer)
                     continue
                 with pytest.raises(BackendError, match=rf"{owner.__name__}\.{user} no longer uses {known}"):
-                    upstream.require_known(SFTTrainer)
+                    upstream.require_upstream_names(SFTTrainer)
 
 
 def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
     monkeypatch.setattr(SFTTrainer, "log", lambda self, logs, start_time=None: None)
-    upstream.require_known(Trainer)
+    upstream.require_upstream_names(Trainer)
 
 
 def test_the_guard_is_looked_at_before_a_trainer_is_made(monkeypatch):

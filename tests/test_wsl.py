@@ -139,5 +139,5 @@ def test_memory_is_page_locked_but_under_wsl(tmp_path):
 
     for machine, pinned in ((parse_hardware("RTX4090"), True), (paging("RTX4090"), False)):
         config, plan = plan_on(machine)
-        made = training_arguments(config, plan, RunFolder(tmp_path), has_eval=False, make=dict)
+        made = training_arguments(config, plan, RunFolder(tmp_path), has_eval=False, arguments_class=dict)
         assert made["dataloader_pin_memory"] is pinned

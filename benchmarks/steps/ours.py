@@ -141,7 +141,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     import torch
 
     from benchmarks.steps.recording import Measured
-    from sft_play.training.loop.collate import COUNTS, SOURCE
+    from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
     from sft_play.training.loop.trainer import checkpoint_first_layers
 
     args, model = trainer.args, trainer.model
@@ -161,7 +161,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     with contextlib.suppress(Measured):
         for batches, trained in steps:
             for batch in batches:
-                inputs = {name: value for name, value in batch.items() if name not in (*COUNTS, SOURCE)}
+                inputs = {name: value for name, value in batch.items() if name not in (*COUNT_KEYS, SOURCE)}
                 with compute:
                     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
                 loss = -outputs.log_probs.sum() / trained
@@ -180,7 +180,7 @@ def _steps(trainer: Any, count: int) -> Any:
     done, epoch, args = 0, 0, trainer.args
     while True:
         loader = trainer.get_train_dataloader()
-        trainer.order.set_epoch(epoch)
+        trainer.epoch_order.set_epoch(epoch)
         batches = iter(loader)
         while True:
             # the trainer's own division of the loss: by the trained tokens of the whole effective batch

@@ -104,7 +104,7 @@ def _count(config: RunConfig) -> None:
         import numpy as np
 
         from sft_play.data.build.splits import build_splits
-        from sft_play.training.loop.rows import lengths_of, to_dataset
+        from sft_play.training.loop.rows import row_lengths, to_dataset
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
     logger.debug("Rows: counting their tokens before the plan is made")
@@ -113,8 +113,8 @@ def _count(config: RunConfig) -> None:
         config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
         today=date.today(),
     )  # fmt: skip
-    lengths = lengths_of(to_dataset(splits.train.rows))
-    held_out = [lengths_of(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
+    lengths = row_lengths(to_dataset(splits.train.rows))
+    held_out = [row_lengths(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
     found = summarize_row_tokens(
         dict(zip(*(found.tolist() for found in np.unique(lengths, return_counts=True)), strict=True)),
         limit=limit,

@@ -245,9 +245,9 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
         count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
         return fakes.FakeStateOptimizer(trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights})
     if name == "muon":
-        from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of
+        from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices
 
-        return MuonWithAdamW([{"params": trained}], matrices=matrices_of(model), lr=1e-4)
+        return MuonWithAdamW([{"params": trained}], matrices=muon_matrices(model), lr=1e-4)
     if settings.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

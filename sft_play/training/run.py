@@ -17,8 +17,8 @@ from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
-from sft_play.training.loop.curriculum import Stages
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stop_signals
+from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
@@ -65,7 +65,7 @@ def run_training(job: RunJob) -> dict[str, Any]:
         with open_run_folder(job, prepared, facts):
             monitors = Watch(memory_meter, heartbeat, start_time)
             if job.stages:
-                return Stages(job, prepared, monitors, train_stage).train()
+                return StageSequence(job, prepared, monitors, train_stage).train()
             return train_stage(job, prepared[0], monitors, begins_from=prepared[0].base_adapter_folder)
 
 
@@ -97,15 +97,15 @@ def train_stage(
         monitors.memory.peaks.start("loading")
         trainer = load_trainer(
             job, prepared, eval_set, monitors, begins_from=begins_from,
-            in_parts=is_disk_shared and job.plan.memory.checkpoint == "sharded",
+            saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
         before_training = BeforeTraining(job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None)
         metric_tags = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
-        trainer.step_memory.told.append(functools.partial(_record_oom, job))
-        with trainer.step_memory.noted():
+        trainer.step_memory.on_oom.append(functools.partial(_record_oom, job))
+        with trainer.step_memory.raise_out_of_memory():
             gradient_check = GradientCheck(prepared.model_spec.late_gradients)
             training = _run_training_loop(job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check)
-            metrics_after = None if training.stop.stopped_early else evaluate(trainer, eval_set)
+            metrics_after = None if training.stop.has_stopped_early else evaluate(trainer, eval_set)
         monitors.beat.note(trainer.state.global_step, "saving the trained weights")
         summary = summary_of(job, trainer, training, before_training, metrics_after, monitors)
         finish(job, prepared, trainer, summary, monitors.memory, earlier=training.progress.first_step)
@@ -127,18 +127,18 @@ def _run_training_loop(
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage)
     train_config = job.loaded.config.train
-    stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, took_s=trainer.took_s)
+    stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds)
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(tokens=lambda: trainer.tokens_seen, to_come=lambda: to_come(trainer, before_training.eval_set))
+    progress = Progress(count_tokens=lambda: trainer.tokens_seen, estimate_remaining=lambda: to_come(trainer, before_training.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
         compiler.on_compiled.append(progress.wait)
-    metrics_file = MetricsFile(job.folder.metrics_path, started=monitors.started, stage=job.folder.stage)
+    metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.started, stage=job.folder.stage)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
         *(gradient_check, update_check, metrics_file, progress, stop_after),
-        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metrics=metric_tags),
+        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metric_tags=metric_tags),
     ):
         trainer.add_callback(callback)
     trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
@@ -148,7 +148,7 @@ def _run_training_loop(
     compiler_context = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
     build_note = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
     message = f"Preparing the first step{build_note if job.plan.layout.endswith('_offload') else ''}"
-    with stopping(stop_after), compiler_context, progress.beginning(message):
+    with stop_signals(stop_after), compiler_context, progress.announce_start(message):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel

@@ -18,7 +18,7 @@ from datasets import Dataset
 from sft_play.finished.run import FinishedRun
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
 from sft_play.training.loop.collate import Collator
-from sft_play.training.loop.rows import lengths_of
+from sft_play.training.loop.rows import row_lengths
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.model_loading import TORCH_DTYPES
 from sft_play.training.prepare.device_checks import free_memory
@@ -53,7 +53,7 @@ def score_rows(
     Raises:
         RuntimeError: a single row does not fit into memory (torch's own error).
     """
-    lengths = lengths_of(rows).tolist() if isinstance(rows, Dataset) else [len(row["input_ids"]) for row in rows]
+    lengths = row_lengths(rows).tolist() if isinstance(rows, Dataset) else [len(row["input_ids"]) for row in rows]
     # longest first: where memory is too small that shows at the first batch, not after most of the work
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     scores: dict[int, RowScore] = {}

@@ -37,13 +37,13 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
         yield checkpoint
         return
     converted = checkpoints.checkpoint_path(checkpoints.staging_path(folder), checkpoints.checkpoint_step(checkpoint))
-    trainer.beat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
+    trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
     needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
     try:
         available_bytes, purpose = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
-        with room(folder, needed_bytes, purpose, free=available_bytes), trainer.writing(folder):
+        with room(folder, needed_bytes, purpose, free=available_bytes), trainer.watch_writing(folder):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sft_play.log import one_line
-from sft_play.training.loop.collate import COUNTS, Collator
+from sft_play.training.loop.collate import COUNT_KEYS, Collator
 
 VOCABULARY_SIZE = 128
 # Of a model at full width with few layers: more would take longer than a few seconds.
@@ -145,8 +145,8 @@ def run_model(
     """A pass over rows as in training, backward too where it `needs_gradients`; `flat`: packs lie one behind the other,
     told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
     given."""
-    batch = Collator(pad_id=0, flat=flat, masks=uses_masks, tells_lengths=flat)(rows)
-    excluded = COUNTS if needs_gradients else (*COUNTS, "labels")
+    batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
+    excluded = COUNT_KEYS if needs_gradients else (*COUNT_KEYS, "labels")
     inputs = {name: value for name, value in batch.items() if name not in excluded}
     model.zero_grad(set_to_none=True)
     output = model(**inputs, **extra_inputs, use_cache=False)

@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 STOPPED = "stopped"
 
 
-class Stages:
+class StageSequence:
     """The stages of a job, to be trained one after the other."""
 
     def __init__(
-        self, job: RunJob, prepared: Sequence[Prepared], watch: Watch, train: Callable[..., dict[str, Any]]
+        self, job: RunJob, prepared: Sequence[Prepared], monitors: Watch, train_stage: Callable[..., dict[str, Any]]
     ) -> None:
-        """`train`: trains one stage, as `run.train_stage` does."""
-        self._job, self._prepared, self._watch, self._train_one = job, prepared, watch, train
+        """`train_stage`: trains one stage, as `run.train_stage` does."""
+        self._job, self._prepared, self._monitors, self._train_stage = job, prepared, monitors, train_stage
         self._summaries: list[dict[str, Any]] = []
-        self._steps = 0
+        self._steps_trained = 0
         """Optimizer steps since this process started."""
 
     def train(self) -> dict[str, Any]:
@@ -57,63 +57,63 @@ class Stages:
         )
         begins_from = self._prepared[0].base_adapter_folder
         status = "finished"
-        for number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
+        for position, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
             if distributed.of_first(stage.folder.has_finished(adapter=is_adapter) if distributed.is_first() else None):
-                logger.info("Stage %d of %d, %s, is finished", number, len(self._job.stages), stage.folder.stage)
+                logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage)
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
-                self._summaries.append({"name": stage.folder.stage, **_UNKNOWN, **distributed.of_first(summary)})
-            elif self._left() == 0:
+                self._summaries.append({"name": stage.folder.stage, **_EMPTY_SUMMARY, **distributed.of_first(summary)})
+            elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
             else:
-                self._say(number, stage)
+                self._log_stage(position, stage)
                 log_rows(stage, prepared)
-                status = self._train(stage, prepared, begins_from)
+                status = self._train_prepared_stage(stage, prepared, begins_from)
                 if status != "finished":
                     break
             begins_from = stage.folder.model_path(adapter=is_adapter)
         return self._finish(status)
 
-    def _left(self) -> int | None:
-        most = self._job.loaded.config.train.stop_after_steps
-        return None if most is None else max(0, most - self._steps)
+    def _remaining_steps(self) -> int | None:
+        max_steps = self._job.loaded.config.train.stop_after_steps
+        return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
-    def _train(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
-        last = find_last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
-        before = checkpoints.checkpoint_step(last) if last is not None else 0
+    def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
+        has_begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
+        checkpoint = find_last_checkpoint(stage.folder.checkpoints, self._monitors.beat) if has_begun else None
+        resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:
                 stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         distributed.barrier()
         config = stage.loaded.config
-        settings = config.train.model_copy(update={"stop_after_steps": self._left()})
-        loaded = replace(stage.loaded, config=config.model_copy(update={"train": settings}))
-        part = replace(stage, resume=bool(begun), loaded=loaded)
+        train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
+        loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
+        stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
         try:
-            watch = replace(self._watch, started=time.time())
-            summary = self._train_one(part, prepared, watch, begins_from=begins_from)
+            monitors = replace(self._monitors, started=time.time())
+            summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
         except Interrupted:
-            self._record(STOPPED, exit_code=Interrupted.exit_code)
+            self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
             raise
         self._summaries.append({"name": stage.folder.stage, **summary})
-        self._steps += summary["steps"] - before
+        self._steps_trained += summary["steps"] - resumed_step
         gc.collect()  # model, optimizer and engine of this stage are in reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return str(summary["status"])
 
-    def _say(self, number: int, stage: RunJob) -> None:
-        train = stage.loaded.config.train
-        length = f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
+    def _log_stage(self, position: int, stage: RunJob) -> None:
+        train_config = stage.loaded.config.train
+        length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                    number, len(self._job.stages), stage.folder.stage, length, stage.loaded.config.learning_rate,
+                    position, len(self._job.stages), stage.folder.stage, length, stage.loaded.config.learning_rate,
                     stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
 
     def _finish(self, status: str) -> dict[str, Any]:
-        summary = self._record(status, exit_code=0)
+        summary = self._write_summary(status, exit_code=0)
         if distributed.is_first():
             logger.info("Written to: %s", self._job.folder.path)
             if status == STOPPED:
@@ -123,10 +123,10 @@ class Stages:
         distributed.barrier()
         return summary
 
-    def _record(self, status: str, *, exit_code: int) -> dict[str, Any]:
+    def _write_summary(self, status: str, *, exit_code: int) -> dict[str, Any]:
         job = self._job
-        summary = _whole(self._summaries, [stage.loaded.config for stage in job.stages])
-        summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._watch.started, 2)}
+        summary = _merge_summaries(self._summaries, [stage.loaded.config for stage in job.stages])
+        summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._monitors.started, 2)}
         if distributed.is_first():
             job.folder.write_json("summary.json", summary)
             job.folder.update_manifest(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -134,35 +134,35 @@ class Stages:
 
 
 # Figures of a stage whose summary is damaged.
-_UNKNOWN: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
+_EMPTY_SUMMARY: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
 
 
-def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
+def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
     """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
-    last = stages[-1] if stages else {}
-    same = _evaluated_on(configs[0]) == _evaluated_on(configs[-1])
-    wall = sum(stage["wall_s"] for stage in stages)
-    figures = ("measured_reserved", "measured_rss")
-    highest = max(stages, key=lambda stage: max(stage["peak_bytes"].get(key) or 0 for key in figures), default=None)
+    last_stage = stages[-1] if stages else {}
+    is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
+    wall_s = sum(stage["wall_s"] for stage in stages)
+    peak_keys = ("measured_reserved", "measured_rss")
+    highest = max(stages, key=lambda stage: max(stage["peak_bytes"].get(key) or 0 for key in peak_keys), default=None)
     return {
-        "split": last.get("split"),
-        "before": stages[0]["before"] if stages and same else None,
-        "after": last.get("after") if len(stages) == len(configs) else None,
-        "samples": last.get("samples", []) if len(stages) == len(configs) else [],
+        "split": last_stage.get("split"),
+        "before": stages[0]["before"] if stages and is_same_split else None,
+        "after": last_stage.get("after") if len(stages) == len(configs) else None,
+        "samples": last_stage.get("samples", []) if len(stages) == len(configs) else [],
         "peak_bytes": highest["peak_bytes"] if highest else None,
         "peak_bytes_by_moment": highest.get("peak_bytes_by_moment") if highest else None,
-        "tokens_per_s": round(sum(one["tokens_per_s"] * one["wall_s"] for one in stages) / wall, 2) if wall else 0,
+        "tokens_per_s": round(sum(summary["tokens_per_s"] * summary["wall_s"] for summary in stages) / wall_s, 2) if wall_s else 0,
         "steps": sum(stage["steps"] for stage in stages),
-        "engine_proof": last.get("engine_proof"),
-        "evaluations": [{"stage": stage["name"], **one} for stage in stages for one in stage.get("evaluations", ())],
-        "model_path": last.get("model_path") if len(stages) == len(configs) else None,
+        "engine_proof": last_stage.get("engine_proof"),
+        "evaluations": [{"stage": stage["name"], **summary} for stage in stages for summary in stage.get("evaluations", ())],
+        "model_path": last_stage.get("model_path") if len(stages) == len(configs) else None,
         "stages": [
             {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
         ],
     }
 
 
-def _evaluated_on(config: RunConfig) -> tuple[Any, ...]:
+def _eval_data(config: RunConfig) -> tuple[Any, ...]:
     data = config.data
-    held = [(source.path, source.val_path) for source in data.sources]
-    return data.test_path, data.val_path, data.val_fraction, data.train_path if data.val_fraction else "", held
+    source_paths = [(source.path, source.val_path) for source in data.sources]
+    return data.test_path, data.val_path, data.val_fraction, data.train_path if data.val_fraction else "", source_paths

@@ -20,145 +20,146 @@ from sft_play.training.ranks import distributed, engines
 logger = logging.getLogger(__name__)
 
 # Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half.
-SCALINGS_IN_A_ROW = 17
+MAX_SCALING_SKIPS = 17
 # Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
 # bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
-SKIPS_IN_A_ROW = 5
+MAX_SKIPPED_STEPS = 5
 
 
-class FiniteSteps(TrainerCallback):
+class NonFiniteStepGuard(TrainerCallback):
     """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
     nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
     loss scaling, which is how fp16 finds its scale; where it leaves out one after the other, there is none."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
-        self._in_a_row = 0
-        self.skipped = 0
+        self._consecutive_skips = 0
+        self.skipped_steps = 0
         """Steps that were left out since this process started."""
-        self.left_out = 0
+        self.steps_without_loss = 0
         """Steps since the last log whose loss was not finite, and is not in the logged mean."""
-        self._loss_before: torch.Tensor | float = 0.0
-        self._logged_step = 0
-        self._real_step: Any = None
+        self._loss_at_step_start: torch.Tensor | float = 0.0
+        self._last_logged_step = 0
+        self._optimizer_step: Any = None
         """The optimizer's own, while a step is left out."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note the sum of losses before this step."""
-        self._loss_before, self._logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
+        self._loss_at_step_start, self._last_logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
 
-    def judge(self, norm: Any) -> None:
+    def check_step(self, norm: Any) -> None:
         """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
         ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
         trainer = self._trainer
-        norm, loss = _read(norm, trainer._tr_loss)
+        norm, loss = _read_numbers(norm, trainer._tr_loss)
         if trainer.args.fp16:
-            self._count_scaling(norm)
+            self._count_scaling_skip(norm)
             return
-        fault = distributed.highest(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
-        was_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
+        fault_level = distributed.highest(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
+        was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
-            self._leave_out(trainer.optimizer, bool(fault))
-        if not fault:
-            self._in_a_row = 0
+            self._set_skip(trainer.optimizer, bool(fault_level))
+        if not fault_level:
+            self._consecutive_skips = 0
             return
-        self._in_a_row += 1
-        self.skipped += 1
-        if fault == 2:
-            trainer._tr_loss.copy_(self._loss_before)
-            self.left_out += 1
-        what = f"the loss is {_value(loss)}" if fault == 2 else f"the gradient norm is {_value(norm)}"
-        self._decide(what, was_taken=was_taken)
+        self._consecutive_skips += 1
+        self.skipped_steps += 1
+        if fault_level == 2:
+            trainer._tr_loss.copy_(self._loss_at_step_start)
+            self.steps_without_loss += 1
+        problem = f"the loss is {_format_value(loss)}" if fault_level == 2 else f"the gradient norm is {_format_value(norm)}"
+        self._stop_or_skip(problem, was_step_taken=was_step_taken)
 
-    def _count_scaling(self, norm: float | None) -> None:
-        trainer, is_left_out = self._trainer, norm is not None and not math.isfinite(norm)
+    def _count_scaling_skip(self, norm: float | None) -> None:
+        trainer, is_skipped = self._trainer, norm is not None and not math.isfinite(norm)
         if trainer.is_deepspeed_enabled:
-            is_left_out = trainer.optimizer.step_was_skipped
-        if not distributed.any_rank(is_left_out):
-            self._in_a_row = 0
+            is_skipped = trainer.optimizer.step_was_skipped
+        if not distributed.any_rank(is_skipped):
+            self._consecutive_skips = 0
             return
-        self._in_a_row += 1
+        self._consecutive_skips += 1
         step = trainer.state.global_step + 1
-        if self._in_a_row >= SCALINGS_IN_A_ROW:
-            raise TrainingError(f"step {step}: this step and the {self._in_a_row - 1} before it were skipped, because "
-                                f"gradients are not finite at any loss scale: {fp16_fault(trainer.model)}")  # fmt: skip
+        if self._consecutive_skips >= MAX_SCALING_SKIPS:
+            raise TrainingError(f"step {step}: this step and the {self._consecutive_skips - 1} before it were skipped, "
+                                "because gradients are not finite at any loss scale: "
+                                f"{describe_fp16_overflow(trainer.model)}")  # fmt: skip
         logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale", step)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """The optimizer can step again."""
-        if self._real_step is not None:
-            self._trainer.optimizer.step, self._real_step = self._real_step, None
+        if self._optimizer_step is not None:
+            self._trainer.optimizer.step, self._optimizer_step = self._optimizer_step, None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raises TrainingError for a run, shorter than the limit, in which every step was left out."""
-        if self._in_a_row and self._in_a_row == state.global_step == state.max_steps:
-            why = f": {fp16_fault(self._trainer.model)}" if self._trainer.args.fp16 else ""
-            raise TrainingError(f"all {self._in_a_row} steps had values that are not finite: nothing was learned{why}")
+        if self._consecutive_skips and self._consecutive_skips == state.global_step == state.max_steps:
+            reason = f": {describe_fp16_overflow(self._trainer.model)}" if self._trainer.args.fp16 else ""
+            raise TrainingError(f"all {self._consecutive_skips} steps had values that are not finite: nothing was learned{reason}")
 
-    def with_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
+    def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
         """Logs whose loss is the mean of the steps that were not left out; without a loss where all were."""
-        steps, left_out = self._trainer.state.global_step - self._logged_step, self.left_out
-        self.left_out = 0
-        if not left_out:
+        steps, skipped = self._trainer.state.global_step - self._last_logged_step, self.steps_without_loss
+        self.steps_without_loss = 0
+        if not skipped:
             return logs
-        if steps > left_out:
-            return {**logs, "loss": logs["loss"] * steps / (steps - left_out)}
+        if steps > skipped:
+            return {**logs, "loss": logs["loss"] * steps / (steps - skipped)}
         return {name: value for name, value in logs.items() if name != "loss"}
 
-    def _leave_out(self, optimizer: Any, leave_out: bool) -> None:
+    def _set_skip(self, optimizer: Any, should_skip: bool) -> None:
         """Said too to whoever asks whether the step was skipped: the Trainer, before it moves the learning rate."""
-        if leave_out:
-            self._real_step, optimizer.step = optimizer.step, lambda *_, **__: None
-        optimizer._is_overflow = leave_out
-        if self._trainer.accelerator.optimizer_step_was_skipped != leave_out:
+        if should_skip:
+            self._optimizer_step, optimizer.step = optimizer.step, lambda *_, **__: None
+        optimizer._is_overflow = should_skip
+        if self._trainer.accelerator.optimizer_step_was_skipped != should_skip:
             raise BackendError("this version of accelerate keeps elsewhere whether a step was skipped; install that of "
                                "requirements.lock (make setup)")  # fmt: skip
 
-    def _decide(self, what: str, *, was_taken: bool) -> None:
+    def _stop_or_skip(self, problem: str, *, was_step_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
-        end = f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a "
-        end += "new run with a lower train.learning_rate"
-        if was_taken:  # bf16.check_grad_overflow: false
-            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {end}")
+        advice = f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a "
+        advice += "new run with a lower train.learning_rate"
+        if was_step_taken:  # bf16.check_grad_overflow: false
+            raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")
         if self._on_nan == "stop":
-            raise TrainingError(f"step {step}: {what}, so the step was not taken: nothing was changed. A resumed run "
-                                f"leaves such steps out with SET='train.on_nan=skip'; {end}")  # fmt: skip
-        if self._in_a_row >= SKIPS_IN_A_ROW:
-            raise TrainingError(f"step {step}: {what}, and the {self._in_a_row - 1} steps before it were skipped for "
-                                f"the same; {end}")  # fmt: skip
+            raise TrainingError(f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed "
+                                f"run leaves such steps out with SET='train.on_nan=skip'; {advice}")  # fmt: skip
+        if self._consecutive_skips >= MAX_SKIPPED_STEPS:
+            raise TrainingError(f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it were "
+                                f"skipped for the same; {advice}")  # fmt: skip
         if distributed.is_first():
-            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, what)
+            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, problem)
 
 
-def fp16_fault(model: Any) -> str:
+def describe_fp16_overflow(model: Any) -> str:
     """What a model that leaves fp16's range is, and the ways out."""
-    text = model.config.get_text_config()
-    eager = getattr(text, "_attn_implementation", None) == "eager"
-    dropout = getattr(text, "attention_dropout", None) or 0.0
-    return format_fp16_fault(text.model_type, find_fp16_overflow(text.model_type, is_eager=eager, attention_dropout=dropout))
+    text_config = model.config.get_text_config()
+    is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
+    dropout = getattr(text_config, "attention_dropout", None) or 0.0
+    return format_fp16_fault(text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout))
 
 
-def _read(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:
+def _read_numbers(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:
     """A norm and a loss as numbers, for which the device is waited for once; DeepSpeed's norm is a number, or None."""
     if not isinstance(norm, torch.Tensor):
         return norm, loss.item()
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    both: list[float] = torch.stack([whole.to(loss.device).float(), loss.float()]).tolist()
-    return both[0], both[1]
+    full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    values: list[float] = torch.stack([full_norm.to(loss.device).float(), loss.float()]).tolist()
+    return values[0], values[1]
 
 
-def _value(number: float | None) -> str:
-    return "not finite on another rank" if number is None or math.isfinite(number) else str(number)
+def _format_value(value: float | None) -> str:
+    return "not finite on another rank" if value is None or math.isfinite(value) else str(value)
 
 
 def require_finite(trainer: Any) -> None:
     """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
-    bad = next((name for name, tensor in _trained(trainer) if not is_finite(tensor)), None)
-    found = next((name for name in distributed.of_all(bad) if name), None)
-    if found is not None:
+    local_name = next((name for name, tensor in _trained_tensors(trainer) if not is_finite(tensor)), None)
+    faulty_name = next((name for name in distributed.of_all(local_name) if name), None)
+    if faulty_name is not None:
         raise TrainingError(
-            f"step {trainer.state.global_step}: {found} has values that are not finite, so no checkpoint is written; "
-            f"{checkpoints.resume_note(Path(trainer.args.output_dir))}"
+            f"step {trainer.state.global_step}: {faulty_name} has values that are not finite, so no checkpoint is "
+            f"written; {checkpoints.resume_note(Path(trainer.args.output_dir))}"
         )
 
 
@@ -167,7 +168,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 
-def _trained(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     wrapped = trainer.model_wrapped
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:

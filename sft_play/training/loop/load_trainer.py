@@ -19,7 +19,7 @@ from sft_play.training.class_checks.kernels import activate_kernels
 from sft_play.training.class_checks.proof import verify_varlen_kernel
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.rows import SOURCES
+from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import configured_stops, stop_ids
@@ -35,17 +35,17 @@ from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
-    job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, *, begins_from: Path | None, in_parts: bool
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: Watch, *, begins_from: Path | None, saves_shards: bool
 ) -> PlannedLoop:
     """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
-    continues; None: the model's own. `in_parts`: every rank writes its own part of a checkpoint."""
+    continues; None: the model's own. `saves_shards`: every rank writes its own part of a checkpoint."""
     config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
     arguments = training_arguments(
         config,
         plan,
         job.folder,
         has_eval=prepared.splits.val is not None,
-        engine=engines.engine_arguments(
+        engine_options=engines.engine_arguments(
             plan,
             config,
             layer_class=model_spec.layer_class,
@@ -55,42 +55,42 @@ def load_trainer(
     )
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
     context_parallel.join_context_parallel_group(plan.choice.layout, arguments.device)
-    model, source = _model(job, model_spec, begins_from)
+    model, source = _load_model(job, model_spec, begins_from)
     set_backbone_prefix(model)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
-    taken = activate_kernels(model, config, plan, device=arguments.device)
+    active_kernels = activate_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     verify_varlen_kernel(model_spec, plan, device=arguments.device)
     sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
-    stops: Sequence[int] = ()
+    stop_tokens: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
-        stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
-    trainer = trainer_of(
-        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=model_spec.peft_config,
-        stop_ids=stops, in_parts=in_parts,
+        stop_tokens = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
+    trainer = build_run_trainer(
+        job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=model_spec.peft_config,
+        stop_ids=stop_tokens, saves_shards=saves_shards,
     )  # fmt: skip
-    trainer.kernels = taken
+    trainer.kernels = active_kernels
     if begins_from is not None and prepared.trains_adapter:
         load_adapter_weights(trainer.model, begins_from)
     elif prepared.trains_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
-        read = partial(_base_weights, config, plan.precision, model_spec, source)
+        read_weights = partial(_base_weights, config, plan.precision, model_spec, source)
         adapter_start.initialize_adapters(
-            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, read_base_weights=read
+            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, read_base_weights=read_weights
         )
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
     trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
-    widens = plan.precision.compute != "float32"
+    needs_fp32_masters = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
         mesh = trainer.accelerator.torch_device_mesh["tp"]
-        tensor_parallel.divide_model(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, fp32_master_weights=widens)
+        tensor_parallel.divide_model(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, fp32_master_weights=needs_fp32_masters)
     if source is not None:
-        in_fp32 = widens and config.tuning.mode != "qlora"
+        in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
         fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
     if prepared.trains_adapter:
-        is_late = plan.choice.layout.is_fsdp and source is None
-        adapter_start.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_late)
+        is_sharded_later = plan.choice.layout.is_fsdp and source is None
+        adapter_start.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later)
     return trainer
 
 
@@ -102,11 +102,11 @@ def _base_weights(
     return dict(read_model(config, precision, model_spec).named_parameters(remove_duplicate=False))
 
 
-def trainer_of(
+def build_run_trainer(
     job: RunJob,
     prepared: Prepared,
     eval_set: EvalSet,
-    watch: Watch,
+    monitors: Watch,
     *,
     arguments: Any,
     model: Any,
@@ -122,25 +122,25 @@ def trainer_of(
         arguments=arguments,
         model=model,
         tokenizer=prepared.tokenizer.tokenizer,
-        train=splits.train,
+        train_split=splits.train,
         sources=splits.sources,
-        evaluation=splits.val,
+        eval_split=splits.val,
         questions=eval_set.asked_while_training,
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
-        masks=prepared.model_spec.uses_masks,
-        beat=watch.beat,
+        adds_masks=prepared.model_spec.uses_masks,
+        heartbeat=monitors.beat,
         monitor=Monitor(
             plan,
             copies=plan.choice.layout.tensor_parallel,
-            sources=splits.sources.names if splits.sources else SOURCES,
-            peaks=watch.memory.peaks,
+            sources=splits.sources.names if splits.sources else DEFAULT_SOURCES,
+            peaks=monitors.memory.peaks,
         ),
         **options,
     )
 
 
-def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.SourceWeights | None]:
+def _load_model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

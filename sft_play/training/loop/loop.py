@@ -32,22 +32,22 @@ from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.class_checks.compiling import CompileMonitor
 from sft_play.training.class_checks.kernels import ActiveKernels
-from sft_play.training.loop.collate import COUNTS, Collator, parts_of
-from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums, evaluations_without_a_better
+from sft_play.training.loop.collate import COUNT_KEYS, Collator, split_batch
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreLoggingSums, read_early_stopping_counter
 from sft_play.training.loop.memory import TRAINING, StepMemory
-from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
+from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
 from sft_play.training.loop.rows import (
     EpochOrder,
+    SetEpochCallback,
     StepBatches,
-    TellEpoch,
     TrainingRows,
-    evened,
-    filled,
-    lengths_of,
-    longest_first,
+    balanced_batch_size,
+    longest_first_order,
+    pad_to_multiple,
+    row_lengths,
     trained_tokens,
 )
-from sft_play.training.loop.upstream import require_known
+from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.exact_match import Answer, Question, answers
 from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.model import context_parallel, sdpa, varlen
@@ -79,7 +79,7 @@ class PlannedLoop(CheckpointedLoop):
     """What the model computes norms, gated activations and rotations with."""
     compiler: CompileMonitor | None = None
     """Of compiled blocks; None for plain ones."""
-    passes_reduced_together = 1
+    micro_steps_per_reduction = 1
     """Passes after which ranks reduce gradients, where the Trainer would after each."""
 
     def __init__(
@@ -91,60 +91,60 @@ class PlannedLoop(CheckpointedLoop):
         max_new_tokens: int = 0,
         patience: int | None = None,
         packs: Packs | None = None,
-        grouped: bool = True,
-        by_source: bool = False,
-        masks: bool = True,
+        sorts_by_length: bool = True,
+        adds_sources: bool = False,
+        adds_masks: bool = True,
         mix: Mix | None = None,
         evaluates_blocks: bool = False,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `grouped`: the rows of a step are sorted by length; `by_source`:
-        report the loss of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of
-        each; `evaluates_blocks`: held-out rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the
-        others'. The other options are those of `CheckpointedLoop` and the Trainer."""
-        require_known(self.upstream)
+        """`packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by length;
+        `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`:
+        what an epoch has of each; `evaluates_blocks`: held-out rows have one length; `loraplus_lr_ratio`: lora_B's
+        learning rate over the others'. The other options are those of `CheckpointedLoop` and the Trainer."""
+        require_upstream_names(self.upstream)
         self.plan, self._layout = plan, plan.choice.layout
         self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
-        self._early = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
+        self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
         self._evaluates_blocks = evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
-        self._logged_step = 0
-        self._eval_head: torch.Tensor | None = None
-        self._eval_sources: torch.Tensor | None = None
+        self._last_logged_step = 0
+        self._eval_head_sums: torch.Tensor | None = None
+        self._eval_source_sums: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        self._passes, self._pass = 1, 0
+        self._micro_steps, self._micro_step = 1, 0
         self._slots: list[Any] = []
-        self._eval_rows: int | None = None
-        self._evaluating: Waiting | None = None
+        self._max_eval_rows: int | None = None
+        self._eval_progress: Waiting | None = None
         super().__init__(**options)
-        self._set_rows(options["train_dataset"], packs, grouped=grouped, mix=mix, by_source=by_source, masks=masks)
+        self._set_rows(options["train_dataset"], packs, sorts_by_length=sorts_by_length, mix=mix, adds_sources=adds_sources, adds_masks=adds_masks)
 
-    def _set_rows(self, rows: Any, packs: Packs | None, *, grouped: bool, mix: Mix | None, **options: Any) -> None:
+    def _set_rows(self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: Mix | None, **options: Any) -> None:
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
-        cut = plan.micro_batches
-        if not cut.padded and attention != varlen.VARLEN_ATTENTION:  # the class was measured, and needs a mask
-            cut = MicroBatches(cut.rows)
-        lengths = lengths_of(rows) if packs is None else packs.tokens
+        micro_batches = plan.micro_batches
+        if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:  # the class was measured, and needs a mask
+            micro_batches = MicroBatches(micro_batches.rows)
+        lengths = row_lengths(rows) if packs is None else packs.tokens
         window = plan.batch.effective_batch
-        self.order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=window, mix=mix
+        self.epoch_order = EpochOrder(
+            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, window=window, mix=mix
         )
-        place, part = divmod(distributed.batch_rank(self._layout), self._layout.context_parallel)
+        data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), self._layout.context_parallel)
         ranks = self._layout.data_parallel
-        self._batches = StepBatches(self.order, lengths, cut, window=window, rank=place, ranks=ranks)
-        self.step_memory = StepMemory(self, cut)
-        self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not cut.padded)
+        self._step_batches = StepBatches(self.epoch_order, lengths, micro_batches, window=window, rank=data_parallel_rank, ranks=ranks)
+        self.step_memory = StepMemory(self, micro_batches)
+        self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            flat=not cut.padded
+            flat=not micro_batches.padded
             or (packs is not None and ("flash" in attention or attention == varlen.VARLEN_ATTENTION)),
-            tells_lengths=varlen.needs_chat_lengths(attention),
-            row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
-            part=part, parts=self._layout.context_parallel, **options,
+            adds_chat_lengths=varlen.needs_chat_lengths(attention),
+            min_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
+            context_parallel_rank=context_parallel_rank, context_parallel_size=self._layout.context_parallel, **options,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class PlannedLoop(CheckpointedLoop):
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
-            batch_sampler=self._batches,
+            batch_sampler=self._step_batches,
             collate_fn=self.data_collator,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -166,27 +166,27 @@ class PlannedLoop(CheckpointedLoop):
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
         )  # fmt: skip
-        return _ending_with_me(prepared)
+        return _end_workers_with_parent(prepared)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first; worker processes end with this one."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        order = longest_first(dataset, batch=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
+        order = longest_first_order(dataset, batch_size=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
         # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
-        return _ending_with_me(super().get_eval_dataloader(dataset.select(order)))
+        return _end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
         with self._monitor.part("data"):
             self._slots = batches = list(itertools.islice(epoch_iterator, num_batches))
-            full = [batch for batch in batches if batch]
-            self._passes, self._pass = len(full), 0
+            filled_batches = [batch for batch in batches if batch]
+            self._micro_steps, self._micro_step = len(filled_batches), 0
             if self.step_memory.has_halved:  # cut anew: all in the last slot
-                full = self.step_memory.batches()
-                batches[:] = [*({} for _ in batches[1:]), full]
+                filled_batches = self.step_memory.collate_step()
+                batches[:] = [*({} for _ in batches[1:]), filled_batches]
             # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
-            _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
-        return batches, trained
+            _, token_count = super().get_batch_samples(iter(filled_batches), len(filled_batches), *args, **options)
+        return batches, token_count
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """None are counted: the Trainer would walk all modules for each batch."""
@@ -201,22 +201,22 @@ class PlannedLoop(CheckpointedLoop):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
         # the longest rows are tried before the monitor begins to measure
-        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self.step_memory]
-        callbacks += [self._monitor, self.finite]
+        callbacks: list[TrainerCallback] = [SetEpochCallback(self), _SeedByRank(self._layout), self.step_memory]
+        callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
-        if self._early is not None:
-            callbacks.append(self._early)
+        if self._early_stopping is not None:
+            callbacks.append(self._early_stopping)
         if checkpoint:
-            if self._early is not None:
-                self._early.early_stopping_patience_counter = evaluations_without_a_better(Path(checkpoint))
-            callbacks.append(RestoreSums(self, Path(checkpoint)))
+            if self._early_stopping is not None:
+                self._early_stopping.early_stopping_patience_counter = read_early_stopping_counter(Path(checkpoint))
+            callbacks.append(RestoreLoggingSums(self, Path(checkpoint)))
         if self.compiler is not None:
             self.compiler.on_compiled.append(self._monitor.wait)
             callbacks.append(self.compiler)
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            with self._saved_at_the_end():
+            with self._finish_saving_at_end():
                 if not checkpoint:
                     return super().train(*args, **options)
                 with forbid_pickled_code(Path(checkpoint)), universal.readable_checkpoint(self, Path(checkpoint)) as path:
@@ -232,102 +232,102 @@ class PlannedLoop(CheckpointedLoop):
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
         if self._loraplus_lr_ratio != 1 and is_new:
-            fast = faster_by_name(self.model if model is None else model)
-            groups = [part for group in groups for part in split_by_rate(group, fast, ratio=self._loraplus_lr_ratio)]
+            fast_ids = loraplus_parameter_ids(self.model if model is None else model)
+            groups = [split_group for group in groups for split_group in split_loraplus_group(group, fast_ids, ratio=self._loraplus_lr_ratio)]
         optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # resumed after its last step the Trainer would train one more: it looks only after each
-        early = self._early
-        ended = early is not None and early.early_stopping_patience_counter >= early.early_stopping_patience
-        if ended or self.state.global_step >= self.state.max_steps:
+        early_stopping = self._early_stopping
+        has_stopped_early = early_stopping is not None and early_stopping.early_stopping_patience_counter >= early_stopping.early_stopping_patience
+        if has_stopped_early or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass, or those of a list of batches; the sum of their losses. An empty batch takes
-        none. Where memory runs out, all passes of the step are repeated with smaller ones."""
-        self.beat.note(self.state.global_step + 1, TRAINING)
+        none. Where memory runs out, all micro-steps of the step are repeated with smaller ones."""
+        self.heartbeat.note(self.state.global_step + 1, TRAINING)
         if not inputs:
             # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
             # empty ones first
             return torch.zeros((), device=self.args.device)
 
-        def compute(is_again: bool) -> Any:
-            batches = self.step_memory.batches() if is_again else inputs if isinstance(inputs, list) else [inputs]
-            *before, last = batches
-            for batch in before:
-                self._tr_loss += self._train_pass(model, batch, *args, **options)
-            return self._train_pass(model, last, *args, **options)
+        def compute(is_retry: bool) -> Any:
+            batches = self.step_memory.collate_step() if is_retry else inputs if isinstance(inputs, list) else [inputs]
+            *earlier_batches, last_batch = batches
+            for batch in earlier_batches:
+                self._tr_loss += self._train_micro_step(model, batch, *args, **options)
+            return self._train_micro_step(model, last_batch, *args, **options)
 
-        return self.step_memory.repeated(compute)
+        return self.step_memory.run_with_retry(compute)
 
-    def _train_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    def _train_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
-        self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
+        self.current_gradient_accumulation_steps = self._micro_steps  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
-        self._pass += 1
-        waits = self._pass % self.passes_reduced_together and self._pass < self._passes
-        together = self.accelerator.no_sync(model) if waits else contextlib.nullcontext()
-        with self._monitor.part("forward_backward"), together:
-            loss = self.compute_pass(model, inputs, *args, **options)
-        in_step = args[0] if args else options.get("num_items_in_batch")
-        if in_step is not None:
+        self._micro_step += 1
+        defers_reduction = self._micro_step % self.micro_steps_per_reduction and self._micro_step < self._micro_steps
+        reduction_context = self.accelerator.no_sync(model) if defers_reduction else contextlib.nullcontext()
+        with self._monitor.part("forward_backward"), reduction_context:
+            loss = self.compute_micro_step(model, inputs, *args, **options)
+        step_tokens = args[0] if args else options.get("num_items_in_batch")
+        if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel
-            self._monitor.lost(loss, in_step=in_step, ranks=ranks)
+            self._monitor.lost(loss, in_step=step_tokens, ranks=ranks)
         return loss
 
-    def compute_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """A forward and backward pass that is not counted."""
-        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
+        inputs = {name: value for name, value in inputs.items() if name not in COUNT_KEYS}  # no model takes them
         return super().training_step(model, inputs, *args, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # overridden since no callback is told the norm, or could keep the optimizer from stepping
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.finite.judge(norm)
+        self.non_finite_guard.check_step(norm)
         return norm
 
-    def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+    def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         if self.model.training:
             self._monitor.scored(head, sources)
             return
-        self._eval_head = head if self._eval_head is None else self._eval_head + head
+        self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
         if sources is not None:
-            self._eval_sources = sources if self._eval_sources is None else self._eval_sources + sources
+            self._eval_source_sums = sources if self._eval_source_sums is None else self._eval_source_sums + sources
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
-            logs = self.finite.with_mean_loss(logs)
-            logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
-            self._logged_step = self.state.global_step
+            logs = self.non_finite_guard.correct_mean_loss(logs)
+            logs |= self._monitor.take(steps=self.state.global_step - self._last_logged_step, device=self.args.device)
+            self._last_logged_step = self.state.global_step
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
-        if prefix is not None and self._eval_head is not None:
-            logs |= self._eval_figures(self._eval_head, prefix=prefix)
+        if prefix is not None and self._eval_head_sums is not None:
+            logs |= self._eval_metrics(self._eval_head_sums, prefix=prefix)
         if "train_loss" in logs:
             # to the means logged so far the Trainer has added this rank's own sum since the last log, and divided by
             # the steps of this process (transformers 5.23), or by all steps of the run (older versions)
-            of_all = self._total_loss_scalar + self._mean_loss_sum() - self._tr_loss.item()
-            logs["train_loss"] = of_all / max(1, self.state.global_step)
+            total_loss = self._total_loss_scalar + self._mean_loss_sum() - self._tr_loss.item()
+            logs["train_loss"] = total_loss / max(1, self.state.global_step)
         super().log(logs, start_time)
 
-    def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
-        of_sources = [] if self._eval_sources is None else [self._eval_sources.flatten()]
-        ranks = distributed.gathered_numbers(torch.cat([head, seen, *of_sources]))
+    def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
+        tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
+        source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
+        ranks = distributed.gathered_numbers(torch.cat([head, tokens_seen, *source_sums]))
         width = len(head)
         figures = head_figures([rank[:width] for rank in ranks], prefix=prefix)
-        if of_sources:
+        if source_sums:
             figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
-        counted = ranks[:: self._layout.tensor_parallel]
-        self._eval_head = self._eval_sources = None
-        seen_now = sum(rank[width] for rank in counted)
-        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
+        counted_ranks = ranks[:: self._layout.tensor_parallel]
+        self._eval_head_sums = self._eval_source_sums = None
+        tokens_seen_by_all = sum(rank[width] for rank in counted_ranks)
+        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + tokens_seen_by_all}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -337,23 +337,23 @@ class PlannedLoop(CheckpointedLoop):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
-        self.beat.note(self.state.global_step, "evaluating")
+        self.heartbeat.note(self.state.global_step, "evaluating")
         rows = len(inputs["labels"])
-        if self._eval_rows is not None and rows > self._eval_rows:
-            parts = parts_of(inputs, self._eval_rows)
+        if self._max_eval_rows is not None and rows > self._max_eval_rows:
+            smaller_batches = split_batch(inputs, self._max_eval_rows)
             # each part's loss counts for as many rows as it has
-            losses = [self.prediction_step(model, one, *args, **options)[0] * len(one["labels"]) for one in parts]
+            losses = [self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"]) for batch in smaller_batches]
             return torch.stack(losses).sum() / rows, None, None
-        step = super().prediction_step
-        found = self.step_memory.tried(lambda: step(model, inputs, *args, **options), rows)
-        if found is not None:
-            if self._evaluating is not None:  # all ranks evaluate as many
-                self._evaluating.add(rows * self._layout.data_parallel)
-            return self._weighted(found[0], inputs), *found[1:]
-        self._eval_rows = rows // 2
+        predict = super().prediction_step
+        result = self.step_memory.try_batch(lambda: predict(model, inputs, *args, **options), rows)
+        if result is not None:
+            if self._eval_progress is not None:  # all ranks evaluate as many
+                self._eval_progress.add(rows * self._layout.data_parallel)
+            return self._weight_loss(result[0], inputs), *result[1:]
+        self._max_eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)
 
-    def _weighted(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
+    def _weight_loss(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
         if loss is not None:
             # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
@@ -369,46 +369,46 @@ class PlannedLoop(CheckpointedLoop):
         generated answers; every row counts once. The random state is restored, so that evaluating changes no number of
         the training."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        most = self.args.per_device_eval_batch_size
+        configured_batch_size = self.args.per_device_eval_batch_size
         ranks = self.args.world_size
-        batch = evened(len(dataset), most=most, ranks=ranks)
+        batch_size = balanced_batch_size(len(dataset), max_size=configured_batch_size, ranks=ranks)
         # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
-        dataset = filled(dataset, unit=batch * ranks if ranks > 1 else 1)
+        dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
-        self._eval_head = self._eval_sources = None
+        self._eval_head_sums = self._eval_source_sums = None
         # compiled blocks would be compiled once more for passes without gradients
-        plain = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
+        eager_context = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
-        kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
+        attention_context = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         prefix = str(options.get("metric_key_prefix", "eval"))
-        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation", label=prefix), plain, kernel:
+        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation", label=prefix), eager_context, attention_context:
             # the Trainer has no argument for the batch size of one evaluation
-            self.args.per_device_eval_batch_size = batch
+            self.args.per_device_eval_batch_size = batch_size
             try:
-                with waiting("Evaluating", unit="rows", total=lambda: len(dataset)) as self._evaluating:
+                with waiting("Evaluating", unit="rows", total=lambda: len(dataset)) as self._eval_progress:
                     metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
             finally:
-                self.args.per_device_eval_batch_size = most
-            asked = self._questions if questions is None else questions
-            if asked:
-                metrics |= self._exact_match(asked, prefix=prefix)
+                self.args.per_device_eval_batch_size = configured_batch_size
+            active_questions = self._questions if questions is None else questions
+            if active_questions:
+                metrics |= self._measure_exact_match(active_questions, prefix=prefix)
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
-            match = metrics.get("eval_exact_match")
-            of_answers = "" if match is None else f", exact match {match:.1%} of {len(asked):,} rows"
-            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], of_answers)
+            exact_match = metrics.get("eval_exact_match")
+            exact_match_note = "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
+            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note)
         return metrics
 
-    def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
+    def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with (
             context_parallel.full_rows_attention(self.model),
             self._monitor.generating(),
-            waiting("Generating answers", unit="answers", total=lambda: len(asked)) as progress,
+            waiting("Generating answers", unit="answers", total=lambda: len(questions)) as progress,
         ):
             self.last_answers = answers(
-                self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
-                most_tokens=self.plan.answer_tokens, tried=self.step_memory.tried, done=progress.add,
-                began=lambda: self.beat.note(self.state.global_step, "generating answers"),
+                self.model, self.processing_class, questions, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
+                most_tokens=self.plan.answer_tokens, tried=self.step_memory.try_batch, done=progress.add,
+                began=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
@@ -419,17 +419,17 @@ class PlannedLoop(CheckpointedLoop):
         """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
 
 
-def _ending_with_me(batches: Any) -> Any:
+def _end_workers_with_parent(dataloader: Any) -> Any:
     """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
-    loader = getattr(batches, "base_dataloader", batches)  # accelerate's wraps the one that starts them
+    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's wraps the one that starts them
     if loader.num_workers:
-        loader.worker_init_fn = functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn)
+        loader.worker_init_fn = functools.partial(_init_worker, os.getpid(), loader.worker_init_fn)
         if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
             loader.multiprocessing_context = "fork"
-    return batches
+    return dataloader
 
 
-def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
-    leave_with(parent, signal.SIGKILL)
-    if then is not None:
-        then(worker)
+def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    leave_with(parent_pid, signal.SIGKILL)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)

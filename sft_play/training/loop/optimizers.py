@@ -15,20 +15,20 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
-_IS_MATRICES = "is_muon"
+_IS_MUON_KEY = "is_muon"
 # fp32 has 16 bits more than bf16.
-_DISCARDED = 1 << 16
+_ROUNDING_RANGE = 1 << 16
 # Key in the first group's options, which are saved with the optimizer: how many steps were rounded.
-STEPS = "rounded_steps"
+ROUNDED_STEPS_KEY = "rounded_steps"
 # More than there are steps or tensors, so that no two tensors of a run share their noise.
-_PRIME = 1_000_003
+_NOISE_STRIDE = 1_000_003
 
 
-def matrices_of(model: Any) -> frozenset[nn.Parameter]:
+def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
     """The parameters that Muon steps: matrices, but for those of embeddings and of the output head."""
     head = model.get_output_embeddings()
-    tables = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)} | {getattr(head, "weight", None)}
-    return frozenset(one for one in model.parameters() if one.requires_grad and one.dim() == 2 and one not in tables)
+    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} | {getattr(head, "weight", None)}
+    return frozenset(one for one in model.parameters() if one.requires_grad and one.dim() == 2 and one not in embedding_weights)
 
 
 class MuonWithAdamW(Optimizer):
@@ -37,17 +37,17 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
     ) -> None:
-        given = [group if isinstance(group, dict) else {"params": [group]} for group in params]
-        muon, rest = (
-            [{**group, "params": [one for one in group["params"] if (one in matrices) == wanted]} for group in given]
-            for wanted in (True, False)
+        param_groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        muon_groups, adamw_groups = (
+            [{**group, "params": [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]} for group in param_groups]
+            for is_muon in (True, False)
         )
-        muon, rest = ([group for group in part if group["params"]] for part in (muon, rest))
+        muon_groups, adamw_groups = ([group for group in optimizer if group["params"]] for optimizer in (muon_groups, adamw_groups))
         options = {"lr": lr, "weight_decay": weight_decay}
-        self._muon = Muon(muon, **options, adjust_lr_fn="match_rms_adamw") if muon else None
-        self._adamw = AdamW(rest, **options, **{"fused": True, **adamw}) if rest else None
+        self._muon = Muon(muon_groups, **options, adjust_lr_fn="match_rms_adamw") if muon_groups else None
+        self._adamw = AdamW(adamw_groups, **options, **{"fused": True, **adamw}) if adamw_groups else None
         groups = [
-            {**group, _IS_MATRICES: part is self._muon}
+            {**group, _IS_MUON_KEY: part is self._muon}
             for part in (self._muon, self._adamw)
             if part is not None
             for group in part.param_groups
@@ -58,38 +58,38 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both; `closure` is called once, before."""
         loss = closure() if closure is not None else None
-        for part in (self._muon, self._adamw):
-            if part is None:
+        for optimizer in (self._muon, self._adamw):
+            if optimizer is None:
                 continue
             # the groups of now, with their learning rates, and the states of this optimizer, which are what is saved
-            part.param_groups = [group for group in self.param_groups if group[_IS_MATRICES] == (part is self._muon)]
-            part.state = self.state
-            part.step()
+            optimizer.param_groups = [group for group in self.param_groups if group[_IS_MUON_KEY] == (optimizer is self._muon)]
+            optimizer.state = self.state
+            optimizer.step()
         return loss
 
 
-def faster_by_name(model: Any) -> frozenset[int]:
+def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
-    shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in model.named_parameters()}  # whole under ZeRO-3
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}  # whole under ZeRO-3
     return frozenset(id(one) for name, one in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
 
 
-def split_by_rate(group: dict[str, Any], fast: frozenset[int], *, ratio: float) -> Iterator[dict[str, Any]]:
+def split_loraplus_group(group: dict[str, Any], fast_ids: frozenset[int], *, ratio: float) -> Iterator[dict[str, Any]]:
     """A group of an optimizer as two: the parameters with its own rate, and those with `ratio` times as much."""
     for is_fast in (False, True):
-        params = [one for one in group["params"] if (id(one) in fast) == is_fast]
+        params = [parameter for parameter in group["params"] if (id(parameter) in fast_ids) == is_fast]
         yield {**group, "params": params, "lr": group["lr"] * (ratio if is_fast else 1.0)}
 
 
-def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """fp32 numbers [...], overwritten, as one of their two bf16 neighbours: the mean is the number."""
-    bits = exact.view(torch.int32)
-    noise = torch.randint(_DISCARDED, bits.shape, dtype=torch.int32, device=exact.device, generator=generator)
-    bits.add_(noise.masked_fill_(~torch.isfinite(exact), 0)).bitwise_and_(-_DISCARDED)
-    return exact.to(torch.bfloat16)
+    bits = values.view(torch.int32)
+    noise = torch.randint(_ROUNDING_RANGE, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    bits.add_(noise.masked_fill_(~torch.isfinite(values), 0)).bitwise_and_(-_ROUNDING_RANGE)
+    return values.to(torch.bfloat16)
 
 
-class _Rounding(Optimizer):
+class _StochasticRounding(Optimizer):
     """A mixin that lets an optimizer step one parameter after the other, bf16 ones as fp32 copies."""
 
     param_groups: list[dict[str, Any]]
@@ -101,20 +101,20 @@ class _Rounding(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
-        groups, number = self.param_groups, 0
-        groups[0][STEPS] = groups[0].get(STEPS, 0) + 1
+        groups, index = self.param_groups, 0
+        groups[0][ROUNDED_STEPS_KEY] = groups[0].get(ROUNDED_STEPS_KEY, 0) + 1
         try:
             for group in groups:
                 for parameter in group["params"]:
-                    number += 1
+                    index += 1
                     if parameter.grad is not None:
                         self.param_groups = [{**group, "params": [parameter]}]
-                        self._step_one(parameter, noise=(groups[0][STEPS], number))
+                        self._step_parameter(parameter, noise_key=(groups[0][ROUNDED_STEPS_KEY], index))
         finally:
             self.param_groups = groups
         return loss
 
-    def _step_one(self, parameter: nn.Parameter, noise: tuple[int, int]) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, noise_key: tuple[int, int]) -> None:
         if parameter.dtype != torch.bfloat16:
             super().step()
             return
@@ -131,22 +131,22 @@ class _Rounding(Optimizer):
             parameter.data = rounded
             parameter.grad = gradient
         generator = torch.Generator(rounded.device)
-        generator.manual_seed(((self._seed * _PRIME + noise[0]) * _PRIME + noise[1]) % 2**63)
+        generator.manual_seed(((self._seed * _NOISE_STRIDE + noise_key[0]) * _NOISE_STRIDE + noise_key[1]) % 2**63)
         rounded.copy_(round_stochastically(exact, generator))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as the library does, but keep the dtypes of the saved moments, which it casts to the weights' dtype."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for parameter, number in zip(parameters, numbers, strict=True):
-            for name, saved in state_dict["state"].get(number, {}).items():
-                held = self.state[parameter].get(name)
-                if isinstance(saved, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != saved.dtype:
-                    self.state[parameter][name] = saved.to(held.device, copy=True)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for parameter, number in zip(parameters, indices, strict=True):
+            for name, saved_value in state_dict["state"].get(number, {}).items():
+                current_value = self.state[parameter].get(name)
+                if isinstance(saved_value, torch.Tensor) and isinstance(current_value, torch.Tensor) and current_value.dtype != saved_value.dtype:
+                    self.state[parameter][name] = saved_value.to(current_value.device, copy=True)
 
 
-def rounding(kind: type[Optimizer]) -> type[Optimizer]:
+def stochastic_rounding_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding, with noise
     from `rounding_seed`, step and the tensor's number: the same on all ranks of DDP and in a resumed run."""
-    return type(f"Rounding{kind.__name__}", (_Rounding, kind), {})
+    return type(f"Rounding{optimizer_class.__name__}", (_StochasticRounding, optimizer_class), {})

@@ -25,13 +25,13 @@ from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.planner.micro_batches import MicroBatches
 
 # Number of a row whose loss is masked.
-FILLER = -1
+FILLER_INDEX = -1
 # Tokens of a masked row: the fewest with a position to predict.
 FILLER_TOKENS = 2
 # Names of the numbers in column `source`, unless the run names its own sources.
-SOURCES = ("chat", "text")
+DEFAULT_SOURCES = ("chat", "text")
 # Rows of a table that are read at once.
-_ROWS_AT_ONCE = 50_000
+_READ_BATCH_ROWS = 50_000
 
 _FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
 
@@ -43,75 +43,75 @@ def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
     columns: dict[str, list[Any]] = {
         "input_ids": [row.input_ids for row in rows],
         "labels": [row.labels for row in rows],
-        "source": [SOURCES.index(getattr(row, "source", SOURCES[0])) for row in rows],
+        "source": [DEFAULT_SOURCES.index(getattr(row, "source", DEFAULT_SOURCES[0])) for row in rows],
     }
     return Dataset.from_dict(columns, features=_FEATURES)
 
 
-def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
-    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+def _iter_columns(dataset: Dataset, column: str) -> Iterator[Any]:
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_READ_BATCH_ROWS):
         yield table[column]
 
 
-def lengths_of(dataset: Dataset) -> npt.NDArray[np.int64]:
+def row_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
     """Tokens of every row, in the order of the data set; no token is read."""
-    lengths = [pc.list_value_length(column).to_numpy() for column in _tables(dataset, "input_ids")]
+    lengths = [pc.list_value_length(column).to_numpy() for column in _iter_columns(dataset, "input_ids")]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, dtype=np.int64)
 
 
 def trained_tokens(dataset: Dataset) -> int:
     """Tokens that are trained; the first of a row is never predicted."""
     total = 0
-    for column in _tables(dataset, "labels"):
-        counts = np.asarray(_flat(column)) != IGNORED
+    for column in _iter_columns(dataset, "labels"):
+        is_trained = np.asarray(_flatten(column)) != IGNORED
         lengths = pc.list_value_length(column).to_numpy()
         # an empty row has no first token, and its start is that of the next row
         starts = (np.cumsum(lengths) - lengths)[lengths > 0]
-        total += int(counts.sum()) - int(counts[starts].sum())
+        total += int(is_trained.sum()) - int(is_trained[starts].sum())
     return total
 
 
-def _flat(column: Any) -> npt.NDArray[Any]:
+def _flatten(column: Any) -> npt.NDArray[Any]:
     flat = pc.list_flatten(column)
     assert isinstance(flat, pa.ChunkedArray)
     values: np.ndarray[Any, np.dtype[Any]] = flat.to_numpy()
     return values
 
 
-def filled(dataset: Dataset, *, unit: int) -> Dataset:
-    """The rows, followed by masked rows that make their number a multiple of `unit` (batch x ranks)."""
-    lacking = -len(dataset) % unit
-    if not lacking:
+def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
+    """The rows, followed by masked rows that make their number a multiple of `multiple` (batch x ranks)."""
+    missing = -len(dataset) % multiple
+    if not missing:
         return dataset
-    first = dataset[0]
-    tokens = (list(first["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
-    columns = {name: [value] * lacking for name, value in first.items()}
-    columns |= {"input_ids": [tokens] * lacking, "labels": [[IGNORED] * FILLER_TOKENS] * lacking}
+    first_row = dataset[0]
+    tokens = (list(first_row["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
+    columns = {name: [value] * missing for name, value in first_row.items()}
+    columns |= {"input_ids": [tokens] * missing, "labels": [[IGNORED] * FILLER_TOKENS] * missing}
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
 
 
-def evened(rows: int, *, most: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`."""
-    passes = max(1, -(-rows // (most * ranks)))
+def balanced_batch_size(rows: int, *, max_size: int, ranks: int) -> int:
+    """The smallest batch size with which `ranks` need as few passes over `rows` as with `max_size`."""
+    passes = max(1, -(-rows // (max_size * ranks)))
     return max(1, -(-rows // (passes * ranks)))
 
 
-def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
+def longest_first_order(dataset: Dataset, *, batch_size: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
     """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `copies` times
     in a row: ranks take turns, and each of a context-parallel group needs it."""
-    order = np.argsort(-lengths_of(dataset), kind="stable")
-    batches = np.split(order, range(batch, len(order), batch))
+    order = np.argsort(-row_lengths(dataset), kind="stable")
+    batches = np.split(order, range(batch_size, len(order), batch_size))
     return np.concatenate([np.tile(rows, copies) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row. A row is `input_ids`,
-    `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has `chat_lengths` (tokens of
-    each chat). No chat's first token has a label."""
+    """The training rows by number: rows of the data set or packs of them; FILLER_INDEX is a masked row. A row is
+    `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has `chat_lengths`
+    (tokens of each chat). No chat's first token has a label."""
 
     def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
         self._has_chats = packs is not None or joined
-        self._arrow = dataset.with_format("arrow")
+        self._arrow_dataset = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
         self._packs = packs
         self._count = len(dataset) if packs is None else len(packs)
@@ -119,51 +119,51 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """One row."""
-        return self.__getitems__([number])[0]
+        return self.__getitems__([index])[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
-        if not numbers:
+        if not indices:
             return []
-        parts = [self._indices(number) for number in numbers]
-        read = self._read(np.concatenate(parts))
-        ends = np.cumsum([len(part) for part in parts])
-        rows = [self._row(read, end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-        return [_masked(row) if number == FILLER else row for row, number in zip(rows, numbers, strict=True)]
+        row_indices = [self._row_indices(index) for index in indices]
+        columns = self._read_columns(np.concatenate(row_indices))
+        ends = np.cumsum([len(rows_of_item) for rows_of_item in row_indices])
+        rows = [self._slice_row(columns, end - len(part), end) for part, end in zip(row_indices, ends, strict=True)]
+        return [_masked_row(row) if number == FILLER_INDEX else row for row, number in zip(rows, indices, strict=True)]
 
-    def _indices(self, number: int) -> npt.NDArray[np.int64]:
-        if number == FILLER:
+    def _row_indices(self, index: int) -> npt.NDArray[np.int64]:
+        if index == FILLER_INDEX:
             return np.zeros(1, dtype=np.int64)
-        if not 0 <= number < self._count:
-            raise IndexError(number)
-        return np.array([number]) if self._packs is None else self._packs[number]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return np.array([index]) if self._packs is None else self._packs[index]
 
-    def _read(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+    def _read_columns(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
         """Tokens, labels and sources of rows, joined, and the start of each row (and the end of the last)."""
-        table = self._arrow[indices.tolist()]
+        table = self._arrow_dataset[indices.tolist()]
         lengths = pc.list_value_length(table["input_ids"]).to_numpy()
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        labels = _flat(table["labels"]).astype(np.int64)
+        labels = _flatten(table["labels"]).astype(np.int64)
         labels[starts[:-1]] = IGNORED  # it would be predicted from nothing, or from another chat
         sources = table["source"].to_numpy() if self._has_sources else np.zeros(len(indices))
         return {
-            "input_ids": _flat(table["input_ids"]).astype(np.int64),
+            "input_ids": _flatten(table["input_ids"]).astype(np.int64),
             "labels": labels,
             "sources": np.repeat(sources.astype(np.int64), lengths),
             "starts": starts,
         }
 
-    def _row(self, read: dict[str, npt.NDArray[np.int64]], first: int, end: int) -> dict[str, Any]:
-        starts = read["starts"]
+    def _slice_row(self, columns: dict[str, npt.NDArray[np.int64]], start: int, end: int) -> dict[str, Any]:
+        starts = columns["starts"]
         row: dict[str, Any] = {
-            name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")
+            name: columns[name][starts[start] : starts[end]] for name in ("input_ids", "labels", "sources")
         }
-        return row if not self._has_chats else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
+        return row if not self._has_chats else {**row, "chat_lengths": np.diff(starts[start : end + 1])}
 
 
-def _masked(row: dict[str, Any]) -> dict[str, Any]:
+def _masked_row(row: dict[str, Any]) -> dict[str, Any]:
     masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
     masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
     return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
@@ -189,9 +189,9 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         return self._count if self._mix is None else self._mix.total
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.numbers().tolist()
+        yield from self.epoch_rows().tolist()
 
-    def numbers(self) -> npt.NDArray[np.int64]:
+    def epoch_rows(self) -> npt.NDArray[np.int64]:
         """The epoch's rows in their order."""
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
@@ -200,8 +200,8 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         order = order if rows is None else rows[order]
         if self._lengths is not None:
             order = grouped(order, self._lengths, window=self._window)
-        numbers: npt.NDArray[np.int64] = order
-        return numbers
+        indices: npt.NDArray[np.int64] = order
+        return indices
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
@@ -213,55 +213,55 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
 
     def __init__(
         self,
-        order: EpochOrder,
+        epoch_order: EpochOrder,
         lengths: npt.NDArray[np.int64],
-        cut: MicroBatches,
+        micro_batches: MicroBatches,
         *,
         window: int,
         rank: int,
         ranks: int,
     ) -> None:
-        """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens
-        of each row."""
-        self._order, self._lengths, self._cut = order, lengths, cut
+        """`epoch_order`: of rows, the longest of each `window` (a step's) first where `micro_batches` is by tokens;
+        `lengths`: tokens of each row."""
+        self._epoch_order, self._lengths, self._micro_batches = epoch_order, lengths, micro_batches
         self._window, self.rank, self._ranks = window, rank, ranks
-        self.slots = cut.max_micro_steps(-(-window // ranks))
-        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
+        self.slots = micro_batches.max_micro_steps(-(-window // ranks))
+        self._epoch_indices: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
-        return -(-len(self._order) // self._window) * self.slots
+        return -(-len(self._epoch_order) // self._window) * self.slots
 
     def __iter__(self) -> Iterator[list[int]]:
-        numbers = iter(self._order)
-        while rows := list(itertools.islice(numbers, self._window)):
-            passes = self._passes(rows, self._cut)
-            yield from ([] for _ in range(self.slots - len(passes)))
-            for each in passes:
-                # a rank without a row of its own computes a masked one: all ranks make the same passes
-                yield each[self.rank] or [FILLER]
+        indices = iter(self._epoch_order)
+        while rows := list(itertools.islice(indices, self._window)):
+            micro_steps = self._cut_micro_steps(rows, self._micro_batches)
+            yield from ([] for _ in range(self.slots - len(micro_steps)))
+            for rows_by_rank in micro_steps:
+                # a rank without a row of its own computes a masked one: all ranks make the same micro-steps
+                yield rows_by_rank[self.rank] or [FILLER_INDEX]
 
-    def _passes(self, rows: Sequence[int], cut: MicroBatches) -> list[list[list[int]]]:
-        places = cut.assign_rows(self._lengths[rows].tolist(), ranks=self._ranks)
-        return [[[rows[place] for place in batch] for batch in each] for each in places]
+    def _cut_micro_steps(self, rows: Sequence[int], micro_batches: MicroBatches) -> list[list[list[int]]]:
+        positions = micro_batches.assign_rows(self._lengths[rows].tolist(), ranks=self._ranks)
+        return [[[rows[position] for position in batch] for batch in batches] for batches in positions]
 
-    def of_step(self, number: int, cut: MicroBatches) -> list[list[list[int]]]:
+    def step_rows(self, step: int, micro_batches: MicroBatches) -> list[list[list[int]]]:
         """The rows of the epoch's step of this number, by pass and rank, if they are cut so."""
-        if self._epoch is None or self._epoch[0] != self._order.epoch:
-            self._epoch = (self._order.epoch, self._order.numbers())
-        return self._passes(self._epoch[1][number * self._window :][: self._window].tolist(), cut)
+        if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
+            self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
+        return self._cut_micro_steps(self._epoch_indices[1][step * self._window :][: self._window].tolist(), micro_batches)
 
-    def longest_pass(self, cut: MicroBatches) -> list[list[int]]:
+    def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
         """The pass that takes the most memory in the step with the epoch's longest row: its rows by rank."""
-        longest = int(np.argmax(self._lengths[self._order.numbers()]))
+        longest_position = int(np.argmax(self._lengths[self._epoch_order.epoch_rows()]))
 
-        def places(batch: Sequence[int]) -> int:
+        def count_tokens(batch: Sequence[int]) -> int:
             lengths = self._lengths[batch]
-            return int(len(batch) * lengths.max() if cut.padded else lengths.sum()) if batch else 0
+            return int(len(batch) * lengths.max() if micro_batches.padded else lengths.sum()) if batch else 0
 
-        return max(self.of_step(longest // self._window, cut), key=lambda each: max(map(places, each)))
+        return max(self.step_rows(longest_position // self._window, micro_batches), key=lambda each: max(map(count_tokens, each)))
 
 
-class TellEpoch(TrainerCallback):
+class SetEpochCallback(TrainerCallback):
     """Tells the order which epoch begins: accelerate does not when a resumed run of several ranks skips batches."""
 
     def __init__(self, trainer: Any) -> None:
@@ -269,4 +269,4 @@ class TellEpoch(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the epoch of the step counter."""
-        self._trainer.order.set_epoch(int(state.epoch or 0))
+        self._trainer.epoch_order.set_epoch(int(state.epoch or 0))

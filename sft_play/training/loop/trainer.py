@@ -25,10 +25,10 @@ from sft_play.data.build.splits import Split
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.loop.collate import COUNTS, SOURCE
+from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of, rounding
-from sft_play.training.loop.rows import lengths_of, to_dataset
+from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
+from sft_play.training.loop.rows import row_lengths, to_dataset
 from sft_play.training.measure.board import Board, hparams_of
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
 from sft_play.training.measure.profile import window_of
@@ -46,14 +46,15 @@ def training_arguments(
     folder: RunFolder,
     *,
     has_eval: bool,
-    engine: Mapping[str, Any] | None = None,
-    make: Callable[..., Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    arguments_class: Callable[..., Any] | None = None,
 ) -> Any:
-    """The arguments of TRL's trainer, or of what `make` makes; `engine`: those that turn on its layout."""
+    """The arguments of TRL's trainer, or of what `arguments_class` makes; `engine_options`: those that turn on its
+    layout."""
     train = config.train
     # rows are tokenised and cut already, so TRL must not do either
-    trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
-    return (make or SFTConfig)(
+    trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
+    return (arguments_class or SFTConfig)(
         output_dir=str(folder.checkpoints),
         # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
         per_device_train_batch_size=plan.trainer_batch.micro_batch,
@@ -62,15 +63,15 @@ def training_arguments(
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
         **{option.elsewhere.trainer: option.value(config) for option in training_options()}
-        | _OF_OPTIMIZERS.get(train.optim, {}),
+        | _OPTIMIZER_ARGUMENTS.get(train.optim, {}),
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        **_checkpointing(plan.choice.checkpointed_layers > 0, offload=plan.choice.step.offloads),
+        **_checkpointing_arguments(plan.choice.checkpointed_layers > 0, offload=plan.choice.step.offloads),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
-        **_schedule(config, has_eval=has_eval),
+        **_eval_and_save_schedule(config, has_eval=has_eval),
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
@@ -84,20 +85,20 @@ def training_arguments(
         label_names=["labels"],
         remove_unused_columns=False,  # the collator needs columns that no model takes
         **trl_only,
-        **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
+        **{"use_cpu": plan.hardware.device == "cpu", **(engine_options or {})},
     )
 
 
 # Arguments of optimizers that differ from the options.
-_OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "muon": {"optim": "adamw_torch_fused"},  # `_optimizer` makes it; transformers does not know the name
+_OPTIMIZER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "muon": {"optim": "adamw_torch_fused"},  # `_optimizer_options` makes it; transformers does not know the name
     # Lion's own, under the name of AdamW's
     "lion_32bit": {"adam_beta2": 0.99},
     "lion_8bit": {"adam_beta2": 0.99},
 }
 
 
-def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
+def _eval_and_save_schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
     train = config.train
     eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
     if not has_eval or eval_steps == 0:
@@ -112,11 +113,11 @@ def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
+def _checkpointing_arguments(enabled: bool, *, offload: bool) -> dict[str, Any]:
     """Gradient checkpointing under the name that the installed transformers has for it: version 5 renamed it."""
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-    return {name: on, f"{name}_kwargs": {"use_reentrant": False, **({"offload": True} if offload else {})}}
+    return {name: enabled, f"{name}_kwargs": {"use_reentrant": False, **({"offload": True} if offload else {})}}
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):
@@ -132,7 +133,7 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
-            **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNTS)},
+            **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNT_KEYS)},
             **options, use_cache=False, fused_lm_head=True,
         )  # fmt: skip
         # the tokens of the whole step, so that every token weighs the same whatever micro-batch it is in
@@ -142,15 +143,15 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # the tokens are those of all ranks, and DDP takes the mean over ranks
             loss = loss * (self.args.world_size // self._layout.tensor_parallel)
-        if has_balance:  # a mean over the pass, so it is divided by the passes of a step
-            passes = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / passes
-        of_sources = None
+        if has_balance:  # a mean over the pass, so it is divided by the micro-steps of a step
+            micro_steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / micro_steps
+        source_losses = None
         if SOURCE in inputs:
-            of_sources = source_sums(
+            source_losses = source_sums(
                 outputs.log_probs, outputs.label_mask, inputs[SOURCE], count=len(self._monitor.sources)
             )
-        self._scored(head_sums(outputs), of_sources)
+        self._add_scores(head_sums(outputs), source_losses)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -189,22 +190,22 @@ def build_trainer(
     model: Any,
     tokenizer: Any,
     peft_config: Any,
-    train: Split,
-    evaluation: Split | None,
+    train_split: Split,
+    eval_split: Split | None,
     monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
-    kind: type[PlannedLoop] | None = None,
+    trainer_class: type[PlannedLoop] | None = None,
     sources: Sources | None = None,
     **options: Any,
 ) -> PlannedLoop:
-    """The trainer of a run; `plan_callbacks` gives its callbacks. `kind`: its class; one that is not TRL's gets a model
-    with its adapters, and None as `peft_config`. `options`: others of `PlannedLoop`. Raises DataError: weights of
-    `sources` leave one of them without a row in an epoch."""
-    arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
-    rows = to_dataset(train.rows)
-    packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
-    mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
-    trainer = (kind or PlannedTrainer)(
+    """The trainer of a run; `plan_callbacks` gives its callbacks. `trainer_class`: its class; one that is not TRL's
+    gets a model with its adapters, and None as `peft_config`. `options`: others of `PlannedLoop`. Raises DataError:
+    weights of `sources` leave one of them without a row in an epoch."""
+    arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
+    rows = to_dataset(train_split.rows)
+    packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
+    mix = sources.mix(seed=config.train.seed, sizes=packed_sizes) if sources else None
+    trainer = (trainer_class or PlannedTrainer)(
         model=model,
         args=arguments,
         processing_class=tokenizer,
@@ -212,10 +213,10 @@ def build_trainer(
         train_dataset=rows,
         packs=packs,
         plan=plan,
-        grouped=config.train.group_by_length,
-        by_source=config.task_mode == "cpt_mixed" or sources is not None,
+        sorts_by_length=config.train.group_by_length,
+        adds_sources=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
-        eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
+        eval_dataset=to_dataset(eval_split.rows) if eval_split is not None else None,
         checkpoint_limit=config.train.save_total_limit,
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
@@ -223,30 +224,30 @@ def build_trainer(
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
         loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
-        **_optimizer(config, plan, arguments, model),
+        **_optimizer_options(config, plan, arguments, model),
         **options,
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
         set_backbone_prefix(trainer.model.get_base_model())
-    if kind is None and plan.choice.step.loss == "logits":
+    if trainer_class is None and plan.choice.step.loss == "logits":
         use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 
 
-def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    is_muon, rounds = config.train.optim == "muon", plan.precision.updates == "stochastic"
-    if not is_muon and not rounds:
+def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
+    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
+    if not is_muon and not rounds_stochastically:
         return {}
-    optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     if is_muon:
-        optimizer, settings = MuonWithAdamW, settings | {"matrices": matrices_of(model)}
-    if rounds:
-        optimizer, settings = rounding(optimizer), settings | {"rounding_seed": arguments.seed}
-    return {"optimizer_cls_and_kwargs": (optimizer, settings)}
+        optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
+    if rounds_stochastically:
+        optimizer, optimizer_kwargs = stochastic_rounding_class(optimizer), optimizer_kwargs | {"rounding_seed": arguments.seed}
+    return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 
 def plan_callbacks(
@@ -256,36 +257,36 @@ def plan_callbacks(
     trainer: PlannedLoop,
     *,
     resume_step: int | None = None,
-    metrics: Sequence[str] = (),
+    metric_tags: Sequence[str] = (),
 ) -> list[TrainerCallback]:
     """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves end at
-    `resume_step`; `metrics` are the tags of held-out figures), a profile."""
+    `resume_step`; `metric_tags` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed_layers))
     if "tensorboard" in config.train.report_to and distributed.is_first():
         board = Board(
-            folder, hparams=hparams_of(config, plan), metrics=metrics, answers=lambda: trainer.last_answers,
+            folder, hparams=hparams_of(config, plan), metrics=metric_tags, answers=lambda: trainer.last_answers,
             resume_step=resume_step,
         )  # fmt: skip
         callbacks.append(board)
-        trainer.step_memory.told.append(board.ran_out)
-    window = window_of(config, plan, folder.path / "profile", trainer)
-    return [*callbacks, window] if window is not None else callbacks
+        trainer.step_memory.on_oom.append(board.ran_out)
+    profile_window = window_of(config, plan, folder.path / "profile", trainer)
+    return [*callbacks, profile_window] if profile_window is not None else callbacks
 
 
-def _packs_of(
+def _pack_rows(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
     if not wants_packing(config):
         return None, tuple(sizes)
-    lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
-    parts = [best_fit(part, plan.max_seq_len) for part in lengths]
-    packs = joined(parts)
-    effective, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
+    lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
+    packs_by_source = [best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
+    packs = joined(packs_by_source)
+    effective_batch, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
     logger.debug("Packing: %d chats in %d rows, %.1f a row (%.1f%% padding)", len(rows), len(packs),
                  len(rows) / len(packs), 100 * padding)  # fmt: skip
-    if len(packs) < effective and distributed.is_first():
+    if len(packs) < effective_batch and distributed.is_first():
         logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
-                       "smaller %s", len(packs), effective, config.train.effective_words)  # fmt: skip
-    return packs, tuple(map(len, parts))
+                       "smaller %s", len(packs), effective_batch, config.train.effective_words)  # fmt: skip
+    return packs, tuple(map(len, packs_by_source))

@@ -15,7 +15,7 @@ from sft_play.errors import BackendError
 # Private names, each with the methods of the library that use it.
 Names = Mapping[str, tuple[str, ...]]
 # Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on.
-OVERRIDDEN: Names = {
+OVERRIDDEN_METHODS: Names = {
     "_get_output_dir": ("_save_checkpoint",),
     "_save_checkpoint": ("_maybe_log_save_evaluate",),
     "_save_optimizer_and_scheduler": ("_save_checkpoint",),
@@ -28,14 +28,14 @@ OVERRIDDEN: Names = {
     "_issue_warnings_after_load": ("_load_best_model",),
 }
 # Others that they call or read.
-USED: Names = {
+USED_MEMBERS: Names = {
     "_save": ("save_model",),
     "_tr_loss": ("_inner_training_loop", "_finalize_training"),
     "_total_loss_scalar": ("_finalize_training",),
     "_globalstep_last_logged": ("_inner_training_loop", "_maybe_log_save_evaluate"),
 }
 # What TRL's loss computes with, and ours in its place.
-OF_TRL: Names = dict.fromkeys(
+TRL_MEMBERS: Names = dict.fromkeys(
     (
         *("log_probs", "label_mask", "average_tokens_across_devices", "aux_loss", "aux_loss_enabled"),
         *("router_aux_loss_coef", "current_gradient_accumulation_steps", "entropy", "is_top1"),
@@ -44,23 +44,23 @@ OF_TRL: Names = dict.fromkeys(
 )
 
 
-def require_known(upstream: type) -> None:
+def require_upstream_names(upstream: type) -> None:
     """Check that the installed libraries still use every name as it is listed here; `upstream`: `Trainer`, or TRL's
     `SFTTrainer`. Raises BackendError: naming the library, its version, and what changed."""
-    found: list[tuple[Any, str, Names]] = [(Trainer, "transformers", {**OVERRIDDEN, **USED})]
-    found += [(upstream, "trl", OF_TRL)] if upstream is not Trainer else []
-    for holder, library, names in found:
-        for name, user in ((name, user) for name, users in names.items() for user in users):
-            if not _uses(holder, user, name):
+    checks: list[tuple[Any, str, Names]] = [(Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})]
+    checks += [(upstream, "trl", TRL_MEMBERS)] if upstream is not Trainer else []
+    for trainer_class, library, names in checks:
+        for name, method in ((name, method) for name, methods in names.items() for method in methods):
+            if not _method_uses(trainer_class, method, name):
                 raise BackendError(
                     f"this training loop does not support {library} {importlib.metadata.version(library)}: "
-                    f"{holder.__name__}.{user} no longer uses {name}; install the version of requirements.lock "
-                    "(make setup)"
+                    f"{trainer_class.__name__}.{method} no longer uses {name}; install the version of "
+                    "requirements.lock (make setup)"
                 )
 
 
-def _uses(holder: Any, user: str, name: str) -> bool:
-    method = getattr(holder, user, None)
+def _method_uses(trainer_class: Any, method_name: str, name: str) -> bool:
+    method = getattr(trainer_class, method_name, None)
     if method is not None and not str(getattr(method, "__module__", "")).startswith(("transformers.", "trl.")):
         return True  # Unsloth replaces some, and what those use is not checked
     # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it

@@ -101,7 +101,7 @@ def to_come(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
     """Seconds of what follows besides the steps that are left, as long as each took last in this run: evaluations with
     their answers, checkpoints, and the trained weights, which take about what a checkpoint does. In words: what these
     seconds lack."""
-    args, last_s = trainer.args, {name: seconds[-1] for name, seconds in trainer.took_s.items()}
+    args, last_s = trainer.args, {name: seconds[-1] for name, seconds in trainer.pause_seconds.items()}
     evaluations = visits_left(args.eval_strategy, args.eval_steps, trainer.state)
     checkpoints = visits_left(args.save_strategy, args.save_steps, trainer.state)
     # training ends with an evaluation of the validation rows, which is then that of the trained model too

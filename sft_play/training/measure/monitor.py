@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
-from sft_play.training.loop.rows import SOURCES
+from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.measure.peaks import Peaks
 from sft_play.training.ranks import distributed
 from sft_play.units import GIB
@@ -67,7 +67,7 @@ class Monitor(TrainerCallback):
     """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
 
     def __init__(
-        self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = SOURCES, peaks: Peaks | None = None
+        self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = DEFAULT_SOURCES, peaks: Peaks | None = None
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which
@@ -125,7 +125,7 @@ class Monitor(TrainerCallback):
     @contextlib.contextmanager
     def part(self, name: str, *, label: str | None = None) -> Iterator[None]:
         """Time what is inside as one of PARTS or of PAUSES; each of the latter has its own peak memory. `label`: its
-        name in `took_s`."""
+        name in `pause_seconds`."""
         began, clock, moment = self._clock.now(), time.perf_counter(), PAUSES.get(name)
         with self._peaks.during(moment) if moment else contextlib.nullcontext():
             yield
@@ -270,7 +270,7 @@ def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, flo
 
 
 def source_sums(
-    log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(SOURCES)
+    log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(DEFAULT_SOURCES)
 ) -> torch.Tensor:
     """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2]. `log_probs`: of the
     tokens from the second on [B, T - 1], or of each next token [B, T], zero unless `scored`; `sources`: of all tokens,
@@ -283,7 +283,7 @@ def source_sums(
     return torch.stack([losses, mine.sum(dim=(1, 2)).to(_SUMMED)], dim=1)
 
 
-def source_losses(ranks: list[list[float]], names: Sequence[str] = SOURCES, *, prefix: str = "") -> dict[str, float]:
+def source_losses(ranks: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = "") -> dict[str, float]:
     """Mean loss over the tokens of each source, from the sums of every rank; a source without tokens is left out."""
     losses: dict[str, float] = {}
     for place, name in enumerate(names):

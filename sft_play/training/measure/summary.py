@@ -52,10 +52,10 @@ def summary_of(
 ) -> dict[str, Any]:
     """`summary.json`; `finish` adds `model_path` once the weights are saved."""
     stop, speed, compiler = trained.stop, job.plan.speed.tokens_per_s, trainer.compiler
-    told_to_stop = stop.signal is not None and stop.stopped_early
+    told_to_stop = stop.signal is not None and stop.has_stopped_early
     metrics = job.folder.metrics_path
     return {
-        "status": "stopped" if stop.stopped_early else "finished",
+        "status": "stopped" if stop.has_stopped_early else "finished",
         "split": before.eval_set.name,
         "before": before.figures.as_json() if before.figures else None,
         "after": after.as_json() if after else None,
@@ -64,7 +64,7 @@ def summary_of(
         "peak_bytes_by_moment": watch.memory.by_moment(),
         "tokens_per_s": round(trained.tokens_per_s, 2),
         "steps": trainer.state.global_step,
-        "skipped_steps": trainer.finite.skipped,
+        "skipped_steps": trainer.non_finite_guard.skipped_steps,
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - watch.started, 2),
         "exit": Interrupted.exit_code if told_to_stop else 0,
@@ -199,7 +199,7 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
-    with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
+    with room(path.parent, needed, "the trained weights", free=free), trainer.watch_writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.trains_adapter
         tensors = full_state_dict.full_tensors(trainer.model) if one_by_one else None
         state = None if one_by_one else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
@@ -212,12 +212,12 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
             base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps else None
             save_model(
                 model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
-                steps=steps if learns else 0, on_bytes=trainer.beat.moved,
+                steps=steps if learns else 0, on_bytes=trainer.heartbeat.moved,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
                 stop = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop, tokenizer.pad_token_id)
-            record_digests(path, on_bytes=trainer.beat.moved)
+            record_digests(path, on_bytes=trainer.heartbeat.moved)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
                 pass

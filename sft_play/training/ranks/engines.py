@@ -106,7 +106,7 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
     if plan.layout == "single":
         return
     chosen = gradient_sync(config, plan.precision, plan.layout)
-    trainer.passes_reduced_together = chosen.interval if isinstance(chosen.interval, int) else 1
+    trainer.micro_steps_per_reduction = chosen.interval if isinstance(chosen.interval, int) else 1
     if plan.layout == "ddp" and chosen.is_compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[chosen.reduced_dtype])
     is_own = chosen.is_compressed or chosen.gathered_dtype != plan.precision.compute

@@ -23,7 +23,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.job import RunJob
-from sft_play.training.loop.load_trainer import trainer_of
+from sft_play.training.loop.load_trainer import build_run_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import training_arguments
 from sft_play.training.measure.evaluate import EvalSet
@@ -111,13 +111,13 @@ class UnslothLoop(PlannedLoop):
             options["num_items_in_batch"] = None
         return super().compute_loss(model, inputs, *args, **options)
 
-    def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
+    def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
         from unsloth import FastLanguageModel
 
         model = self.accelerator.unwrap_model(self.model)
         FastLanguageModel.for_inference(model)
         try:
-            return super()._exact_match(asked, prefix=prefix)
+            return super()._measure_exact_match(questions, prefix=prefix)
         finally:
             FastLanguageModel.for_training(model)
 
@@ -130,7 +130,7 @@ def _build_trainer(
     model = load_unsloth_model(handover, config, plan)
     configured = configured_stops(model)
     model_stop_ids = {*(configured if isinstance(configured, list) else [configured])} - {None}
-    return trainer_of(
+    return build_run_trainer(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
         stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_ev
         return TrainingArguments(**kwargs)
 
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine=engine, make=make)
+    arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make)
     changes = []
     for name, value in kwargs.items():
         actual = getattr(arguments, name)
