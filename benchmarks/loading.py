@@ -53,11 +53,11 @@ def own_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 if "RANK" in os.environ:
-    from sft_play.training.measure.evaluate import BeforeTraining
-    from sft_play.training.measure.peaks import Peaks
-    from sft_play.training.ranks.distributed import of_all
+    from sft_play.training.measure.evaluate import InitialEvaluation
+    from sft_play.training.measure.peaks import MemoryPeaks
+    from sft_play.training.ranks.distributed import gather_values
 
-    folder, seen, done, start_moment = Path(__file__).parent, [], threading.Event(), Peaks.start
+    folder, seen, done, start_moment = Path(__file__).parent, [], threading.Event(), MemoryPeaks.start
 
     def watch():
         while not done.wait(0.005):
@@ -72,7 +72,7 @@ if "RANK" in os.environ:
     def leave(before):
         done.set()
         memory = before._job.plan.memory
-        taken = of_all(max(*seen, own_bytes()) - seen[0])
+        taken = gather_values(max(*seen, own_bytes()) - seen[0])
         found = {"predicted_device": memory.load_bytes, "device_by_rank": taken}
         aside = folder / f"{os.environ['RANK']}.part"
         aside.write_text(json.dumps(found))
@@ -81,7 +81,7 @@ if "RANK" in os.environ:
             time.sleep(0.05)
         os._exit(0)
 
-    Peaks.start, BeforeTraining.measure = start, leave
+    MemoryPeaks.start, InitialEvaluation.measure = start, leave
 '''
 """sitecustomize.py of the ranks."""
 

@@ -35,7 +35,7 @@ from sft_play.runs.manifest import versions
 from sft_play.training.loop.callbacks import MetricsFile
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.measure.peaks import Peaks
+from sft_play.training.measure.peaks import MemoryPeaks
 
 SEQ_LEN, ROWS, STEPS = 256, 16, 12
 
@@ -43,7 +43,7 @@ SEQ_LEN, ROWS, STEPS = 256, 16, 12
 class Silent(Monitor):
     """A monitor that measures nothing."""
 
-    def part(self, name: str, *, label: str | None = None) -> Any:
+    def timed_part(self, name: str, *, label: str | None = None) -> Any:
         """No clock."""
         import contextlib
 
@@ -55,10 +55,10 @@ class Silent(Monitor):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    def saw(self, inputs: Any, *, masked: int) -> None:
+    def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Nothing."""
 
-    def lost(self, loss: Any, *, in_step: Any, ranks: int) -> None:
+    def add_loss(self, loss: Any, *, step_tokens: Any, ranks: int) -> None:
         """Nothing."""
 
 
@@ -67,16 +67,16 @@ class Timed(Monitor):
 
     spent = 0.0
 
-    def saw(self, inputs: Any, *, masked: int) -> None:
+    def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count, and the time for it."""
         began = time.perf_counter()
-        super().saw(inputs, masked=masked)
+        super().count_batch(inputs, ignored_label=ignored_label)
         self.spent += time.perf_counter() - began
 
-    def lost(self, loss: Any, *, in_step: Any, ranks: int) -> None:
+    def add_loss(self, loss: Any, *, step_tokens: Any, ranks: int) -> None:
         """Count, and the time for it."""
         began = time.perf_counter()
-        super().lost(loss, in_step=in_step, ranks=ranks)
+        super().add_loss(loss, step_tokens=step_tokens, ranks=ranks)
         self.spent += time.perf_counter() - began
 
 
@@ -101,7 +101,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         run_folder = RunFolder(Path(place) / "run")
         run_folder.path.mkdir()
         kind = Timed if on else Silent
-        monitor = kind(plan, peaks=Peaks(on_gpu=bool(hardware.gpus)))
+        monitor = kind(plan, peaks=MemoryPeaks(on_gpu=bool(hardware.gpus)))
         trainer = build_trainer(
             config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
             train_split=Split(rows, RowStats("random", "text")), eval_split=None, monitor=monitor,

@@ -139,7 +139,7 @@ def story(made: Any) -> dict[str, Any]:
     return {
         "losses": [line["loss"] for line in made.state.log_history if "loss" in line],
         "eval_loss": metrics["eval_loss"],
-        "answers": [one.ids for one in made.last_answers],
+        "answers": [one.token_ids for one in made.last_answers],
         "weights": float(sum(one.double().abs().sum() for one in trained)),
         "on_host": pretended.on_host(made.model),
         "device": str(made.args.device),

@@ -13,8 +13,8 @@ import pytest
 
 from sft_play.runs.folder import RunFolder
 from sft_play.training.measure import board
-from sft_play.training.measure.board import Board, layout_of
-from sft_play.training.measure.exact_match import Answer, Question
+from sft_play.training.measure.board import TensorBoardWriter, scalar_layout
+from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 from tests.conftest import chat
 
 TAGS_OF = {
@@ -40,7 +40,7 @@ def test_a_chart_is_there_exactly_where_one_of_its_tags_is_logged():
     every = [tag for tags in TAGS_OF.values() for tag in tags]
     for _ in range(300):
         tags = draw.sample(every, draw.randint(0, 5)) + draw.sample(OTHERS, 2)
-        layout = layout_of(tags)
+        layout = scalar_layout(tags)
         shown = {title for charts in layout.values() for title in charts}
         assert shown == {title for title, own in TAGS_OF.items() if set(own) & set(tags)}, tags
         assert all(layout.values()), "a page without charts"
@@ -49,13 +49,13 @@ def test_a_chart_is_there_exactly_where_one_of_its_tags_is_logged():
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-def make_board(folder: Path, **options: Any) -> Board:
+def make_board(folder: Path, **options: Any) -> TensorBoardWriter:
     """A board over a folder's `tb/`."""
     settings: dict[str, Any] = {"hparams": {"lr": 1e-3}, "metrics": (), "answers": list, "resume_step": None}
-    return Board(RunFolder(folder), **{**settings, **options})
+    return TensorBoardWriter(RunFolder(folder), **{**settings, **options})
 
 
-def log(to: Board, step: int, **figures: float) -> None:
+def log(to: TensorBoardWriter, step: int, **figures: float) -> None:
     to.on_log(None, SimpleNamespace(global_step=step), None, figures)
 
 
@@ -90,16 +90,16 @@ def shown_charts(folder: Path) -> set[str]:
 
 
 def test_each_split_is_a_run_of_its_own_and_charts_come_with_their_figures(tmp_path):
-    said: list[Answer] = []
+    said: list[GeneratedAnswer] = []
     writer = make_board(tmp_path, answers=lambda: said)
     log(writer, 1, loss=3.0, learning_rate=1e-3, epoch=0.1)
     assert shown_charts(tmp_path / "tb") == {"Loss", "Learning rate"}
     assert not (tmp_path / "tb" / "validation").exists()
     log(writer, 2, eval_loss=2.5, epoch=0.2)
-    said = [Answer(Question([1], "what?", "this"), "that")]
+    said = [GeneratedAnswer(Question([1], "what?", "this"), "that")]
     log(writer, 2, eval_exact_match=0.5, epoch=0.2)
     assert shown_charts(tmp_path / "tb") == {"Loss", "Learning rate", "Exact match"}
-    said = [Answer(Question([1], "and now?", "this"), "this")]
+    said = [GeneratedAnswer(Question([1], "and now?", "this"), "this")]
     log(writer, 2, test_loss=2.0, test_exact_match=1.0, epoch=0.2)
     writer.on_train_end()
     log(writer, 2, test_loss=9.0, test_entropy=1.0)  # the figures of weights that were loaded again
@@ -170,7 +170,7 @@ def test_what_is_measured_is_told_before_it_is(tmp_path):
         ("val", False, [], [], False, []),
     ):
         eval_set: Any = EvalSet(split if has else None, name, after, while_training)
-        assert eval_set.metrics(while_training=evaluates) == expected
+        assert eval_set.metric_tags(evaluates_in_training=evaluates) == expected
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ COMPILING = '''
 """Ranks that are at what comes before their first step: a program runs a program that runs another, as ninja does."""
 import subprocess, sys
 from sft_play import cli
-from sft_play.training.loop.callbacks import StopAfter, stopping
+from sft_play.training.loop.callbacks import StopAfter, stop_signals
 
 def work(request):
-    with stopping(StopAfter(None)):
+    with stop_signals(StopAfter(None)):
         compiler = "sleep 600 & echo $! >> " + sys.argv[1] + "/compilers; wait"
         subprocess.run(["sh", "-c", f"sh -c '{compiler}' & wait"], check=True)
     return 0

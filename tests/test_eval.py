@@ -433,14 +433,14 @@ def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeyp
     whole, seen = respond.answers, []
 
     def small(model, tokenizer, asked, **options):
-        seen.append(options["most_tokens"])
-        if options["most_tokens"] > 200:
+        seen.append(options["max_tokens"])
+        if options["max_tokens"] > 200:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return whole(model, tokenizer, asked, **options)
 
     expected = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
     answered = [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")]
-    monkeypatch.setattr(respond, "answers", small)
+    monkeypatch.setattr(respond, "generate_answers", small)
     halved = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
     assert [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")] == answered
     assert halved.figures == expected.figures

@@ -19,7 +19,7 @@ from sft_play.data.masks.turn_ends import control_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
 from sft_play.training.measure import exact_match
-from sft_play.training.measure.exact_match import answers, questions_of, stop_ids
+from sft_play.training.measure.exact_match import build_questions, generate_answers, stop_ids
 from tests.bundled import template_of
 from tests.conftest import chat, shared
 from tests.models import CHATML, make_llama, make_tokenizer
@@ -94,7 +94,7 @@ def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], sto
     monkeypatch.setattr(exact_match, "_generate", lambda _, __, prompts, *___: [made[tuple(one)] for one in prompts])
     model: Any = SimpleNamespace(training=False, eval=lambda: None, train=lambda _: None)
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)
-    return [one.right for one in answers(model, tokenizer, asked, stop=stop, max_new_tokens=99, most_tokens=9999)]
+    return [one.is_correct for one in generate_answers(model, tokenizer, asked, stop_tokens=stop, max_new_tokens=99, max_tokens=9999)]
 
 
 def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
@@ -107,10 +107,10 @@ def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
     stop = stop_ids("sft", tokenizer, renderer, None)
     for name, (messages, tools) in CASES.items():
         one = conversation(messages, tools)
-        [question] = questions_of([one], renderer, tokenizer)
+        [question] = build_questions([one], renderer, tokenizer)
         if question is None:  # no exact mask: nothing is trained, and nothing is asked
             continue
-        reference, rendered = question.answer.strip(), [*behind_the_prompt(tokenizer, one)]
+        reference, rendered = question.reference.strip(), [*behind_the_prompt(tokenizer, one)]
         behind = next((text for text in rendered if text.strip().startswith(reference)), "")
         assert behind, (name, rendered, reference)
         # the words of the answer are in it, with what the template makes the model write around them
@@ -171,8 +171,8 @@ OWN_THOUGHT = [QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.
 )
 def test_the_reference_is_what_the_template_leaves_to_the_model(template, messages, reference, tokenizer_of):
     tokenizer = tokenizer_of(template_of(template))
-    [question] = questions_of([conversation(messages)], renderer_of(tokenizer), tokenizer)
-    assert question.answer.strip() == reference
+    [question] = build_questions([conversation(messages)], renderer_of(tokenizer), tokenizer)
+    assert question.reference.strip() == reference
 
 
 def test_what_the_prompt_has_closed_is_not_asked_for_again(tokenizer_of):
@@ -184,33 +184,33 @@ def test_what_the_prompt_has_closed_is_not_asked_for_again(tokenizer_of):
     tokenizer = tokenizer_of(template)
     renderer = renderer_of(tokenizer)
     assert renderer.render(conversation(PLAIN)).text.endswith("</think>There.<|im_end|>")
-    [question] = questions_of([conversation(PLAIN)], renderer, tokenizer)
-    assert (tokenizer.decode(question.prompt_ids)[-15:], question.answer) == ("<think></think>", "There.")
+    [question] = build_questions([conversation(PLAIN)], renderer, tokenizer)
+    assert (tokenizer.decode(question.prompt_ids)[-15:], question.reference) == ("<think></think>", "There.")
 
 
 def test_an_answer_that_generation_would_cut_is_not_asked_for(tokenizer_of):
     """gpt-oss ends think text with the token that ends the turns of its history."""
     tokenizer = tokenizer_of(template_of("trl/gptoss"))
-    assert questions_of([conversation(THOUGHT)], renderer_of(tokenizer), tokenizer) == [None]
+    assert build_questions([conversation(THOUGHT)], renderer_of(tokenizer), tokenizer) == [None]
 
 
 def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_of):
     tokenizer = tokenizer_of(template_of("trl/qwen3"))
-    [usual] = questions_of([conversation(PLAIN)], renderer_of(tokenizer), tokenizer)
+    [usual] = build_questions([conversation(PLAIN)], renderer_of(tokenizer), tokenizer)
     # the block is not trained, so it is given: only behind it the answer was learned
-    [given] = questions_of([conversation(PLAIN)], renderer_of(tokenizer, loss_on_empty_think=False), tokenizer)
+    [given] = build_questions([conversation(PLAIN)], renderer_of(tokenizer, loss_on_empty_think=False), tokenizer)
     block = "<think>\n\n</think>\n\n"
     assert tokenizer.decode(given.prompt_ids) == tokenizer.decode(usual.prompt_ids) + block
-    assert (usual.answer, given.answer) == (f"{block}There.", "There.")
+    assert (usual.reference, given.reference) == (f"{block}There.", "There.")
     # a prompt that closes the block
     closed = renderer_of(tokenizer, chat_template_kwargs={"enable_thinking": False})
-    assert questions_of([conversation(PLAIN)], closed, tokenizer)[0].answer == "There."
+    assert build_questions([conversation(PLAIN)], closed, tokenizer)[0].reference == "There."
     turns = [*THOUGHT, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Gone."}]
     for options in ({"loss_on": "completion"}, {"loss_on": "all"}, {"multi_turn": "split"}):
         renderer = renderer_of(tokenizer, **options)
-        asked = questions_of(renderer.expand(conversation(turns)), renderer, tokenizer)
-        assert asked[-1].answer == f"{block}Gone.", options
-        assert asked[0].answer.endswith("There." if "multi_turn" in options else "Gone.")
+        asked = build_questions(renderer.expand(conversation(turns)), renderer, tokenizer)
+        assert asked[-1].reference == f"{block}Gone.", options
+        assert asked[0].reference.endswith("There." if "multi_turn" in options else "Gone.")
 
 
 def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
@@ -220,7 +220,7 @@ def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
     turns = [*PLAIN, *untrained]
     empty = [QUESTION, {"role": "assistant", "content": ""}]
     asked = [conversation(messages) for messages in (turns, empty, [*PLAIN, QUESTION])]
-    assert questions_of(asked, renderer, tokenizer) == [None] * 3
+    assert build_questions(asked, renderer, tokenizer) == [None] * 3
 
 
 def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
@@ -228,9 +228,9 @@ def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
     long = conversation([QUESTION, {"role": "assistant", "content": "the light in the kitchen is on " * 9}])
     assert renderer(long).cut > 0
-    assert questions_of([long], renderer, tokenizer)[0].answer.strip() == long.messages[-1]["content"].strip()
+    assert build_questions([long], renderer, tokenizer)[0].reference.strip() == long.messages[-1]["content"].strip()
     short = Renderer(tokenizer, DataConfig(), max_seq_len=10)
-    assert questions_of([long], short, tokenizer) == [None]  # no room behind the prompt
+    assert build_questions([long], short, tokenizer) == [None]  # no room behind the prompt
 
 
 def test_an_end_that_training_adds_is_no_part_of_the_answer(tokenizer_of):
@@ -243,14 +243,14 @@ def test_an_end_that_training_adds_is_no_part_of_the_answer(tokenizer_of):
     renderer = renderer_of(tokenizer)
     one = conversation(PLAIN)
     assert renderer.render(one).added_end
-    assert questions_of([one], renderer, tokenizer)[0].answer == "There."
+    assert build_questions([one], renderer, tokenizer)[0].reference == "There."
 
 
 def test_texts_that_spell_special_tokens_are_compared_as_they_are_written(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
     one = conversation([QUESTION, {"role": "assistant", "content": "Write <|im_end|> there."}])
-    [question] = questions_of([one], renderer_of(tokenizer), tokenizer)
-    assert question.answer == "Write <|im_end|> there."
+    [question] = build_questions([one], renderer_of(tokenizer), tokenizer)
+    assert question.reference == "Write <|im_end|> there."
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.starting import launch_ranks
 from sft_play.starting.launch_ranks import Decided
 from sft_play.training.ranks import distributed, node_meeting
-from sft_play.training.ranks.node_meeting import Met, card_of, meet
+from sft_play.training.ranks.node_meeting import NodeMeeting, meet_nodes, node_card
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.test_nodes import free_port, together
@@ -57,27 +57,27 @@ def config(tmp_path_factory, tiny_llama, sums) -> Path:
 
 
 @pytest.fixture
-def call(config) -> Callable[..., Callable[[], Met]]:
+def call(config) -> Callable[..., Callable[[], NodeMeeting]]:
     """A node with exported RANK and WORLD_SIZE, and so many ranks, that meets the others."""
 
     def of(rank: int, world: int, processes: int, port: int, *, limit_s: float = 30, after_s: float = 0,
-           address: str = "127.0.0.1") -> Callable[[], Met]:  # fmt: skip
+           address: str = "127.0.0.1") -> Callable[[], NodeMeeting]:  # fmt: skip
         machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=processes)
-        card = card_of(load_config(config).config, machine, strategy="ddp", deepspeed=False)
+        card = node_card(load_config(config).config, machine, strategy="ddp", deepspeed=False)
 
-        def come() -> Met:
+        def come() -> NodeMeeting:
             time.sleep(after_s)
-            return meet(NodeSetup(world, rank, address, port), card, limit_s=limit_s, may_count_ranks=True)
+            return meet_nodes(NodeSetup(world, rank, address, port), card, limit_s=limit_s, may_count_ranks=True)
 
         return come
 
     return of
 
 
-def counted(answers: Sequence[Met | SftPlayError]) -> list[int]:
+def counted(answers: Sequence[NodeMeeting | SftPlayError]) -> list[int]:
     """How many nodes each has counted."""
-    assert all(isinstance(one, Met) for one in answers), answers
-    return [len(one.cards) for one in answers if isinstance(one, Met)]
+    assert all(isinstance(one, NodeMeeting) for one in answers), answers
+    return [len(one.cards) for one in answers if isinstance(one, NodeMeeting)]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, con
     """Two nodes have found that they have all four ranks, and meet again before their ranks start."""
     port = free_port()
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
-    card = card_of(load_config(config).config, machine, strategy="ddp", deepspeed=False)
-    answers = together(lambda: meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=20), call(1, 4, 2, port))
+    card = node_card(load_config(config).config, machine, strategy="ddp", deepspeed=False)
+    answers = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=20), call(1, 4, 2, port))
     for answer in answers:
         assert isinstance(answer, ConfigError)
         assert "node 0 was given NNODES=2, and node 1 NNODES=4" in str(answer)
@@ -138,7 +138,7 @@ def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, con
 
 def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypatch):
     """torchrun serves a store of its own at the port then."""
-    monkeypatch.setattr(node_meeting, "_LEAVE_S", 0.5)
+    monkeypatch.setattr(node_meeting, "_LEAVE_TIMEOUT_S", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     began = time.monotonic()
@@ -386,7 +386,7 @@ def test_ranks_that_do_not_come_are_one_message(monkeypatch, rank):
         monkeypatch.setenv(name, text)
     said = rf"rank {rank} waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"
     with pytest.raises(HardwareError, match=said):
-        distributed.say_gpu("", rank)
+        distributed.publish_gpu("", rank)
 
 
 def test_a_launch_that_starts_one_process_because_of_leftovers_says_so(config, tmp_path, command, monkeypatch):
@@ -415,7 +415,7 @@ def ranks_store(monkeypatch) -> None:
     """Two ranks, as threads, that meet in one store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(
-        distributed, "meeting_point", lambda name: dist.PrefixStore(name, dist.TCPStore("127.0.0.1", store.port))
+        distributed, "open_store", lambda name: dist.PrefixStore(name, dist.TCPStore("127.0.0.1", store.port))
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -426,14 +426,14 @@ def test_a_rank_that_waits_for_the_plan_hears_a_stop(ranks_store):
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    late = threading.Timer(10, distributed.handed_over, ["the plan"])
+    late = threading.Timer(10, distributed.broadcast_text, ["the plan"])
     late.start()
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            distributed.handed_over(None)
+            distributed.broadcast_text(None)
     finally:
         signal.signal(signal.SIGALRM, before)
         late.cancel()
@@ -445,7 +445,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.handed_over(launch_ranks.refused(error))
+        distributed.broadcast_text(launch_ranks.refused(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)
@@ -453,7 +453,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     time.sleep(1)
     assert not left
     with pytest.raises(SftPlayError, match=str(error)) as raised:
-        Decided.read(distributed.handed_over(None))
+        Decided.read(distributed.broadcast_text(None))
     assert raised.value.exit_code == error.exit_code
     first.join(5)
     assert left
@@ -466,11 +466,11 @@ def test_a_rank_0_that_is_gone_is_named(monkeypatch):
     ) as first:
         assert first.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(first.stdout.readline()))
-        monkeypatch.setattr(distributed, "meeting_point", lambda name: dist.PrefixStore(name, store))
+        monkeypatch.setattr(distributed, "open_store", lambda name: dist.PrefixStore(name, store))
         monkeypatch.setenv("WORLD_SIZE", "2")
         threading.Timer(1, first.kill).start()
         with pytest.raises(HardwareError, match="rank 0 ended before it had planned"):
-            distributed.handed_over(None)
+            distributed.broadcast_text(None)
 
 
 def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):

@@ -485,61 +485,61 @@ def own(kind, *, rank=0, at=100.5, message="m", name="ValueError", code=1) -> Fa
 
 
 def ended(rank, code, *, at=100.0, **options):
-    from sft_play.training.ranks.elastic_agent import Ended
+    from sft_play.training.ranks.elastic_agent import RankExit
 
-    return Ended(rank, 10 + rank, code, at, **options)
+    return RankExit(rank, 10 + rank, code, at, **options)
 
 
 def test_the_root_is_the_first_failure_that_follows_from_no_other():
-    from sft_play.training.ranks.elastic_agent import root_of
+    from sft_play.training.ranks.elastic_agent import root_exit
 
-    lost = ended(0, 1, own=own("peer", at=100.1))
+    lost = ended(0, 1, failure=own("peer", at=100.1))
     killed = ended(1, -9, at=100.0)  # seen in second 100, after the connection broke
     told = ended(2, -15, at=100.0)
-    assert root_of([lost, killed, told], stopped=False) is killed
-    broken = ended(3, 1, at=99.0, own=own("fault", rank=3, at=99.9))
-    assert root_of([lost, killed, told, broken], stopped=False) is broken
-    assert root_of([lost, told], stopped=False) is lost
-    assert root_of([told], stopped=False) is told
+    assert root_exit([lost, killed, told], stopped=False) is killed
+    broken = ended(3, 1, at=99.0, failure=own("fault", rank=3, at=99.9))
+    assert root_exit([lost, killed, told, broken], stopped=False) is broken
+    assert root_exit([lost, told], stopped=False) is lost
+    assert root_exit([told], stopped=False) is told
     ended_late = ended(1, -9, at=130.0)  # the launcher's own SIGKILL, 30 s after it asked
-    assert root_of([ended_late, ended(0, 1, own=own("hung", at=100.2))], stopped=False).rank == 0
+    assert root_exit([ended_late, ended(0, 1, failure=own("hung", at=100.2))], stopped=False).rank == 0
 
 
 def test_a_stop_that_fails_to_save_is_a_failure():
-    from sft_play.training.ranks.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import failure_report
 
-    full = ended(0, 1, own=own("fault", at=101.0, name="OSError", message="No space left on device"))
-    text, code = report([full, ended(1, -15, at=101.0)], 2, stopped=True)
+    full = ended(0, 1, failure=own("fault", at=101.0, name="OSError", message="No space left on device"))
+    text, code = failure_report([full, ended(1, -15, at=101.0)], 2, stopped=True)
     assert code == 1
     assert "rank 0 of 2 (pid 10) ended with OSError: No space left on device" in text
-    text, code = report([ended(0, -15), ended(1, -15)], 2, stopped=True)
+    text, code = failure_report([ended(0, -15), ended(1, -15)], 2, stopped=True)
     assert (code, "error" in text) == (130, False)
 
 
 def test_of_a_stop_the_first_rank_tells_what_was_saved():
-    from sft_play.training.ranks.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import failure_report
 
-    early = ended(1, 130, own=own("stopped", rank=1, at=100.1, message="stopped"))
-    first = ended(0, 130, own=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
-    answer = report([early, first], 2, stopped=True)
+    early = ended(1, 130, failure=own("stopped", rank=1, at=100.1, message="stopped"))
+    first = ended(0, 130, failure=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
+    answer = failure_report([early, first], 2, stopped=True)
     assert answer == ("[train-distributed] stopped, go on with", 130)
 
 
 def test_a_kill_says_where_and_that_memory_may_have_run_out():
-    from sft_play.training.ranks.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import failure_report
 
-    text, code = report([ended(1, -9, step="17 (training)")], 4, stopped=False)
+    text, code = failure_report([ended(1, -9, step="17 (training)")], 4, stopped=False)
     assert code == 1
     assert "rank 1 of 4 (pid 11) was killed by SIGKILL at step 17 (training) (out of memory? see dmesg)" in text
 
 
 def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
-    from sft_play.training.ranks.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import failure_report
 
-    mine = ended(1, 3, own=own("user", rank=1, code=3, message="CUDA out of memory"))
-    text, code = report([mine, ended(0, -15)], 2, stopped=False)
+    mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
+    text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
     assert (text, code) == ("[train-distributed] error: rank 1 (host a): CUDA out of memory", 3)
-    text, _ = report([mine, ended(0, 3, own=own("user", code=3, message="CUDA out of memory", at=101.0))], 2,
+    text, _ = failure_report([mine, ended(0, 3, failure=own("user", code=3, message="CUDA out of memory", at=101.0))], 2,
                      stopped=False)  # fmt: skip
     assert text == "[train-distributed] error: CUDA out of memory"
 
@@ -552,24 +552,24 @@ def beat(rank, step, count, **options):
 
 
 def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
-    from sft_play.training.ranks.heartbeat import laggards, worded
+    from sft_play.training.ranks.heartbeat import laggards, stall_report
 
     beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
     assert laggards(beats, set()) == [beats[1]]
-    assert worded(beats, set(), missing=[], waited_s=30, now=193) == (
+    assert stall_report(beats, set(), missing=[], waited_s=30, now=193) == (
         "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), 30 s ago, in "
         "collate (rows.py:3); ranks 0, 2, 3 wait for it at step 18 (training)"
     )
-    assert worded(beats, {1}, missing=[], waited_s=30, now=193) == (
+    assert stall_report(beats, {1}, missing=[], waited_s=30, now=193) == (
         "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), its last sign of "
         "life 93 s ago; ranks 0, 2, 3 wait for it at step 18 (training)"
     )
     level = [beat(0, 18, 36, where="all_reduce (c.py:1)"), beat(1, 18, 36, where="collate (rows.py:3)")]
     assert laggards(level, set()) == []
     assert laggards(level, {1}) == [level[1]]
-    text = worded(level, set(), missing=[], waited_s=30, now=193)
+    text = stall_report(level, set(), missing=[], waited_s=30, now=193)
     assert "all ranks are at step 18 (training): rank 0 in all_reduce (c.py:1), rank 1 in collate (rows.py:3)" in text
-    assert "rank 2 has never given a sign of life" in worded(level, set(), missing=[2], waited_s=30, now=193)
+    assert "rank 2 has never given a sign of life" in stall_report(level, set(), missing=[2], waited_s=30, now=193)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.memory.estimate import kv_cache_bytes_per_token
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.training.measure import exact_match
-from sft_play.training.measure.exact_match import batches
+from sft_play.training.measure.exact_match import batch_by_tokens
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -22,7 +22,7 @@ def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
     tokens = [draw.randint(1, 400) for _ in range(draw.randint(0, 80))]
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     most = draw.choice([1, 350, 1000, 5000])
-    found = list(batches(order, tokens, most))
+    found = list(batch_by_tokens(order, tokens, most))
     assert [index for batch in found for index in batch] == order
     for place, batch in enumerate(found):
         assert len(batch) == 1 or len(batch) * tokens[batch[-1]] <= most

@@ -67,7 +67,8 @@ def killing(tmp_path_factory) -> str:
     ("command", "moment", "files", "given"),
     [
         ("train", "run:train_stage", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
-        pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),  # everything is loaded
+        # everything is loaded
+        pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),
         ("train-distributed", "run:prepare", {"launch.json"}, {"NPROC": "2", "STRATEGY": "fsdp"}),  # no data recorded
         pytest.param(
             "train-distributed",
@@ -111,7 +112,7 @@ def test_a_run_that_is_killed_after_its_last_step_trains_no_further_one(world, k
     command, name = "train-distributed" if given else "train", f"last-{steps}-{given.get('STRATEGY')}"
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}", f"train.max_steps={steps}",
              "train.save_steps=1", "train.lr_scheduler_type=constant"]  # fmt: skip
-    at = "sft_play.training.run:summary_of"
+    at = "sft_play.training.run:build_summary"
     begun = start(world, command, *words, PYTHONPATH=killing, KILL_AT=at, **given)
     assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
     run = world / "outputs" / name

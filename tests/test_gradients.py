@@ -323,12 +323,12 @@ def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 def test_who_comes_last_waits_least():
-    from sft_play.training.measure.profile import waiting
+    from sft_play.training.measure.profile import waiting_times
 
     ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
-    assert waiting(ranks) == pytest.approx([0.4, 0.1])
-    assert waiting([ranks[0], ranks[1][:1]]) is None
-    assert waiting([ranks[0], ranks[0][::-1]]) is None
+    assert waiting_times(ranks) == pytest.approx([0.4, 0.1])
+    assert waiting_times([ranks[0], ranks[1][:1]]) is None
+    assert waiting_times([ranks[0], ranks[0][::-1]]) is None
 
 
 @pytest.mark.parametrize(
@@ -344,31 +344,31 @@ def test_who_comes_last_waits_least():
     ],
 )  # fmt: skip
 def test_the_backends_work_is_told_by_its_name(name, kind):
-    from sft_play.training.measure.profile import kind_of
+    from sft_play.training.measure.profile import work_kind
 
-    assert kind_of(name) == kind
+    assert work_kind(name) == kind
 
 
 def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
-    from sft_play.training.measure.profile import timed_of
+    from sft_play.training.measure.profile import collective_times
 
     collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
     work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
-    assert timed_of(work, collectives) == [("all_gather", 1.0), ("reduce_scatter", 2.0)]
-    assert timed_of(work, collectives[:1]) == [("all_gather", 1.0), ("all_reduce", 2.0)]
+    assert collective_times(work, collectives) == [("all_gather", 1.0), ("reduce_scatter", 2.0)]
+    assert collective_times(work, collectives[:1]) == [("all_gather", 1.0), ("all_reduce", 2.0)]
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.measure.profile import TOLERANCE, Counted, communication_report
+    from sft_play.training.measure.profile import TOLERANCE, RankCommunication, communication_report
 
-    def counted(rank: int, seconds: float) -> Counted:
+    def counted(rank: int, seconds: float) -> RankCommunication:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
         timed = (("all_reduce", seconds), ("all_gather", 0.2), ("barrier", 0.0))
-        return Counted(rank, "here", 2.0, 1.0, 0.5, collectives, timed)
+        return RankCommunication(rank, "here", 2.0, 1.0, 0.5, collectives, timed)
 
     ranks = [counted(rank, 0.2 + 0.2 * (rank != 2)) for rank in range(4)]
     planned = {"all_reduce": 50, "all_gather": 20}
-    found = communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=90)
+    found = communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=90)
     assert found["kinds"]["all_reduce"]["count"] == 0.5
     assert found["kinds"]["all_reduce"]["bytes"] == 50
     assert found["kinds"]["all_reduce"]["sent_bytes"] == 75  # 2 * 3/4
@@ -377,13 +377,13 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80)["agrees"]
-    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0)["difference"] is None
+    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)["agrees"]
+    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes={}, planned_sent_bytes=0)["difference"] is None
     assert TOLERANCE == 0.05
-    hybrid = communication_report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
+    hybrid = communication_report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned_bytes=planned, planned_sent_bytes=90)
     assert hybrid["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
     assert hybrid["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two copies
-    mesh = communication_report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned=planned, moved=90)
+    mesh = communication_report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned_bytes=planned, planned_sent_bytes=90)
     assert mesh["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
     assert mesh["kinds"]["all_gather"]["sent_bytes"] == 10
     assert mesh["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two tensor-parallel ranks

@@ -34,10 +34,10 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     speed = SimpleNamespace(tokens_per_s=10.0)
     plan = SimpleNamespace(memory=SimpleNamespace(reserved=3 * 2**30), speed=speed, speed_known=True, mfu=0.5)
     made = Monitor(plan)
-    made._since = 0.0
+    made._window_start = 0.0
     # two rows of four places, one of them padded by two; the second row is a masked one
     made.saw(
-        batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]), masked=-100
+        batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]), ignored_label=-100
     )
     found = made.take(steps=2, device=torch.device("cpu"))
     assert found["padding_share"] == pytest.approx(2 / 8)
@@ -57,7 +57,7 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
 
     from torch.autograd import DeviceType
 
-    from sft_play.training.measure.profile import exposed, spans_of
+    from sft_play.training.measure.profile import exposed_time, split_spans
 
     def event(name: str, start: float, end: float, *, annotation: bool = False, on_gpu: bool = True) -> SimpleNamespace:
         return SimpleNamespace(
@@ -78,27 +78,27 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
         event("void at::native::multi_tensor_apply_kernel", 80, 100),
         event("aten::mm", 0, 100, on_gpu=False),
     ]
-    communication, computation = spans_of(events, on_gpu=True)
+    communication, computation = split_spans(events, on_gpu=True)
     assert (communication, computation) == ([(0, 30), (60, 80)], [(20, 60), (80, 100)])
-    assert exposed(communication, computation) == 40  # 0-20 and 60-80
+    assert exposed_time(communication, computation) == 40  # 0-20 and 60-80
     gloo = [event("gloo:all_reduce", 0, 10, annotation=True, on_gpu=False), *events]
-    assert spans_of(gloo, on_gpu=False) == ([(0, 10)], [(0, 100)])
+    assert split_spans(gloo, on_gpu=False) == ([(0, 10)], [(0, 100)])
 
 
 def test_communication_is_exposed_where_nothing_is_computed():
-    from sft_play.training.measure.profile import exposed, merged
+    from sft_play.training.measure.profile import exposed_time, merge_spans
 
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert exposed([(0, 10)], []) == 10
-    assert exposed([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
-    assert exposed([(0, 4), (2, 6)], [(0, 6)]) == 0
+    assert merge_spans([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert exposed_time([(0, 10)], []) == 10
+    assert exposed_time([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
+    assert exposed_time([(0, 4), (2, 6)], [(0, 6)]) == 0
 
 
 def test_answers_are_shown_as_text_and_never_as_markup():
-    from sft_play.training.measure.board import answers_text
-    from sft_play.training.measure.exact_match import Answer, Question
+    from sft_play.training.measure.board import format_answers
+    from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 
-    said = answers_text([Answer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
+    said = format_answers([GeneratedAnswer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
     assert said.splitlines() == ["- asked: `<b>what?</b>`", "  said: `’no’\\n# head` (expected: `yes`)"]
 
 
@@ -216,7 +216,7 @@ def test_loss_gradients_and_figures_are_those_that_trl_computes(trainer):
     assert torch.equal(ours, theirs)
     assert all(torch.equal(one, other) for one, other in zip(our_gradients, their_gradients, strict=True))
 
-    logged = trainer._monitor.take(steps=1, device=torch.device("cpu"))
+    logged = trainer._monitor.take_metrics(steps=1, device=torch.device("cpu"))
     of_trl = trainer._metrics["train"]
     for name in ("entropy", "mean_token_accuracy"):
         mean = sum(value * count for value, count in zip(of_trl[name], weights[3:], strict=True)) / sum(weights[3:])

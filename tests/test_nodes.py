@@ -28,7 +28,7 @@ from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.machine import choose_interface
-from sft_play.training.ranks.node_meeting import Met, card_of, differences, meet
+from sft_play.training.ranks.node_meeting import NodeMeeting, card_differences, meet_nodes, node_card
 from tests.conftest import ROOT, VARIABLES, clean_environment
 
 pytestmark = pytest.mark.build
@@ -345,16 +345,16 @@ def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(worl
 @pytest.fixture
 def card(world) -> dict[str, Any]:
     config = load_config(world / "run.yaml").config
-    return card_of(
+    return node_card(
         config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), strategy="ddp", deepspeed=False
     )
 
 
-def together(*calls: Callable[[], Met]) -> list[Met | SftPlayError]:
+def together(*calls: Callable[[], NodeMeeting]) -> list[NodeMeeting | SftPlayError]:
     """What each call answers, all at the same time."""
-    found: dict[int, Met | SftPlayError] = {}
+    found: dict[int, NodeMeeting | SftPlayError] = {}
 
-    def call(number: int, function: Callable[[], Met]) -> None:
+    def call(number: int, function: Callable[[], NodeMeeting]) -> None:
         try:
             found[number] = function()
         except SftPlayError as error:
@@ -373,15 +373,15 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
     port = free_port()
     met = together(
         *(
-            lambda rank=rank: meet(NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
             for rank in (2, 0, 1)
         )
     )
     for one in met:
-        assert isinstance(one, Met)
+        assert isinstance(one, NodeMeeting)
         assert [item["host"] for item in one.cards] == ["h0", "h1", "h2"]
-        assert one.variables({}) == {"GLOO_SOCKET_IFNAME": "lo"}
-        assert one.variables({"GLOO_SOCKET_IFNAME": "eth7"}) == {}
+        assert one.gloo_variables({}) == {"GLOO_SOCKET_IFNAME": "lo"}
+        assert one.gloo_variables({"GLOO_SOCKET_IFNAME": "eth7"}) == {}
     with socket.create_server(("127.0.0.1", port)):
         pass  # torch may listen there now
 
@@ -389,7 +389,7 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
 def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
     port = free_port()
 
-    def stranger() -> Met:
+    def stranger() -> NodeMeeting:
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"", b'{"program": "another"}\n', b"\x00\xce\xf7"):
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
@@ -399,10 +399,10 @@ def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
                     break
                 except OSError:
                     time.sleep(0.05)
-        return meet(NodeSetup(2, 1, "127.0.0.1", port), card, limit_s=30)
+        return meet_nodes(NodeSetup(2, 1, "127.0.0.1", port), card, limit_s=30)
 
-    met = together(lambda: meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
-    assert all(isinstance(one, Met) for one in met), met
+    met = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
+    assert all(isinstance(one, NodeMeeting) for one in met), met
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_nodes_that_count_differently_are_told_on_both(card, first, second, mess
     port = free_port()
     answers = together(
         *(
-            lambda one=one: meet(replace(one, address="127.0.0.1", port=port), card, limit_s=30)  # type: ignore[misc]
+            lambda one=one: meet_nodes(replace(one, address="127.0.0.1", port=port), card, limit_s=30)  # type: ignore[misc]
             for one in (first, second)
         )
     )
@@ -429,7 +429,7 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
     port = free_port()
     answers = together(
         *(
-            lambda rank=rank: meet(NodeSetup(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
             for rank in (0, 1, 1)
         )
     )
@@ -440,8 +440,8 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
 
 def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     answers = together(
-        lambda: meet(NodeSetup(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
-        lambda: meet(NodeSetup(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet_nodes(NodeSetup(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet_nodes(NodeSetup(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
     )
     assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
     assert "nodes 1, 2 of 3 did not connect to 127.0.0.1:" in str(answers[0])
@@ -453,18 +453,18 @@ def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on"):
-            meet(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=60)
+            meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=60)
 
 
 def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
-        meet(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
+        meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
-        meet(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
+        meet_nodes(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
 
 
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
@@ -472,12 +472,12 @@ def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world
 
     def told(*overrides: str, strategy: str = "ddp") -> dict[str, Any]:
         config = load_config(world / "run.yaml", overrides=overrides).config
-        return {**card_of(config, machine, strategy=strategy, deepspeed=False), "node": 1}
+        return {**node_card(config, machine, strategy=strategy, deepspeed=False), "node": 1}
 
     first = {**card, "node": 0}
-    assert differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
-    assert differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
-    assert differences(first, told(strategy="fsdp")) == ["STRATEGY is ddp on node 0 and fsdp on node 1"]
+    assert card_differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
+    assert card_differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
+    assert card_differences(first, told(strategy="fsdp")) == ["STRATEGY is ddp on node 0 and fsdp on node 1"]
 
 
 def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():

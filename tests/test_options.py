@@ -544,7 +544,7 @@ def over_ranks(config: RunConfig) -> Facts:
     from sft_play.planner.gradients import gradient_sync
     from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.measure.profile import window_of
+    from sft_play.training.measure.profile import build_profile_window
     from sft_play.training.ranks.engines import engine_arguments
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
@@ -557,7 +557,7 @@ def over_ranks(config: RunConfig) -> Facts:
     only = ("ddp",) if any(layout.name == "ddp" for layout in possible) else LAYOUT_NAMES
     made = make_plan(PlanRequest(config, shape, machine, allowed_layouts=only))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
-    window = window_of(config, made, Path("/nowhere"))
+    window = build_profile_window(config, made, Path("/nowhere"))
     return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps,
             "checkpoint": made.memory.checkpoint}  # fmt: skip
 
@@ -571,7 +571,7 @@ def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leav
     config = config_from_text(text, name="x")
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
     made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=("ddp",)))
-    told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, skips=skips)
+    told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, has_late_gradients=skips)
     assert told["ddp_find_unused_parameters"] is (asked or skips)
 
 

@@ -319,7 +319,7 @@ def lacking(most, step):
 
     def compute_loss(self, model, inputs, *args, **options):
         is_its_turn = self.state.global_step + 1 == step and bool(self._slots) == (step > 1)
-        if model.training and is_its_turn and self.step_memory.batch.micro_batch > most:
+        if model.training and is_its_turn and self.step_memory.batch_plan.micro_batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(self, model, inputs, *args, **options)
 

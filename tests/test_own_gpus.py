@@ -92,11 +92,11 @@ def test_rank_0_hears_of_every_rank_in_their_order(monkeypatch, world):
     from sft_play.training.ranks import distributed
 
     store = dist.HashStore()
-    monkeypatch.setattr(distributed, "meeting_point", lambda name: dist.PrefixStore(name, store))
-    told = [threading.Thread(target=distributed.say_gpu, args=(f"host GPU-{rank}", rank)) for rank in range(world)]
+    monkeypatch.setattr(distributed, "open_store", lambda name: dist.PrefixStore(name, store))
+    told = [threading.Thread(target=distributed.publish_gpu, args=(f"host GPU-{rank}", rank)) for rank in range(world)]
     for one in reversed(told):
         one.start()
-    assert distributed.gpus_of_all(world) == [f"host GPU-{rank}" for rank in range(world)]
+    assert distributed.gather_gpus(world) == [f"host GPU-{rank}" for rank in range(world)]
     for one in told:
         one.join()
 
@@ -106,9 +106,9 @@ def test_the_random_state_of_this_ranks_gpu_alone_is_kept(monkeypatch):
     """`fork_rng()` without devices keeps those of all GPUs of the node, and warns of it on every rank."""
     import torch
 
-    from sft_play.training.ranks.distributed import own_devices
+    from sft_play.training.ranks.distributed import rng_devices
 
-    assert own_devices() is None
+    assert rng_devices() is None
     kept: list[int] = []
     fake = SimpleNamespace(
         device_count=lambda: 8, get_rng_state=lambda at: kept.append(at) or 0, set_rng_state=lambda *_: None,
@@ -118,6 +118,6 @@ def test_the_random_state_of_this_ranks_gpu_alone_is_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with torch.random.fork_rng(own_devices()):
+        with torch.random.fork_rng(rng_devices()):
             pass
     assert kept == [3]

@@ -19,7 +19,7 @@ import pytest
 from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import MemoryEstimate, RunPhase
 from sft_play.training.measure import peaks as peaks_module
-from sft_play.training.measure.peaks import SAMPLE_S, MemoryMeter, Peaks
+from sft_play.training.measure.peaks import SAMPLE_INTERVAL_S, MemoryMeter, MemoryPeaks
 from sft_play.training.measure.summary import _memory_line
 from sft_play.units import GIB
 from tests.conftest import chat
@@ -62,7 +62,7 @@ def card(monkeypatch):
 
 def test_what_generated_answers_left_is_not_the_trainings_peak(card):
     """10 stay, a step passes 5, an evaluation 20, generation 40: then steps go on, with nothing of it reserved."""
-    found = Peaks(on_gpu=True)
+    found = MemoryPeaks(on_gpu=True)
     card.take(10)
     with found.during("generation"):  # before training
         card.take(90)
@@ -80,12 +80,12 @@ def test_what_generated_answers_left_is_not_the_trainings_peak(card):
         card.give(1)
     card.take(3)
     card.give(3)
-    assert found.by_moment() == {"generation": (100, 100), "training": (15, 15), "evaluation": (30, 30)}
+    assert found.by_phase() == {"generation": (100, 100), "training": (15, 15), "evaluation": (30, 30)}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_moment_has_the_highest_of_its_own_parts(card, seed):
-    draw, found = random.Random(seed), Peaks(on_gpu=True)
+    draw, found = random.Random(seed), MemoryPeaks(on_gpu=True)
     wanted: dict[str, int] = {}
     found.start("training")
     for _ in range(30):
@@ -102,18 +102,18 @@ def test_each_moment_has_the_highest_of_its_own_parts(card, seed):
             with found.during(name):
                 work()
         wanted[name] = max(wanted.get(name, 0), size)
-    assert {name: allocated for name, (allocated, _) in found.by_moment().items()} == {"training": 0} | wanted
+    assert {name: allocated for name, (allocated, _) in found.by_phase().items()} == {"training": 0} | wanted
 
 
 def test_nothing_is_counted_after_the_end_and_a_stage_begins_anew(card):
-    found = Peaks(on_gpu=True)
+    found = MemoryPeaks(on_gpu=True)
     found.start("training")
     card.take(4)
     found.close()
     card.take(100)
-    assert found.by_moment() == {"training": (4, 4)}
-    found.forget()
-    assert found.by_moment() == {}
+    assert found.by_phase() == {"training": (4, 4)}
+    found.clear()
+    assert found.by_phase() == {}
 
 
 def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
@@ -127,11 +127,11 @@ def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
         card.give(50)
     figures = {"predicted_allocated": 60, "measured_allocated": 80, "predicted_reserved": 70, "measured_reserved": 80}
     assert (
-        meter.peak()
+        meter.peak_bytes()
         == {"moment": "evaluation", **figures}
-        == {"moment": "evaluation", **meter.by_moment()["evaluation"]}
+        == {"moment": "evaluation", **meter.peak_bytes_by_phase()["evaluation"]}
     )
-    line = _memory_line({name: GIB * size if name != "moment" else size for name, size in meter.peak().items()})
+    line = _memory_line({name: GIB * size if name != "moment" else size for name, size in meter.peak_bytes().items()})
     assert line == "Peak memory reserved on a GPU, in evaluation: 70.00 GiB predicted, 80.00 GiB measured"
 
 
@@ -147,11 +147,11 @@ ALONE = """
 import json, random, resource, sys, time
 import numpy as np
 import psutil
-from sft_play.training.measure.peaks import Peaks
+from sft_play.training.measure.peaks import MemoryPeaks
 
 draw, wanted = random.Random(int(sys.argv[1])), {}
 level = psutil.Process().memory_info().rss
-found = Peaks(level_bytes=level)
+found = MemoryPeaks(level_bytes=level)
 
 def touch(name, mib):
     block = np.ones(mib * 2**20 // 8)
@@ -165,7 +165,7 @@ for _ in range(6):
     moment = draw.choice(["evaluation", "generation", "saving"])
     with found.during(moment):
         touch(moment, draw.randint(40, 400))
-measured = {name: highest for name, (highest, _) in found.by_moment().items()}
+measured = {name: highest for name, (highest, _) in found.by_phase().items()}
 found.close()
 kernels = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([wanted, measured, level, kernels]))
@@ -176,7 +176,7 @@ print(json.dumps([wanted, measured, level, kernels]))
 def test_each_moment_of_a_cpu_has_its_own_peak_and_the_kernels_mark_stays(seed: int) -> None:
     """In a process of its own: threads that other tests leave may hold memory of theirs. The mark is what `time -v` and
     Slurm's MaxRSS read; before, it was reset at each change of moment."""
-    words = [sys.executable, "-c", ALONE, str(seed), str(5 * SAMPLE_S)]
+    words = [sys.executable, "-c", ALONE, str(seed), str(5 * SAMPLE_INTERVAL_S)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     wanted, measured, level, kernels = json.loads(done.stdout.splitlines()[-1])
     assert measured.keys() == wanted.keys()
@@ -196,10 +196,10 @@ def test_the_highest_moment_is_exact_however_short_it_is() -> None:
 
 
 def test_outside_linux_samples_alone_tell(monkeypatch):
-    monkeypatch.setattr(peaks_module, "_kernels_mark", lambda: 0)
-    found = Peaks(level_bytes=0)
+    monkeypatch.setattr(peaks_module, "_kernel_peak_bytes", lambda: 0)
+    found = MemoryPeaks(level_bytes=0)
     found.start("training")
-    assert found.by_moment()["training"][0] > 0
+    assert found.by_phase()["training"][0] > 0
     found.close()
 
 
@@ -207,7 +207,7 @@ def test_no_thread_is_left_when_a_run_has_ended_or_failed():
     import threading
     import time
 
-    before, found = set(threading.enumerate()), Peaks()
+    before, found = set(threading.enumerate()), MemoryPeaks()
     with contextlib.suppress(ValueError), contextlib.closing(found):
         found.start("training")
         with found.during("evaluation"):
@@ -216,7 +216,7 @@ def test_no_thread_is_left_when_a_run_has_ended_or_failed():
     for _ in range(100):
         if not any(one.name == "resident memory" for one in set(threading.enumerate()) - before):
             return
-        time.sleep(SAMPLE_S)
+        time.sleep(SAMPLE_INTERVAL_S)
     pytest.fail("a thread goes on")
 
 
@@ -229,7 +229,7 @@ def test_what_an_earlier_run_freed_is_not_part_of_a_runs_level():
     del earlier
     before = psutil.Process().memory_info().rss
     plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cpu"))
-    assert MemoryMeter(plan).level < before - 250 * MIB
+    assert MemoryMeter(plan).level_bytes < before - 250 * MIB
     assert len(last) == 64 << 10
 
 

@@ -37,9 +37,9 @@ from sft_play.runs.files import evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.card import result_figures
 from sft_play.training.loop.curriculum import _merge_summaries
-from sft_play.training.measure.evaluate import Figures
-from sft_play.training.measure.exact_match import Answer, Question
-from sft_play.training.measure.summary import KEPT_SAMPLES, samples
+from sft_play.training.measure.evaluate import EvalMetrics
+from sft_play.training.measure.exact_match import GeneratedAnswer, Question
+from sft_play.training.measure.summary import MAX_KEPT_SAMPLES, sample_answers
 from sft_play.units import GIB
 from tests.recorded_runs import SUMMARY, planned_folder, recorded_run, steps
 
@@ -345,12 +345,12 @@ def test_values_that_are_no_numbers_are_left_out_of_a_curve(tmp_path):
 
 def test_samples_are_spaced_over_what_was_asked_and_cut():
     def asked(number, text):
-        return Answer(Question([1], f"q{number}", f"a{number}"), text)
+        return GeneratedAnswer(Question([1], f"q{number}", f"a{number}"), text)
 
-    after = Figures(answers=tuple(asked(n, f" a{n} " if n % 2 else "no" * 3000) for n in range(40)))
-    before = Figures(answers=tuple(asked(n, f"old{n}") for n in range(20)))
-    kept = samples(before, after)
-    assert len(kept) == KEPT_SAMPLES == 12
+    after = EvalMetrics(answers=tuple(asked(n, f" a{n} " if n % 2 else "no" * 3000) for n in range(40)))
+    before = EvalMetrics(answers=tuple(asked(n, f"old{n}") for n in range(20)))
+    kept = sample_answers(before, after)
+    assert len(kept) == MAX_KEPT_SAMPLES == 12
     numbers = [int(sample["asked"][1:]) for sample in kept]
     assert numbers == sorted(set(numbers))
     assert numbers[0] == 0
@@ -359,8 +359,8 @@ def test_samples_are_spaced_over_what_was_asked_and_cut():
         assert sample["before"] == (f"old{number}" if number < 20 else None)
         assert sample["right"] == bool(number % 2)
         assert len(sample["after"]) <= 2000
-    assert samples(None, None) == samples(before, None) == []
-    assert len(samples(None, Figures(answers=after.answers[:2]))) == 2
+    assert sample_answers(None, None) == sample_answers(before, None) == []
+    assert len(sample_answers(None, EvalMetrics(answers=after.answers[:2]))) == 2
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------

@@ -36,17 +36,17 @@ KINDS: tuple[Kind | None, ...] = ("user", "stopped", "fault", "peer", "hung", No
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_died_is_told_from_what_would_fail_again(seed):
-    from sft_play.training.ranks.elastic_agent import Ended, death
+    from sft_play.training.ranks.elastic_agent import RankExit, describe_crash
 
     draw = random.Random(seed)
     kind, code = draw.choice(KINDS), draw.choice([-9, -11, -6, -15, 7])
     name = draw.choice(["ValueError", "AcceleratorError", "DistBackendError", "TrainingError"])
     own = Failure(kind, 2, name, "words", "", 100.5, 1, "a", 11) if kind is not None else None
     asked = draw.random() < 0.3
-    root = Ended(1, 11, code, 100.0, own, "4 (training)")
-    followed = Ended(0, 10, 1, 101.0, Failure("peer", 1, "RuntimeError", "gloo: closed", "", 101.5, 0, "a", 10))
+    root = RankExit(1, 11, code, 100.0, own, "4 (training)")
+    followed = RankExit(0, 10, 1, 101.0, Failure("peer", 1, "RuntimeError", "gloo: closed", "", 101.5, 0, "a", 10))
     others = [followed] if kind in ("user", "fault", None) and code != -15 and draw.random() < 0.5 else []
-    found = death([root, *others], 2, asked=asked)
+    found = describe_crash([root, *others], 2, was_requested=asked)
     if kind is None:
         helps = code != -15  # somebody ended it by a signal that asks
     else:

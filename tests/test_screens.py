@@ -348,18 +348,18 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
 
     from sft_play.config.load import load_config, split_overrides
     from sft_play.launch.machine import require_machine
-    from sft_play.training.measure.summary import _try_next
+    from sft_play.training.measure.summary import _next_step_lines
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     for hardware in (machine, parse_hardware("1xRTX4090")):
         job: Any = SimpleNamespace(
             loaded=SimpleNamespace(path=Path("configs/run_starter.yaml")), plan=SimpleNamespace(hardware=hardware)
         )
-        (line,) = _try_next(job)
+        (line,) = _next_step_lines(job)
         found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
         assert found is not None
         config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
         require_machine(config, hardware, {}, params=lambda name=config.model.name: load_model_shape(name).params)
         assert ("0.5B" in config.model.name) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
-    assert _try_next(job) == []
+    assert _next_step_lines(job) == []

@@ -223,7 +223,7 @@ with Heartbeat(timeout_s=4) as beat:
                         file.write(b"x")
                 time.sleep(0.5)
     with beat.waiting():
-        distributed.barrier(distributed.patient())
+        distributed.barrier(distributed.long_timeout_group())
 dist.destroy_process_group()
 print("all went on", flush=True)
 """

@@ -233,7 +233,8 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     plan = make_plan(PlanRequest(config, load_model_shape(name), Hardware((), "CPU", 2, 2**34, 2**34)))
     trainer = build_trainer(
         config, plan, RunFolder(run_yaml.parent / "run"),
-        peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train_split=splits.train,
+        peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer,
+        train_split=splits.train,
         eval_split=splits.val, sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
     )  # fmt: skip
     loader = trainer.get_train_dataloader()

@@ -832,10 +832,10 @@ def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, t
 
 @pytest.mark.build
 def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
-    from sft_play.training.measure.board import Board
+    from sft_play.training.measure.board import TensorBoardWriter
 
     run = RunFolder(tmp_path / "run")
-    writer = Board(run, hparams={}, metrics=(), answers=list)
+    writer = TensorBoardWriter(run, hparams={}, metric_tags=(), answers=list)
     for step in range(1, 101):
         logs = {"loss": 2.0 + 2 / step, **({"eval_loss": 1.0 + 2 / step} if step % 10 == 0 else {})}
         for name, value in logs.items():

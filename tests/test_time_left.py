@@ -17,7 +17,7 @@ from sft_play.process import waiting
 from sft_play.training.loop.callbacks import Progress
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
-from sft_play.training.measure.evaluate import EvalSet, to_come, visits_left
+from sft_play.training.measure.evaluate import EvalSet, estimate_remaining, remaining_events
 from tests.conftest import Command, chat
 
 pytestmark = pytest.mark.build
@@ -51,7 +51,7 @@ def test_what_is_still_to_come_is_what_the_trainer_does_from_there_on(seed: int)
     for step in range(1, steps + 1):
         whole, rest = divmod(step, per_epoch)
         state = TrainerState(max_steps=steps, global_step=step, epoch=whole + 4 * rest / passes)
-        left = visits_left(strategy, every if strategy == "steps" else None, state)
+        left = remaining_events(strategy, every if strategy == "steps" else None, state)
         assert left == sum(at >= step for at, _ in all_visits), (strategy, every, per_epoch, step)
 
 
@@ -70,30 +70,30 @@ def eval_set(name: str, rows: Any = ()) -> EvalSet:
 def test_what_was_measured_last_is_what_the_rest_takes() -> None:
     took_s = {"eval": [9.0, 7.0], "checkpoint": [2.0], "test": [60.0], "profile": [35.0]}
     # three evaluations (after 4, 8 and 10), two checkpoints and the weights; the last evaluation is that of the run
-    assert to_come(trainer(took_s, global_step=1), eval_set("val")) == (3 * 7 + 3 * 2, "")
-    assert to_come(trainer(took_s, global_step=10), eval_set("val")) == (1 * 7 + 2 * 2, "")
+    assert estimate_remaining(trainer(took_s, global_step=1), eval_set("val")) == (3 * 7 + 3 * 2, "")
+    assert estimate_remaining(trainer(took_s, global_step=10), eval_set("val")) == (1 * 7 + 2 * 2, "")
     # test rows are evaluated after training besides
-    assert to_come(trainer(took_s, global_step=10), eval_set("test")) == (7 + 4 + 60, "")
+    assert estimate_remaining(trainer(took_s, global_step=10), eval_set("test")) == (7 + 4 + 60, "")
     best = trainer(took_s, global_step=10)
     best.args.load_best_model_at_end = True
-    assert to_come(best, eval_set("val")) == (2 * 7 + 4, "")
+    assert estimate_remaining(best, eval_set("val")) == (2 * 7 + 4, "")
     without = trainer(took_s, global_step=10)
     without.args.eval_strategy = "no"
-    assert to_come(without, eval_set("val")) == (7 + 4, "")
-    assert to_come(without, eval_set("val", None)) == (4, "")  # there are no rows to evaluate
+    assert estimate_remaining(without, eval_set("val")) == (7 + 4, "")
+    assert estimate_remaining(without, eval_set("val", None)) == (4, "")  # there are no rows to evaluate
 
 
 def test_rows_that_were_not_evaluated_yet_take_what_the_others_did_and_unknown_ones_are_named() -> None:
     # validation in training comes after the test rows were measured first, or the other way round
-    assert to_come(trainer({"test": [60.0]}, global_step=10), eval_set("test")) == (60 + 60, "")
-    assert to_come(trainer({"eval": [7.0]}, global_step=10), eval_set("test")) == (7 + 7, "")
+    assert estimate_remaining(trainer({"test": [60.0]}, global_step=10), eval_set("test")) == (60 + 60, "")
+    assert estimate_remaining(trainer({"eval": [7.0]}, global_step=10), eval_set("test")) == (7 + 7, "")
     # of a resumed run, and without eval.before_training, nothing is known: `1 second left` would be all but minutes
     unknown = ", evaluations not counted"
-    assert to_come(trainer({"checkpoint": [2.0]}, global_step=10), eval_set("test")) == (4, unknown)
+    assert estimate_remaining(trainer({"checkpoint": [2.0]}, global_step=10), eval_set("test")) == (4, unknown)
     without = trainer({}, global_step=10)
     without.args.eval_strategy = "no"
-    assert to_come(without, eval_set("val")) == (0, unknown)
-    assert to_come(without, eval_set("val", None)) == (0, "")
+    assert estimate_remaining(without, eval_set("val")) == (0, unknown)
+    assert estimate_remaining(without, eval_set("val", None)) == (0, "")
 
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
@@ -170,7 +170,7 @@ def test_evaluations_and_answers_say_how_far_they_are(
     monkeypatch.setattr(exact_match, "_generate", slow)
     monkeypatch.setattr(PlannedTrainer, "compute_loss", slow_loss)
     monkeypatch.setattr(
-        exact_match, "batches",
+        exact_match, "batch_by_tokens",
         lambda order, tokens, most: (list(order[n : n + rows_at_once]) for n in range(0, len(order), rows_at_once)),
     )  # fmt: skip
     more = (

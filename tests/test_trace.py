@@ -183,7 +183,8 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     args = SFTConfig(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing_arguments(settings.checkpointing, offload=False),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **_checkpointing_arguments(settings.checkpointing, offload=False),
     )  # fmt: skip
     with log, patches.install_patches(replacements.TraceState(settings, log)):
         trainer = PlannedTrainer(

@@ -435,7 +435,7 @@ def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch, stopped):
             def fail(*_):
                 raise TrainingError("ended here")
 
-            patch.setattr("sft_play.training.run.summary_of", fail)
+            patch.setattr("sft_play.training.run.build_summary", fail)
         code, _, _ = train("two", *words)
         assert code == (0 if stopped == 2 else 2)
     code, printed, folder = train("two", *words[:8], verb="resume")

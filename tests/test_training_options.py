@@ -72,7 +72,7 @@ def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
 
 def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_path):
     from benchmarks.steps import order, ours
-    from sft_play.training.measure.board import hparams_of
+    from sft_play.training.measure.board import build_hparams
 
     facts = ours.training_facts(longer)
     assert facts["adam_epsilon"] == 1e-6
@@ -82,7 +82,7 @@ def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_pa
         layout="single", batch=SimpleNamespace(ranks=1, effective_batch=8, micro_batch=1), max_seq_len=8,
         precision=SimpleNamespace(compute="float32"),
     )  # fmt: skip
-    assert hparams_of(longer, plan)["adam_epsilon"] == 1e-6  # type: ignore[arg-type]
+    assert build_hparams(longer, plan)["adam_epsilon"] == 1e-6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["adam_eps", "epsilon", "eps"])

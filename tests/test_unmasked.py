@@ -195,7 +195,7 @@ def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
 @pytest.mark.build
 def test_a_batch_without_a_mask_has_positions_and_its_counts():
     from sft_play.training.loop.collate import Collator
-    from sft_play.training.measure.monitor import tokens_in
+    from sft_play.training.measure.monitor import count_tokens
 
     draw = np.random.default_rng(5)
     for _ in range(20):
@@ -206,7 +206,7 @@ def test_a_batch_without_a_mask_has_positions_and_its_counts():
         assert (plain["labels"] == masked["labels"]).all()
         assert "attention_mask" not in plain
         assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
-        assert tokens_in(plain) == tokens_in(masked) == sum(lengths)
+        assert count_tokens(plain) == count_tokens(masked) == sum(lengths)
         assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
 
 

@@ -285,7 +285,8 @@ def document(folder: Path, **changes: Any) -> bridge.Handover:
         "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
         "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
         "splits": {}, "held_out": "val",
-        "asked": [Question(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
+        "asked": [Question(prompt_ids=[1], prompt_text="é", reference="a")], "asked_while_training": [],
+        "stop_ids": [2],
         "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip
     return bridge.Handover(**{**told, **changes})

@@ -383,7 +383,7 @@ def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strat
     ],
 )  # fmt: skip
 def test_updates_count_as_lost_below_a_half_unless_they_are_rounded_stochastically(share, how, lost):
-    assert UpdateFacts(("bfloat16",), (), (), (), share, how).lost is lost
+    assert UpdateFacts(("bfloat16",), (), (), (), share, how).is_lost is lost
 
 
 @pytest.mark.parametrize(

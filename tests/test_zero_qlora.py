@@ -260,13 +260,13 @@ def test_frozen_bytes_are_counted_by_part_and_what_stays_whole_on_purpose():
 @pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
 def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.errors import TrainingError
-    from sft_play.training.ranks.engines import _refuse_undivided
+    from sft_play.training.ranks.engines import _require_divided
 
     if fine:
-        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
+        _require_divided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
         return
     with pytest.raises(TrainingError, match=r"a rank holds 100,000 of 100,000 bytes of frozen weights"):
-        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
-    _refuse_undivided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, share=100_000)
+        _require_divided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
+    _require_divided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, share=100_000)
     with pytest.raises(TrainingError, match="are not divided"):  # on every rank of a tensor-parallel group
-        _refuse_undivided(Layout("tp", 1, 1, 2), "frozen", 100_000, [100_000] * 2, share=100_000)
+        _require_divided(Layout("tp", 1, 1, 2), "frozen", 100_000, [100_000] * 2, share=100_000)

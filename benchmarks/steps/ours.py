@@ -107,21 +107,21 @@ class PartsOf:
 
     def __call__(self, begins: bool) -> dict[str, Any] | None:
         """Start or end; at the end the parts."""
-        from sft_play.training.measure.monitor import PARTS
+        from sft_play.training.measure.monitor import STEP_PARTS
 
-        real = type(self._monitor).take
+        real = type(self._monitor).take_metrics
         figures = real(self._monitor, steps=1, device=self._device)
         if not begins:
             self._add(figures, 1)
-            return {"parts_s": {name: self._sums[SECONDS.format(name)] / self._steps for name in PARTS}}
-        self._sums = {SECONDS.format(name): 0.0 for name in PARTS}
+            return {"parts_s": {name: self._sums[SECONDS.format(name)] / self._steps for name in STEP_PARTS}}
+        self._sums = {SECONDS.format(name): 0.0 for name in STEP_PARTS}
 
         def take(*, steps: int, device: Any) -> dict[str, float]:
             logged: dict[str, float] = real(self._monitor, steps=steps, device=device)
             self._add(logged, max(1, steps))
             return logged
 
-        self._monitor.take = take
+        self._monitor.take_metrics = take
         return None
 
     def _add(self, figures: dict[str, float], steps: int) -> None:

@@ -23,7 +23,7 @@ from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_alike
+from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = wanted.settings
     own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
-    require_alike({key: str(value) for key, value in own.items()})
+    require_same_inputs({key: str(value) for key, value in own.items()})
     return accelerator
 
 

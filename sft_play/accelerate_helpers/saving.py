@@ -23,7 +23,7 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import adapter_parameters, gather_to_cpu
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes, write_weights
-from sft_play.training.ranks.distributed import of_all
+from sft_play.training.ranks.distributed import gather_values
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: st
         work()
     except Exception as error:
         failure, own = error, f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-    every = _run(accelerator, lambda: of_all(own), path, left=left)
+    every = _run(accelerator, lambda: gather_values(own), path, left=left)
     if failure is not None:
         raise failure
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]

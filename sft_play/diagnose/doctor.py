@@ -176,10 +176,10 @@ def meet_nodes(
 ) -> tuple[Mapping[str, str] | None, Finding]:
     """All nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did not
     meet), and the finding, with the nodes that are missing and what differs."""
-    from sft_play.training.ranks.node_meeting import meet
+    from sft_play.training.ranks.node_meeting import meet_nodes
 
     try:
-        met = meet(nodes, card_of(around), limit_s=limit_s)
+        met = meet_nodes(nodes, card_of(around), limit_s=limit_s)
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
@@ -188,7 +188,7 @@ def meet_nodes(
     hosts = each_once(one_line(str(card.get("host"))) for card in met.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     same = "the same packages, driver, GPUs and number of ranks"
-    return met.variables(environment), passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
+    return met.gloo_variables(environment), passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
 
 
 def card_of(around: Surroundings) -> Mapping[str, object]:

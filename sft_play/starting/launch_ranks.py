@@ -47,7 +47,7 @@ from sft_play.runs.manifest import first_day, new_manifest
 from sft_play.runs.oom import NOTE
 
 if TYPE_CHECKING:  # it imports torch
-    from sft_play.training.ranks.node_meeting import Met
+    from sft_play.training.ranks.node_meeting import NodeMeeting
 
 logger = logging.getLogger(__name__)
 
@@ -162,18 +162,18 @@ def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     return dataclasses.replace(options, nodes=nodes)
 
 
-def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, *, may_count_ranks: bool = False) -> Met:
+def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, *, may_count_ranks: bool = False) -> NodeMeeting:
     with importing():
-        from sft_play.training.ranks.node_meeting import card_of, meet
+        from sft_play.training.ranks.node_meeting import meet_nodes, node_card
 
-    card = card_of(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    return meet(options.nodes, card, limit_s=timeout_of(config, os.environ), may_count_ranks=may_count_ranks)
+    card = node_card(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
+    return meet_nodes(options.nodes, card, limit_s=timeout_of(config, os.environ), may_count_ranks=may_count_ranks)
 
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    of_meeting = _meet(options, loaded.config, hardware).variables(os.environ)
+    of_meeting = _meet(options, loaded.config, hardware).gloo_variables(os.environ)
     code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **of_meeting}), None)
     if code not in (0, Interrupted.exit_code) and options.nodes.exported_rank:  # the agent has told why
         logger.warning("Nodes: %s", options.nodes.exported_rank)
@@ -314,21 +314,21 @@ def received(config: RunConfig, ranks: Ranks) -> Decided | None:
     if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return Decided.read((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8"))
     with importing():
-        from sft_play.training.ranks.distributed import handed_over, say_gpu
+        from sft_play.training.ranks.distributed import broadcast_text, publish_gpu
 
     heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
-    say_gpu(name_of_gpu(ranks, machine_for(config, detect_hardware())), ranks.rank)
+    publish_gpu(name_of_gpu(ranks, machine_for(config, detect_hardware())), ranks.rank)
     signal.signal(signal.SIGINT, heard)
-    return None if ranks.is_first else Decided.read(handed_over(None))
+    return None if ranks.is_first else Decided.read(broadcast_text(None))
 
 
 def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
     """The machine as all ranks use it, for rank 0 to plan with; `here` is what this process sees of it. Raises
     HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
-    from sft_play.training.ranks.distributed import gpus_of_all
+    from sft_play.training.ranks.distributed import gather_gpus
 
     sees_one = len(here.gpus) == 1 and ranks.local_world_size > 1
-    gpus = gpus_of_all(ranks.world_size) if sees_one else []
+    gpus = gather_gpus(ranks.world_size) if sees_one else []
     require_own_gpus(gpus)
     # without a UUID of each, ranks that share one GPU by mistake look the same
     hardware = spread_over(here, ranks.world_size, ranks.nodes, is_own=sees_one and all(gpus))

@@ -55,7 +55,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import FREE_TO_CHANGE
 from sft_play.starting.row_survey import known_rows
 from sft_play.trace.block_meter import load_planned_shape
-from sft_play.training.measure.recorded import recorded
+from sft_play.training.measure.recorded import measured_run
 
 if TYPE_CHECKING:
     from sft_play.training.prepare.backend import Backend
@@ -256,7 +256,7 @@ def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
     with contextlib.suppress(SftPlayError):
         request = _request(config, plan.hardware, (plan.layout,))
         ran = make_plan(request)
-        earlier = [*request.measured_runs, recorded(config, ran, ran_out_of=ran.budget_bytes)]
+        earlier = [*request.measured_runs, measured_run(config, ran, ran_out_of=ran.budget_bytes)]
         ways = [way for way in find_suggestions(replace(request, measured_runs=earlier)) if way.fits]
         ways = [way for way in ways if way.hardware is None or way.required < ran.memory.required]
         return [f"{way.change} ({way.needs}; {'resume takes it' if _is_free(way) else 'a new run'})" for way in ways]

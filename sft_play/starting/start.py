@@ -269,14 +269,14 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
         return handed
-    from sft_play.training.ranks.distributed import handed_over
+    from sft_play.training.ranks.distributed import broadcast_text
 
     try:
         decided = _decide(asked, held)
     except SftPlayError as error:
-        handed_over(refused(error))
+        broadcast_text(refused(error))
         raise
-    handed_over(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
+    broadcast_text(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
     return decided
 
 

@@ -21,7 +21,7 @@ from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
 from sft_play.starting.plan_run import advised
-from sft_play.training.measure.recorded import recorded
+from sft_play.training.measure.recorded import measured_run
 
 
 def train_here(
@@ -104,4 +104,4 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     }
     if counted.memory != used:
         found |= {"predicted_allocated": 0, "predicted_reserved": 0}
-    calibration.add_measured_run(recorded(config, plan, **found))
+    calibration.add_measured_run(measured_run(config, plan, **found))

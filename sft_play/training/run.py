@@ -23,10 +23,10 @@ from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
-from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate, to_come
-from sft_play.training.measure.peaks import MemoryMeter, Watch
-from sft_play.training.measure.recorded import recorded
-from sft_play.training.measure.summary import Trained, finish, summary_of
+from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
+from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
+from sft_play.training.measure.recorded import measured_run
+from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
 from sft_play.training.prepare.device_checks import check_device, check_gpu, explain_out_of_memory
@@ -53,7 +53,7 @@ def run_training(job: RunJob) -> dict[str, Any]:
     facts = data_facts(job.stage_jobs, prepared)
     if prepared[0].backend.name == "unsloth":
         with open_run_folder(job, prepared, facts):
-            return bridge.train_with_unsloth(job, prepared[0], eval_set_of(job, prepared[0]), started=start_time)
+            return bridge.train_with_unsloth(job, prepared[0], build_eval_set(job, prepared[0]), started=start_time)
     if prepared[0].backend.fallback_from:
         check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
     with (
@@ -61,9 +61,9 @@ def run_training(job: RunJob) -> dict[str, Any]:
         Heartbeat(job.timeout_s) as heartbeat,
         contextlib.closing(memory_meter.peaks),
     ):
-        distributed.require_alike(input_digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
+        distributed.require_same_inputs(input_digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
         with open_run_folder(job, prepared, facts):
-            monitors = Watch(memory_meter, heartbeat, start_time)
+            monitors = RunMonitors(memory_meter, heartbeat, start_time)
             if job.stages:
                 return StageSequence(job, prepared, monitors, train_stage).train()
             return train_stage(job, prepared[0], monitors, begins_from=prepared[0].base_adapter_folder)
@@ -72,68 +72,68 @@ def run_training(job: RunJob) -> dict[str, Any]:
 def train_stage(
     job: RunJob,
     prepared: Prepared,
-    monitors: Watch,
+    monitors: RunMonitors,
     *,
     begins_from: Path | None = None,
-    eval_set_of: Callable[..., EvalSet] = eval_set_of,
+    build_eval_set: Callable[..., EvalSet] = build_eval_set,
     load_trainer: Callable[..., PlannedLoop] = load_trainer,
 ) -> dict[str, Any]:
     """Load the model, evaluate, train, evaluate, save; returns the summary. `begins_from`: the folder of the weights of
     the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
-    replaces `eval_set_of` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
+    replaces `build_eval_set` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
     Interrupted: the user stopped the run, and its state was saved."""
     sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
     with explain_out_of_memory(job.plan):
-        checkpoint = find_last_checkpoint(job.folder.checkpoints, monitors.beat) if job.resume else None
-        monitors.memory.peaks.forget()  # those of the stage before
-        is_disk_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
+        checkpoint = find_last_checkpoint(job.folder.checkpoints, monitors.heartbeat) if job.resume else None
+        monitors.memory.peaks.clear()  # those of the stage before
+        is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
             is_disk_shared or not job.loaded.config.train.async_save,
             f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path} is not on a disk "
             "that all nodes share: set output.dir to one, or leave train.async_save out",
         )
         _log_start(job, prepared, checkpoint)
-        eval_set = eval_set_of(job, prepared)
+        eval_set = build_eval_set(job, prepared)
         monitors.memory.peaks.start("loading")
         trainer = load_trainer(
             job, prepared, eval_set, monitors, begins_from=begins_from,
             saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
-        before_training = BeforeTraining(job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None)
-        metric_tags = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
+        before_training = InitialEvaluation(job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None)
+        metric_tags = eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.on_oom.append(functools.partial(_record_oom, job))
         with trainer.step_memory.raise_out_of_memory():
             gradient_check = GradientCheck(prepared.model_spec.late_gradients)
             training = _run_training_loop(job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check)
-            metrics_after = None if training.stop.has_stopped_early else evaluate(trainer, eval_set)
-        monitors.beat.note(trainer.state.global_step, "saving the trained weights")
-        summary = summary_of(job, trainer, training, before_training, metrics_after, monitors)
-        finish(job, prepared, trainer, summary, monitors.memory, earlier=training.progress.first_step)
+            metrics_after = None if training.stop_after.has_stopped_early else evaluate(trainer, eval_set)
+        monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
+        summary = build_summary(job, trainer, training, before_training, metrics_after, monitors)
+        finish_run(job, prepared, trainer, summary, monitors.memory, first_step=training.progress.first_step)
     if job.folder.stage is not None:  # another model is loaded into this process
-        engines.release(trainer)
+        engines.release_engine(trainer)
     return summary
 
 
 def _run_training_loop(
     job: RunJob,
     trainer: PlannedLoop,
-    before_training: BeforeTraining,
-    monitors: Watch,
+    before_training: InitialEvaluation,
+    monitors: RunMonitors,
     checkpoint: Path | None,
     metric_tags: Sequence[str],
     gradient_check: GradientCheck,
-) -> Trained:
+) -> TrainingSummary:
     resume_step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage)
     train_config = job.loaded.config.train
     stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds)
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(count_tokens=lambda: trainer.tokens_seen, estimate_remaining=lambda: to_come(trainer, before_training.eval_set))
+    progress = Progress(count_tokens=lambda: trainer.tokens_seen, estimate_remaining=lambda: estimate_remaining(trainer, before_training.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
         compiler.on_compiled.append(progress.wait)
-    metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.started, stage=job.folder.stage)
+    metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
@@ -151,16 +151,16 @@ def _run_training_loop(
     with stop_signals(stop_after), compiler_context, progress.announce_start(message):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
-    tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
+    tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     monitors.memory.peaks.close()
-    return Trained(stop_after, progress, update_check, tokens / progress.training_s)
+    return TrainingSummary(stop_after, progress, update_check, tokens / progress.training_s)
 
 
 def _record_oom(job: RunJob, event: oom.RanOut) -> None:
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):
-        calibration.add_measured_run(recorded(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
+        calibration.add_measured_run(measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
     if event.again == "run":
         oom.leave(job.folder, event)
     elif distributed.is_first():

@@ -21,7 +21,13 @@ from sft_play.finished.evaluate.score import compute_dtype
 from sft_play.finished.load import load_as_trained, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import write_text
-from sft_play.training.measure.exact_match import Answer, Question, answers, configured_stops, stop_ids
+from sft_play.training.measure.exact_match import (
+    GeneratedAnswer,
+    Question,
+    configured_eos_token_ids,
+    generate_answers,
+    stop_ids,
+)
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -49,7 +55,7 @@ class Responder:
         self.model = load_as_trained(run) if model is None else model
         self.renderer = renderer_of(run, self.tokenizer)
         self._is_text = run.config.task_mode == "cpt"
-        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_stops(self.model))
+        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model))
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: tuple[Any, ...] = (), template_kwargs: Mapping[str, Any] | None = None
@@ -66,18 +72,18 @@ class Responder:
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
         return prompt
 
-    def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[Answer]:
+    def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[GeneratedAnswer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
         evaluation; where memory runs out the batches are halved. `whose` names the model in lines on how far it is."""
         most = self.run.plan().answer_tokens
-        given: list[Answer] = []
+        given: list[GeneratedAnswer] = []
         while len(given) < len(asked):
             chunk = asked[len(given) : len(given) + _AT_ONCE]
             try:
                 with _as_trained(self.run, self.model):
-                    given += answers(
-                        self.model, self.tokenizer, chunk, stop=self.stop, max_new_tokens=max_new_tokens,
-                        most_tokens=most,
+                    given += generate_answers(
+                        self.model, self.tokenizer, chunk, stop_tokens=self.stop, max_new_tokens=max_new_tokens,
+                        max_tokens=most,
                     )  # fmt: skip
             except RuntimeError as error:
                 longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved

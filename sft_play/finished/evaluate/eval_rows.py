@@ -13,7 +13,7 @@ from sft_play.errors import DataError
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun, require_split
 from sft_play.log import one_line
-from sft_play.training.measure.exact_match import Question, questions_of
+from sft_play.training.measure.exact_match import Question, build_questions
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
 def _asked(run: FinishedRun, tokenizer: Any, split: Split, chosen: set[int]) -> list[AskedRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
     chats = {row: split.chats[number] for number, row in enumerate(split.chats.rows) if row in chosen}
-    questions = questions_of([*chats.values()], renderer_of(run, tokenizer), tokenizer)
+    questions = build_questions([*chats.values()], renderer_of(run, tokenizer), tokenizer)
     return [
         AskedRow(row, question, tuple(chat.messages[:-1]))
         for (row, chat), question in zip(chats.items(), questions, strict=True)

@@ -176,7 +176,7 @@ def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Met
     if named and metrics and not rows.asked:
         raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
     if rows.asked:
-        _values(rows, metrics, [rows.asked[0].question.answer])
+        _values(rows, metrics, [rows.asked[0].question.reference])
 
 
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
@@ -213,7 +213,7 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
     for asked, answer in zip(rows.asked if rows else (), given, strict=False):
         for metric in metrics:
             try:
-                value = metric.compare(answer, asked.question.answer, asked.messages)
+                value = metric.compare(answer, asked.question.reference, asked.messages)
             except ConfigError as error:
                 raise ConfigError(f"row {asked.row + 1} of {rows.name if rows else ''}: {error}") from error
             values[metric.name].append(value)
@@ -230,7 +230,7 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFig
         if at is None:
             line["text"] = tokenizer.decode(rows.rows[index]["input_ids"])
         else:
-            line |= {"prompt": list(rows.asked[at].messages), "reference": rows.asked[at].question.answer}
+            line |= {"prompt": list(rows.asked[at].messages), "reference": rows.asked[at].question.reference}
         for name, measured in (("base", base), ("tuned", tuned)):
             score = measured.scores[index]
             line[name] = {

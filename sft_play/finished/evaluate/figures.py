@@ -26,7 +26,7 @@ from sft_play.finished.evaluate.score import RowScore
 from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
-from sft_play.training.measure.exact_match import Answer, Question
+from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _built_in(name: str) -> Metric:
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
     return Metric(
-        name, lambda answer, reference, _: float(Answer(Question([], "", reference), answer).right), is_share=True
+        name, lambda answer, reference, _: float(GeneratedAnswer(Question([], "", reference), answer).is_correct), is_share=True
     )
 
 

@@ -33,7 +33,7 @@ from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
-from sft_play.training.measure.exact_match import questions
+from sft_play.training.measure.exact_match import select_questions
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -134,7 +134,7 @@ class _ShipRows:
         # what is known of the task before a model reads its rows
         self.task = rule.TaskEvidence(split, _losses(unread, unread, self.rows), left_out=left_out)
         most = min(rows, config.eval.generate_rows) if self.rows else 0
-        self.asked = questions(self.held.split, renderer, tokenizer, most=most)
+        self.asked = select_questions(self.held.split, renderer, tokenizer, max_questions=most)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             tokenizer,
@@ -170,7 +170,7 @@ class _ShipRows:
             most, compute = batch_tokens(self.run), compute_dtype(self.run)
             scores[part] = score_rows(model, cut, most_tokens=most, compute=compute)
         answered = Responder(self.run, model).answers(self.asked, max_new_tokens=self.run.config.eval.max_new_tokens)
-        return scores, tuple(answer.right for answer in answered)
+        return scores, tuple(answer.is_correct for answer in answered)
 
 
 def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:

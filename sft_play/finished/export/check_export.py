@@ -27,7 +27,7 @@ from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_lengt
 from sft_play.finished.load import held_out, load_as_trained, this_device
 from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.log import one_line
-from sft_play.training.measure.exact_match import Question, answers
+from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.prepare.device_checks import free_memory
@@ -114,12 +114,12 @@ def export_test(
     checks = _prompt_checks(run, prompts, asked, fields, known)
 
     def seen_by(model: Any) -> _Seen:
-        given = answers(
-            model, prompts.tokenizer, [Question(one.ids, "", "") for one in asked], stop=prompts.stops,
-            max_new_tokens=run.config.eval.max_new_tokens, most_tokens=plan.answer_tokens,
+        given = generate_answers(
+            model, prompts.tokenizer, [Question(one.ids, "", "") for one in asked], stop_tokens=prompts.stops,
+            max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _Seen([answer.ids for answer in given], log_probs(model, scored), dtype)
+        return _Seen([answer.token_ids for answer in given], log_probs(model, scored), dtype)
 
     try:
         read = load_gguf(file, model, rows=embeddings)

@@ -22,7 +22,7 @@ from sft_play.finished.load import evenly_spaced, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
-from sft_play.training.measure.exact_match import Configured, stop_ids
+from sft_play.training.measure.exact_match import EosTokenIds, stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
@@ -164,6 +164,6 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
     return stops
 
 
-def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: Configured) -> list[int]:
+def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: EosTokenIds) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
     return stop_ids(run.config.task_mode, tokenizer, renderer_of(run, tokenizer), of_base)

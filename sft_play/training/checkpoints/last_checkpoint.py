@@ -42,11 +42,11 @@ def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     name_and_damaged: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
-        last, damaged = checkpoints.last_undamaged(folder, on_bytes=beat.moved)
+        last, damaged = checkpoints.last_undamaged(folder, on_bytes=beat.add_moved_bytes)
         name_and_damaged = last.name if last else None, damaged
     with beat.waiting():
-        distributed.barrier(distributed.patient())  # as long as reading takes
-    name, damaged = distributed.of_first(name_and_damaged)
+        distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
+    name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
         raise RunFolderError(
             f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. Nothing "
@@ -57,7 +57,7 @@ def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     checkpoint: Path = folder / name
     damage = None if distributed.is_first() else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     with beat.waiting():
-        distributed.barrier(distributed.patient())
+        distributed.barrier(distributed.long_timeout_group())
     distributed.require_all(
         damage is None,
         f"the checkpoint {checkpoint} is missing or damaged on this node; every node reads it: copy the run folder to "

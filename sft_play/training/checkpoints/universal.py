@@ -42,7 +42,7 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     state_sizes = [state_file.stat().st_size for state_file in state_files]
     needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
     try:
-        available_bytes, purpose = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
+        available_bytes, purpose = distributed.broadcast_value(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
         with room(folder, needed_bytes, purpose, free=available_bytes), trainer.watch_writing(folder):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
@@ -62,12 +62,12 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
     """After the engine has read a copy: put back its optimizer's groups and its reading, and remove the copy."""
     if not (checkpoint / "latest_universal").is_file():
         return
-    optimizer = engines.innermost(trainer.optimizer)
+    optimizer = engines.unwrap_optimizer(trainer.optimizer)
     groups = None
     if distributed.is_first():
         path = next(checkpoint.glob(f"*/{_GROUPS_FILE}"))
         groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
-    for group, saved_group in zip(optimizer.param_groups, distributed.of_first(groups), strict=True):
+    for group, saved_group in zip(optimizer.param_groups, distributed.broadcast_value(groups), strict=True):
         group.update({name: value for name, value in saved_group.items() if name != "params"})
     for state in optimizer.state.values():
         state["step"] = deepcopy(state["step"])

@@ -23,8 +23,8 @@ from sft_play.process.signals import StopSignals, elapsed_s, has_begun, interrup
 from sft_play.process.waiting import waiting
 from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.loop.finite import describe_fp16_overflow as _fp16_fault
-from sft_play.training.ranks.distributed import any_rank, highest
-from sft_play.training.ranks.engines import local
+from sft_play.training.ranks.distributed import any_rank, max_over_ranks
+from sft_play.training.ranks.engines import local_shard
 from sft_play.units import duration_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class GradientCheck(TrainerCallback):
         parameters = dict(model.named_parameters())
         if is_fp16:
             gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-            if any_rank(not all(bool(torch.isfinite(local(gradient)).all()) for gradient in gradients)):
+            if any_rank(not all(bool(torch.isfinite(local_shard(gradient)).all()) for gradient in gradients)):
                 return
         if self._unchecked is None:
             self._unchecked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -98,12 +98,12 @@ class GradientCheck(TrainerCallback):
         if not _LORA_A.search(name):
             return False
         lora_b = parameters.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
-        return lora_b is not None and not any_rank(bool(torch.count_nonzero(local(lora_b.detach()))))
+        return lora_b is not None and not any_rank(bool(torch.count_nonzero(local_shard(lora_b.detach()))))
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
     grad = parameter.grad
-    return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
+    return any_rank(grad is not None and bool(torch.count_nonzero(local_shard(grad))))
 
 
 class MetricsFile(TrainerCallback):
@@ -191,7 +191,7 @@ class StopAfter(TrainerCallback):
                         state.global_step)  # fmt: skip
         should_stop = is_time_up or (self._steps is not None and self._steps_done >= self._steps)
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
-        stop_signal = highest(self.signal or (-1 if should_stop else -2))
+        stop_signal = max_over_ranks(self.signal or (-1 if should_stop else -2))
         if stop_signal > -2:
             self.signal = stop_signal if stop_signal > 0 else None
             self.has_stopped_early = True
@@ -206,19 +206,19 @@ class StopAfter(TrainerCallback):
             control.should_save = False
 
 
-def stop_signals(stop: StopAfter) -> StopSignals:
+def stop_signals(stop_after: StopAfter) -> StopSignals:
     """While open, the first signal to stop ends the run after the current step, and at once before the first step; so
     does a second signal."""
 
-    def first(number: int) -> None:
-        if not stop.has_begun:  # there is nothing to save
+    def on_first_signal(signal_number: int) -> None:
+        if not stop_after.has_begun:  # there is nothing to save
             failures.end_compilers()
-            interrupt(number)
-        stop.signal = number
+            interrupt(signal_number)
+        stop_after.signal = signal_number
         if not failures.under_agent():  # the agent says it once, and stops ranks for other reasons too
-            logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
+            logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
 
-    return StopSignals(first)
+    return StopSignals(on_first_signal)
 
 
 class Progress(TrainerCallback):

@@ -24,7 +24,7 @@ from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.measure.peaks import Watch
+from sft_play.training.measure.peaks import RunMonitors
 from sft_play.training.prepare.prepare import Prepared, log_rows
 from sft_play.training.prepare.run_folder import layout_facts
 from sft_play.training.ranks import distributed
@@ -38,7 +38,7 @@ class StageSequence:
     """The stages of a job, to be trained one after the other."""
 
     def __init__(
-        self, job: RunJob, prepared: Sequence[Prepared], monitors: Watch, train_stage: Callable[..., dict[str, Any]]
+        self, job: RunJob, prepared: Sequence[Prepared], monitors: RunMonitors, train_stage: Callable[..., dict[str, Any]]
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
         self._job, self._prepared, self._monitors, self._train_stage = job, prepared, monitors, train_stage
@@ -59,10 +59,10 @@ class StageSequence:
         status = "finished"
         for position, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
-            if distributed.of_first(stage.folder.has_finished(adapter=is_adapter) if distributed.is_first() else None):
+            if distributed.broadcast_value(stage.folder.has_finished(adapter=is_adapter) if distributed.is_first() else None):
                 logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage)
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
-                self._summaries.append({"name": stage.folder.stage, **_EMPTY_SUMMARY, **distributed.of_first(summary)})
+                self._summaries.append({"name": stage.folder.stage, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)})
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
@@ -80,8 +80,8 @@ class StageSequence:
         return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        has_begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
-        checkpoint = find_last_checkpoint(stage.folder.checkpoints, self._monitors.beat) if has_begun else None
+        has_begun = distributed.broadcast_value(stage.folder.has_begun if distributed.is_first() else None)
+        checkpoint = find_last_checkpoint(stage.folder.checkpoints, self._monitors.heartbeat) if has_begun else None
         resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
@@ -93,7 +93,7 @@ class StageSequence:
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
         try:
-            monitors = replace(self._monitors, started=time.time())
+            monitors = replace(self._monitors, start_time=time.time())
             summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
@@ -126,7 +126,7 @@ class StageSequence:
     def _write_summary(self, status: str, *, exit_code: int) -> dict[str, Any]:
         job = self._job
         summary = _merge_summaries(self._summaries, [stage.loaded.config for stage in job.stages])
-        summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._monitors.started, 2)}
+        summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._monitors.start_time, 2)}
         if distributed.is_first():
             job.folder.write_json("summary.json", summary)
             job.folder.update_manifest(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"))

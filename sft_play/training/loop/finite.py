@@ -55,7 +55,7 @@ class NonFiniteStepGuard(TrainerCallback):
         if trainer.args.fp16:
             self._count_scaling_skip(norm)
             return
-        fault_level = distributed.highest(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
+        fault_level = distributed.max_over_ranks(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
         was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
             self._set_skip(trainer.optimizer, bool(fault_level))
@@ -155,7 +155,7 @@ def _format_value(value: float | None) -> str:
 def require_finite(trainer: Any) -> None:
     """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
     local_name = next((name for name, tensor in _trained_tensors(trainer) if not is_finite(tensor)), None)
-    faulty_name = next((name for name in distributed.of_all(local_name) if name), None)
+    faulty_name = next((name for name in distributed.gather_values(local_name) if name), None)
     if faulty_name is not None:
         raise TrainingError(
             f"step {trainer.state.global_step}: {faulty_name} has values that are not finite, so no checkpoint is "
@@ -172,10 +172,10 @@ def _trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     wrapped = trainer.model_wrapped
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
-            yield name, engines.local(parameter.detach())
-    for tensor in engines.masters(wrapped) if engines.is_deepspeed(wrapped) else ():
+            yield name, engines.local_shard(parameter.detach())
+    for tensor in engines.fp32_partitions(wrapped) if engines.is_deepspeed(wrapped) else ():
         yield "the fp32 copy of the weights", tensor
-    for state in engines.innermost(trainer.optimizer).state.values():
+    for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                yield f"the optimizer's {name}", engines.local(value)
+                yield f"the optimizer's {name}", engines.local_shard(value)

@@ -22,9 +22,9 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import configured_stops, stop_ids
+from sft_play.training.measure.exact_match import configured_eos_token_ids, stop_ids
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.measure.peaks import Watch
+from sft_play.training.measure.peaks import RunMonitors
 from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.model.fused_head import set_backbone_prefix
 from sft_play.training.model.model_loading import load_model, read_model
@@ -35,7 +35,7 @@ from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
-    job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: Watch, *, begins_from: Path | None, saves_shards: bool
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: RunMonitors, *, begins_from: Path | None, saves_shards: bool
 ) -> PlannedLoop:
     """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
     continues; None: the model's own. `saves_shards`: every rank writes its own part of a checkpoint."""
@@ -50,7 +50,7 @@ def load_trainer(
             config,
             layer_class=model_spec.layer_class,
             deepspeed=job.deepspeed,
-            skips=any(model_spec.late_gradients.values()),
+            has_late_gradients=any(model_spec.late_gradients.values()),
         ),
     )
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
@@ -63,8 +63,8 @@ def load_trainer(
     verify_varlen_kernel(model_spec, plan, device=arguments.device)
     sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
     stop_tokens: Sequence[int] = ()
-    if eval_set.asked or eval_set.asked_while_training:
-        stop_tokens = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
+    if eval_set.questions or eval_set.training_questions:
+        stop_tokens = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_eos_token_ids(model))
     trainer = build_run_trainer(
         job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=model_spec.peft_config,
         stop_ids=stop_tokens, saves_shards=saves_shards,
@@ -106,7 +106,7 @@ def build_run_trainer(
     job: RunJob,
     prepared: Prepared,
     eval_set: EvalSet,
-    monitors: Watch,
+    monitors: RunMonitors,
     *,
     arguments: Any,
     model: Any,
@@ -125,11 +125,11 @@ def build_run_trainer(
         train_split=splits.train,
         sources=splits.sources,
         eval_split=splits.val,
-        questions=eval_set.asked_while_training,
+        questions=eval_set.training_questions,
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
         adds_masks=prepared.model_spec.uses_masks,
-        heartbeat=monitors.beat,
+        heartbeat=monitors.heartbeat,
         monitor=Monitor(
             plan,
             copies=plan.choice.layout.tensor_parallel,
@@ -147,7 +147,7 @@ def _load_model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) ->
             update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
         )
         model_spec = resized_spec(model_spec)
-    device, storage = engines.device_of(plan, config), engines.quant_storage(plan, config)
+    device, storage = engines.load_device(plan, config), engines.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
         return fsdp_loading.load_for_sharding(
             config, plan.precision, model_spec, storage=storage,

@@ -48,11 +48,11 @@ from sft_play.training.loop.rows import (
     trained_tokens,
 )
 from sft_play.training.loop.upstream import require_upstream_names
-from sft_play.training.measure.exact_match import Answer, Question, answers
-from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
+from sft_play.training.measure.exact_match import GeneratedAnswer, Question, generate_answers
+from sft_play.training.measure.monitor import count_tokens, head_metrics, scored_labels, source_losses
 from sft_play.training.model import context_parallel, sdpa, varlen
 from sft_play.training.ranks import distributed
-from sft_play.training.ranks.distributed import own_devices
+from sft_play.training.ranks.distributed import rng_devices
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_head_sums: torch.Tensor | None = None
         self._eval_source_sums: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
-        self.last_answers: list[Answer] = []
+        self.last_answers: list[GeneratedAnswer] = []
         self._micro_steps, self._micro_step = 1, 0
         self._slots: list[Any] = []
         self._max_eval_rows: int | None = None
@@ -177,7 +177,7 @@ class PlannedLoop(CheckpointedLoop):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
-        with self._monitor.part("data"):
+        with self._monitor.timed_part("data"):
             self._slots = batches = list(itertools.islice(epoch_iterator, num_batches))
             filled_batches = [batch for batch in batches if batch]
             self._micro_steps, self._micro_step = len(filled_batches), 0
@@ -211,7 +211,7 @@ class PlannedLoop(CheckpointedLoop):
                 self._early_stopping.early_stopping_patience_counter = read_early_stopping_counter(Path(checkpoint))
             callbacks.append(RestoreLoggingSums(self, Path(checkpoint)))
         if self.compiler is not None:
-            self.compiler.on_compiled.append(self._monitor.wait)
+            self.compiler.on_compiled.append(self._monitor.exclude_wait)
             callbacks.append(self.compiler)
         for callback in callbacks:
             self.add_callback(callback)
@@ -267,18 +267,18 @@ class PlannedLoop(CheckpointedLoop):
     def _train_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
         self.current_gradient_accumulation_steps = self._micro_steps  # the Trainer's own number counts the empty ones
-        self._tokens_seen = self._tokens_seen + tokens_in(inputs)
-        self._monitor.saw(inputs, masked=IGNORED)
+        self._tokens_seen = self._tokens_seen + count_tokens(inputs)
+        self._monitor.count_batch(inputs, ignored_label=IGNORED)
         self._micro_step += 1
         defers_reduction = self._micro_step % self.micro_steps_per_reduction and self._micro_step < self._micro_steps
         reduction_context = self.accelerator.no_sync(model) if defers_reduction else contextlib.nullcontext()
-        with self._monitor.part("forward_backward"), reduction_context:
+        with self._monitor.timed_part("forward_backward"), reduction_context:
             loss = self.compute_micro_step(model, inputs, *args, **options)
         step_tokens = args[0] if args else options.get("num_items_in_batch")
         if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel
-            self._monitor.lost(loss, in_step=step_tokens, ranks=ranks)
+            self._monitor.add_loss(loss, step_tokens=step_tokens, ranks=ranks)
         return loss
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -294,7 +294,7 @@ class PlannedLoop(CheckpointedLoop):
 
     def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         if self.model.training:
-            self._monitor.scored(head, sources)
+            self._monitor.add_scores(head, sources)
             return
         self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
         if sources is not None:
@@ -304,7 +304,7 @@ class PlannedLoop(CheckpointedLoop):
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
             logs = self.non_finite_guard.correct_mean_loss(logs)
-            logs |= self._monitor.take(steps=self.state.global_step - self._last_logged_step, device=self.args.device)
+            logs |= self._monitor.take_metrics(steps=self.state.global_step - self._last_logged_step, device=self.args.device)
             self._last_logged_step = self.state.global_step
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head_sums is not None:
@@ -319,15 +319,15 @@ class PlannedLoop(CheckpointedLoop):
     def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
         tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
         source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        ranks = distributed.gathered_numbers(torch.cat([head, tokens_seen, *source_sums]))
+        ranks = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
         width = len(head)
-        figures = head_figures([rank[:width] for rank in ranks], prefix=prefix)
+        figures = head_metrics([rank[:width] for rank in ranks], prefix=prefix)
         if source_sums:
             figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
         counted_ranks = ranks[:: self._layout.tensor_parallel]
         self._eval_head_sums = self._eval_source_sums = None
         tokens_seen_by_all = sum(rank[width] for rank in counted_ranks)
-        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + tokens_seen_by_all}
+        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -381,7 +381,7 @@ class PlannedLoop(CheckpointedLoop):
         # blocks of text are not asked for answers, which have a new length for every token
         attention_context = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         prefix = str(options.get("metric_key_prefix", "eval"))
-        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation", label=prefix), eager_context, attention_context:
+        with torch.random.fork_rng(rng_devices()), self._monitor.timed_part("evaluation", label=prefix), eager_context, attention_context:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch_size
             try:
@@ -405,12 +405,13 @@ class PlannedLoop(CheckpointedLoop):
             self._monitor.generating(),
             waiting("Generating answers", unit="answers", total=lambda: len(questions)) as progress,
         ):
-            self.last_answers = answers(
-                self.model, self.processing_class, questions, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
-                most_tokens=self.plan.answer_tokens, tried=self.step_memory.try_batch, done=progress.add,
-                began=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
+            self.last_answers = generate_answers(
+                self.model, self.processing_class, questions, stop_tokens=self._stop_ids,
+                max_new_tokens=self._max_new_tokens, max_tokens=self.plan.answer_tokens,
+                try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
+                on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
-        share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
+        share = sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)
         metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
         self.log(metrics)
         return metrics

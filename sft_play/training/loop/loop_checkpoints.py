@@ -123,7 +123,7 @@ class CheckpointedLoop(Trainer):
         self.non_finite_guard = NonFiniteStepGuard(self, on_nan)
         self.heartbeat = heartbeat or Heartbeat(0.0)  # one that was never opened tells nobody
         self._monitor = monitor or Monitor()
-        self.pause_seconds = self._monitor.took_s
+        self.pause_seconds = self._monitor.pause_seconds
         self._staging: Path | None = None
         super().__init__(**options)
 
@@ -143,7 +143,7 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.heartbeat.note(step, "saving a checkpoint")
         require_finite(self)
-        free_space, needed_bytes = distributed.of_first(free_bytes(folder)), engines.checkpoint_bytes(self)
+        free_space, needed_bytes = distributed.broadcast_value(free_bytes(folder)), engines.checkpoint_bytes(self)
         try:
             with self._require_room(step, needed_bytes, free_space=free_space):
                 self._write_with_retry(model, trial, needed_bytes)
@@ -184,7 +184,7 @@ class CheckpointedLoop(Trainer):
 
     def _write_with_retry(self, model: Any, trial: Any, needed_bytes: int) -> None:
         """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
-        with self._monitor.part("checkpoint"):
+        with self._monitor.timed_part("checkpoint"):
             try:
                 self._write_checkpoint(model, trial, needed_bytes)
                 return
@@ -197,7 +197,7 @@ class CheckpointedLoop(Trainer):
 
     def _write_checkpoint(self, model: Any, trial: Any, needed_bytes: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
-        loss_sum, seen_counts = self._mean_loss_sum(), self._monitor.seen()
+        loss_sum, seen_counts = self._mean_loss_sum(), self._monitor.seen_counts()
         if distributed.is_first():
             checkpoints.create_staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
@@ -212,7 +212,8 @@ class CheckpointedLoop(Trainer):
         if distributed.is_first():
             state = {
                 "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
-                "total_loss": self._total_loss_scalar, "left_out": self.non_finite_guard.steps_without_loss, "seen": seen_counts,
+                "total_loss": self._total_loss_scalar,
+                "left_out": self.non_finite_guard.steps_without_loss, "seen": seen_counts,
             }  # fmt: skip
             (checkpoint_path / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
@@ -224,11 +225,11 @@ class CheckpointedLoop(Trainer):
         commit = functools.partial(self._commit_checkpoint, checkpoint_path, folder, Path(best) if best else None)
         shard, self._shard = self._shard, None
         if shard is not None:
-            group = distributed.patient(of="the thread that saves")
+            group = distributed.long_timeout_group(purpose="the thread that saves")
             self._checkpoint_writer = CheckpointWriter(lambda: self._write_in_background(shard, commit, checkpoint_path, group), step=step, needed_bytes=needed_bytes)
             return
         if distributed.is_first():
-            commit(moved=self.heartbeat.moved)
+            commit(moved=self.heartbeat.add_moved_bytes)
         self.wait_for_disk()
 
     def _commit_checkpoint(self, checkpoint_path: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
@@ -242,7 +243,7 @@ class CheckpointedLoop(Trainer):
 
         def moved(count: int) -> None:
             if self._checkpoint_writer is None or self._checkpoint_writer.is_awaited:
-                self.heartbeat.moved(count)
+                self.heartbeat.add_moved_bytes(count)
 
         sharded_checkpoints.save_part(shard, checkpoint_path, group=group, on_bytes=moved)
         if distributed.is_first():  # all parts are on the disk
@@ -267,7 +268,7 @@ class CheckpointedLoop(Trainer):
     def wait_for_disk(self) -> None:
         """Wait for all ranks, as long as bytes move on any of them; one process waits for nothing."""
         with self.heartbeat.waiting():
-            distributed.barrier(distributed.patient())
+            distributed.barrier(distributed.long_timeout_group())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
@@ -326,7 +327,7 @@ class CheckpointedLoop(Trainer):
             if self._saves_async:
                 self._shard = shard.copy_to_host()
                 return
-            sharded_checkpoints.save_part(shard, path, group=distributed.patient(), on_bytes=self.heartbeat.moved, on_done=on_done)
+            sharded_checkpoints.save_part(shard, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes, on_done=on_done)
         shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
         logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
 
@@ -338,7 +339,7 @@ class CheckpointedLoop(Trainer):
         with tempfile.TemporaryDirectory() as temporary_folder:
             super()._save_rng_state(temporary_folder)  # rng_state_RANK.pth
             own_files = {item.name: item.read_bytes() for item in Path(temporary_folder).iterdir()}
-        files_by_rank = distributed.of_all(own_files)
+        files_by_rank = distributed.gather_values(own_files)
         for files in files_by_rank if distributed.is_first() else ():
             for name, content in files.items():
                 (Path(output_dir) / name).write_bytes(content)
@@ -349,8 +350,8 @@ class CheckpointedLoop(Trainer):
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
-            group = distributed.patient()
-            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group, on_bytes=self.heartbeat.moved)
+            group = distributed.long_timeout_group()
+            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group, on_bytes=self.heartbeat.add_moved_bytes)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -367,7 +368,7 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.patient(), on_bytes=self.heartbeat.moved)
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes)
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
@@ -379,10 +380,11 @@ class CheckpointedLoop(Trainer):
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         self.finish_saving()
-        best = distributed.of_first(self.state.best_model_checkpoint)  # the others know where it was written aside
-        fault = checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.moved) if distributed.is_first() else None
+        # the others know where it was written aside
+        best = distributed.broadcast_value(self.state.best_model_checkpoint)
+        fault = checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes) if distributed.is_first() else None
         self.wait_for_disk()
-        fault = distributed.of_first(fault)
+        fault = distributed.broadcast_value(fault)
         if fault is not None:
             logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, fault)
             return

@@ -63,7 +63,7 @@ class StepMemory(TrainerCallback):
         trainer = self._trainer
         self._step_start = {
             "random": [get() for get, _ in _random_states()], "loss": trainer._tr_loss.clone(),
-            "tokens": trainer._tokens_seen, "counted": trainer._monitor.counted(),
+            "tokens": trainer._tokens_seen, "counted": trainer._monitor.running_sums(),
         }  # fmt: skip
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -107,13 +107,13 @@ class StepMemory(TrainerCallback):
             set_state(state)
         trainer._tr_loss.copy_(start["loss"])
         trainer._tokens_seen = start["tokens"]
-        trainer._monitor.recount(start["counted"])
+        trainer._monitor.restore_sums(start["counted"])
         for batch in trainer._slots:
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over
         free_memory()
 
     def _report_oom(self, error: str, *, retry: Any, retry_rows: int, rows: int | None = None) -> None:
-        step, activity = self._trainer.heartbeat.last
+        step, activity = self._trainer.heartbeat.last_note
         rows = rows or self.batch_plan.micro_batch
         event = RanOut(step, activity, distributed.rank(), rows, retry_rows, retry, one_line(error, limit=200))
         logger.warning("Out of memory: %s", event.line)
@@ -143,7 +143,7 @@ class StepMemory(TrainerCallback):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            halved_plan, is_retried_activity = self.batch_plan.halved, self._trainer.heartbeat.last[1] in _RETRIED_ACTIVITIES
+            halved_plan, is_retried_activity = self.batch_plan.halved, self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES
             should_restart = halved_plan is not None and is_retried_activity and not self.is_single_process
             self._report_oom(str(error), retry="run" if should_restart else None, retry_rows=halved_plan.micro_batch if halved_plan and should_restart else 0)
             message = out_of_memory_message(self._trainer.plan, error, self.batch_plan)

@@ -29,9 +29,9 @@ from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
 from sft_play.training.loop.rows import row_lengths, to_dataset
-from sft_play.training.measure.board import Board, hparams_of
+from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
-from sft_play.training.measure.profile import window_of
+from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model.adapter_inputs import cast_outside_autocast
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.prepare.model_spec import decoder_layers
@@ -233,7 +233,7 @@ def build_trainer(
         set_backbone_prefix(trainer.model.get_base_model())
     if trainer_class is None and plan.choice.step.loss == "logits":
         use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
-    engines.set_gradients(trainer, plan, config)
+    engines.set_gradient_reduction(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 
@@ -265,13 +265,13 @@ def plan_callbacks(
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed_layers))
     if "tensorboard" in config.train.report_to and distributed.is_first():
-        board = Board(
-            folder, hparams=hparams_of(config, plan), metrics=metric_tags, answers=lambda: trainer.last_answers,
+        board = TensorBoardWriter(
+            folder, hparams=build_hparams(config, plan), metric_tags=metric_tags, answers=lambda: trainer.last_answers,
             resume_step=resume_step,
         )  # fmt: skip
         callbacks.append(board)
-        trainer.step_memory.on_oom.append(board.ran_out)
-    profile_window = window_of(config, plan, folder.path / "profile", trainer)
+        trainer.step_memory.on_oom.append(board.write_oom)
+    profile_window = build_profile_window(config, plan, folder.path / "profile", trainer)
     return [*callbacks, profile_window] if profile_window is not None else callbacks
 
 

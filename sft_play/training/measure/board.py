@@ -17,11 +17,11 @@ from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.oom import ENTRY, RanOut, recorded
-from sft_play.training.measure.exact_match import Answer
+from sft_play.training.measure.exact_match import GeneratedAnswer
 
-SHOWN_ANSWERS = 5
+MAX_LOGGED_ANSWERS = 5
 # First part of a held-out split's tags: its folder in `tb/`.
-SPLITS = {"eval": "validation", "test": "test"}
+SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
 # The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
 # which TensorBoard matches from a tag's beginning.
 CHARTS = {
@@ -48,21 +48,21 @@ CHARTS = {
 }
 
 
-def layout_of(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+def scalar_layout(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a layout."""
-    known = set(tags)
-    shown = {
+    known_tags = set(tags)
+    pages = {
         page: {
             title: ["Multiline", patterns]
             for title, patterns in charts.items()
-            if any(re.match(pattern, tag) for pattern in patterns for tag in known)
+            if any(re.match(pattern, tag) for pattern in patterns for tag in known_tags)
         }
         for page, charts in CHARTS.items()
     }
-    return {page: charts for page, charts in shown.items() if charts}
+    return {page: charts for page, charts in pages.items() if charts}
 
 
-def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | bool]:
+def build_hparams(config: RunConfig, plan: Plan) -> dict[str, str | int | float | bool]:
     """The settings in the table that compares runs: those that change a result or its speed."""
     hparams: dict[str, str | int | float | bool] = {
         "model": config.model.name,
@@ -81,7 +81,7 @@ def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | b
     return hparams
 
 
-class Board(TrainerCallback):
+class TensorBoardWriter(TrainerCallback):
     """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is."""
 
     def __init__(
@@ -89,37 +89,37 @@ class Board(TrainerCallback):
         folder: RunFolder,
         *,
         hparams: Mapping[str, Any],
-        metrics: Sequence[str],
-        answers: Callable[[], Sequence[Answer]],
+        metric_tags: Sequence[str],
+        answers: Callable[[], Sequence[GeneratedAnswer]],
         resume_step: int | None = None,
     ) -> None:
-        """`metrics`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
-        step that the run continues after (None: its first step); what was written after it is not shown."""
-        self._folder, self._hparams, self._metrics, self._answers = folder, dict(hparams), tuple(metrics), answers
+        """`metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`:
+        the step that the run continues after (None: its first step); what was written after it is not shown."""
+        self._folder, self._hparams, self._metric_tags, self._answers = folder, dict(hparams), tuple(metric_tags), answers
         self._writers: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
         self._tags: set[str] = set()
-        self._purged_from = None if resume_step is None else resume_step + 1
-        for name in ("", *SPLITS.values()) if resume_step is None else ():  # of a start that trained nothing
+        self._purge_step = None if resume_step is None else resume_step + 1
+        for name in ("", *SPLIT_FOLDERS.values()) if resume_step is None else ():  # of a start that trained nothing
             for path in (folder.tensorboard / name).glob("events.out.tfevents.*"):
                 path.unlink()
         self._layout: dict[str, Any] = {}
-        for tag in ("train/", *self._metrics):  # TensorBoard gives out its colours in this order
-            self._writer_of(tag)
+        for tag in ("train/", *self._metric_tags):  # TensorBoard gives out its colours in this order
+            self._get_writer(tag)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the settings and the hparams."""
-        writer = self._writer_of("train/")
+        writer = self._get_writer("train/")
         for name, language in (("config.yaml", "yaml"), ("plan.json", "json"), ("manifest.json", "json")):
             path = self._folder.path / name
             if path.is_file():
                 text = redact(path.read_text(encoding="utf-8", errors="replace"))
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
         for event in recorded(self._folder):  # ranks that started again for it could not write it before
-            self.ran_out(event)
-        for part in _hparams_table(self._hparams, ("train/loss", *self._metrics, "train/tokens_per_s")):
+            self.write_oom(event)
+        for summary in _hparams_table(self._hparams, ("train/loss", *self._metric_tags, "train/tokens_per_s")):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
-            writer.file_writer.add_summary(part)
+            writer.file_writer.add_summary(summary)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write the figures, and some questions and answers beside their exact match. The Trainer's `on_evaluate` would
@@ -130,23 +130,23 @@ class Board(TrainerCallback):
                 continue
             self._steps[tag] = step
             self._tags.add(tag)
-            writer = self._writer_of(tag)
+            writer = self._get_writer(tag)
             writer.add_scalar(tag, value, step)
-            if tag.endswith("/exact_match") and (answers := list(self._answers())[:SHOWN_ANSWERS]):
-                writer.add_text("answers", answers_text(answers), step)
-        layout = layout_of(self._tags)
+            if tag.endswith("/exact_match") and (answers := list(self._answers())[:MAX_LOGGED_ANSWERS]):
+                writer.add_text("answers", format_answers(answers), step)
+        layout = scalar_layout(self._tags)
         if layout != self._layout:
             from torch.utils.tensorboard.summary import custom_scalars
 
             # with its step: the newest layout is the one that is shown
-            self._writer_of("train/").file_writer.add_summary(custom_scalars(layout), step)
+            self._get_writer("train/").file_writer.add_summary(custom_scalars(layout), step)
             self._layout = layout
         for writer in self._writers.values():
             writer.flush()
 
-    def ran_out(self, event: RanOut) -> None:
+    def write_oom(self, event: RanOut) -> None:
         """Write that memory ran out, and what is done about it."""
-        self._writer_of("train/").add_text(ENTRY, f"`{redact(event.line)}`", event.step)
+        self._get_writer("train/").add_text(ENTRY, f"`{redact(event.line)}`", event.step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the files; the figures of the trained weights, which follow, open new ones."""
@@ -154,35 +154,35 @@ class Board(TrainerCallback):
             writer.close()
         self._writers.clear()
 
-    def _writer_of(self, tag: str) -> Any:
+    def _get_writer(self, tag: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        name = SPLITS.get(tag.partition("/")[0], "")
+        name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
         if name not in self._writers:
-            place = str(self._folder.tensorboard / name)
-            self._writers[name] = SummaryWriter(log_dir=place, purge_step=self._purged_from)
+            log_dir = str(self._folder.tensorboard / name)
+            self._writers[name] = SummaryWriter(log_dir=log_dir, purge_step=self._purge_step)
         return self._writers[name]
 
 
-def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Any, Any, Any]:
+def _hparams_table(hparams: Mapping[str, Any], metric_tags: Sequence[str]) -> tuple[Any, Any, Any]:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams as table
 
-    experiment, start, end = table(dict(hparams), dict.fromkeys(metrics, 0.0))
+    experiment, start, end = table(dict(hparams), dict.fromkeys(metric_tags, 0.0))
     metadata = experiment.value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(metadata.content)
     for info in content.experiment.metric_infos:
-        info.name.group = SPLITS.get(info.name.tag.partition("/")[0], "")
+        info.name.group = SPLIT_FOLDERS.get(info.name.tag.partition("/")[0], "")
     metadata.content = content.SerializeToString()
     return experiment, start, end
 
 
-def answers_text(answers: Sequence[Answer]) -> str:
+def format_answers(answers: Sequence[GeneratedAnswer]) -> str:
     """Questions and answers as a Markdown list."""
     lines = []
     for answer in answers:
-        mark = "right" if answer.right else f"expected: {_quoted(answer.question.answer)}"
-        lines.append(f"- asked: {_quoted(answer.question.shown)}\n  said: {_quoted(answer.text)} ({mark})")
+        verdict = "right" if answer.is_correct else f"expected: {_quoted(answer.question.reference)}"
+        lines.append(f"- asked: {_quoted(answer.question.prompt_text)}\n  said: {_quoted(answer.text)} ({verdict})")
     return "\n".join(lines)
 
 

@@ -25,28 +25,28 @@ from sft_play.process.imports import give_back_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
 
 # Seconds between two samples of resident memory; one takes 0.03 ms.
-SAMPLE_S = 0.02
+SAMPLE_INTERVAL_S = 0.02
 
 
-class _Samples(threading.Thread):
+class _ResidentSampler(threading.Thread):
     """The highest of samples of this process's resident memory, until it is told to end."""
 
     def __init__(self) -> None:
         super().__init__(name="resident memory", daemon=True)
-        self.end, self.mark, self.highest = threading.Event(), _kernels_mark(), _resident()
+        self.stop_event, self.start_mark, self.highest = threading.Event(), _kernel_peak_bytes(), _resident_bytes()
         self.start()
 
     def run(self) -> None:
         """Take samples."""
-        while not self.end.wait(SAMPLE_S):
-            self.highest = max(self.highest, _resident())
+        while not self.stop_event.wait(SAMPLE_INTERVAL_S):
+            self.highest = max(self.highest, _resident_bytes())
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _kernels_mark() -> int:
+def _kernel_peak_bytes() -> int:
     """The highest resident memory that the kernel has seen of this process, in bytes (proc_pid_status(5), which has it
     in KiB); 0 outside Linux."""
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -57,67 +57,67 @@ def _kernels_mark() -> int:
 
 
 @dataclass
-class Peaks:
+class MemoryPeaks:
     """The peak of each moment in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
     are resident memory. `level_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
     level_bytes: int = 0
-    _kept: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
-    _moment: RunPhase | None = None
-    _samples: _Samples | None = None
+    _peaks: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
+    _phase: RunPhase | None = None
+    _sampler: _ResidentSampler | None = None
     """Those of the present moment on a CPU."""
 
-    def start(self, moment: RunPhase) -> None:
+    def start(self, phase: RunPhase) -> None:
         """Begin a moment, and keep the peak of the one before."""
         self.close()
-        self._moment = moment
+        self._phase = phase
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
             give_back_free_memory()  # what malloc keeps of one moment would count for the next
-            self._samples = _Samples()
+            self._sampler = _ResidentSampler()
 
     def close(self) -> None:
         """End the moment without beginning another."""
-        self._keep()
-        if self._samples is not None:
-            self._samples.end.set()
-        self._moment = self._samples = None
+        self._record_peak()
+        if self._sampler is not None:
+            self._sampler.stop_event.set()
+        self._phase = self._sampler = None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all peaks, before another stage of a run."""
         self.close()
-        self._kept = {}
+        self._peaks = {}
 
     @contextlib.contextmanager
-    def during(self, moment: RunPhase) -> Iterator[None]:
+    def during(self, phase: RunPhase) -> Iterator[None]:
         """While open, memory counts for this moment; then the one before continues, if there was one."""
-        before = self._moment
-        self.start(moment)
+        outer_phase = self._phase
+        self.start(phase)
         try:
             yield
         finally:
             self.close()
-            if before is not None:
-                self.start(before)
+            if outer_phase is not None:
+                self.start(outer_phase)
 
-    def by_moment(self) -> dict[RunPhase, tuple[int, int]]:
+    def by_phase(self) -> dict[RunPhase, tuple[int, int]]:
         """The peaks of all moments so far."""
-        self._keep()
-        return dict(self._kept)
+        self._record_peak()
+        return dict(self._peaks)
 
-    def _keep(self) -> None:
-        if self._moment is not None:
-            (allocated, reserved), before = self._now(), self._kept.get(self._moment, (0, 0))
-            self._kept[self._moment] = max(allocated, before[0]), max(reserved, before[1])
+    def _record_peak(self) -> None:
+        if self._phase is not None:
+            (allocated, reserved), earlier_peak = self._current_peak(), self._peaks.get(self._phase, (0, 0))
+            self._peaks[self._phase] = max(allocated, earlier_peak[0]), max(reserved, earlier_peak[1])
 
-    def _now(self) -> tuple[int, int]:
-        if self._samples is None:
+    def _current_peak(self) -> tuple[int, int]:
+        if self._sampler is None:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        mark = _kernels_mark()  # what it rose to in this moment is exact
-        highest = mark if mark > self._samples.mark else max(self._samples.highest, _resident())
+        mark = _kernel_peak_bytes()  # what it rose to in this moment is exact
+        highest = mark if mark > self._sampler.start_mark else max(self._sampler.highest, _resident_bytes())
         return (max(0, highest - self.level_bytes),) * 2
 
 
@@ -132,23 +132,23 @@ class MemoryMeter:
             # from it without the process growing, and its measured peak would be 0.
             gc.collect()
             give_back_free_memory()
-        self.level = psutil.Process().memory_info().rss
+        self.level_bytes = psutil.Process().memory_info().rss
         """Resident bytes before anything of the run was loaded."""
-        self.peaks = Peaks(on_gpu=on_gpu, level_bytes=self.level)
+        self.peaks = MemoryPeaks(on_gpu=on_gpu, level_bytes=self.level_bytes)
 
-    def peak(self) -> dict[str, Any]:
+    def peak_bytes(self) -> dict[str, Any]:
         """`peak_bytes` of the summary: the run's highest moment, predicted and measured."""
-        found = self.peaks.by_moment()
-        moment = max(found, key=lambda name: found[name][1], default=None)
-        return {"moment": moment, **self._figures(moment, found.get(moment) if moment else None)}
+        peaks = self.peaks.by_phase()
+        phase = max(peaks, key=lambda name: peaks[name][1], default=None)
+        return {"moment": phase, **self._predicted_and_measured(phase, peaks.get(phase) if phase else None)}
 
-    def by_moment(self) -> dict[str, dict[str, Any]]:
+    def peak_bytes_by_phase(self) -> dict[str, dict[str, Any]]:
         """`peak_bytes_by_moment` of the summary: the same of each moment."""
-        return {moment: self._figures(moment, highest) for moment, highest in self.peaks.by_moment().items()}
+        return {phase: self._predicted_and_measured(phase, highest) for phase, highest in self.peaks.by_phase().items()}
 
-    def _figures(self, moment: RunPhase | None, highest: tuple[int, int] | None) -> dict[str, Any]:
+    def _predicted_and_measured(self, phase: RunPhase | None, highest: tuple[int, int] | None) -> dict[str, Any]:
         memory = self._plan.memory
-        allocated, reserved = (memory.allocated, memory.reserved) if moment is None else memory.phase_bytes(moment)
+        allocated, reserved = (memory.allocated, memory.reserved) if phase is None else memory.phase_bytes(phase)
         figures: dict[str, Any] = {
             "predicted_allocated": allocated, "measured_allocated": None,
             "predicted_reserved": reserved, "measured_reserved": None,
@@ -156,13 +156,13 @@ class MemoryMeter:
         measured = highest or (None, None)
         if self.peaks.on_gpu:
             return figures | {"measured_allocated": measured[0], "measured_reserved": measured[1]}
-        return figures | {"measured_rss": measured[1], "level_rss": self.level}
+        return figures | {"measured_rss": measured[1], "level_rss": self.level_bytes}
 
 
 @dataclass(frozen=True)
-class Watch:
+class RunMonitors:
     """What is tracked during a run: memory peaks, signs of life, and its start (seconds since 1970)."""
 
     memory: MemoryMeter
-    beat: Heartbeat
-    started: float
+    heartbeat: Heartbeat
+    start_time: float

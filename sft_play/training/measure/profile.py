@@ -27,23 +27,23 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed.traffic import sent_bytes
-from sft_play.training.ranks.distributed import is_first, of_all
+from sft_play.training.ranks.distributed import gather_values, is_first
 
 logger = logging.getLogger(__name__)
 
 # The steps before it are warm-up: buffers are allocated, kernels chosen, buckets built.
 FIRST_STEP = 3
-FILE = "trace.json.gz"
-COUNTS = "communication.json"
+TRACE_FILE = "trace.json.gz"
+COMMUNICATION_FILE = "communication.json"
 # Steps of `distributed.profile_communication: true`.
-COUNTED_STEPS = 3
-_COMMUNICATION = ("nccl", "gloo:")
-_NOT_COMPUTATION = ("Memcpy", "Memset")
+DEFAULT_COUNTED_STEPS = 3
+_COMMUNICATION_PREFIXES = ("nccl", "gloo:")
+_COPY_PREFIXES = ("Memcpy", "Memset")
 
 Span = tuple[float, float]
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """The union of spans, as spans that do not touch, in order."""
     union: list[Span] = []
     for start, end in sorted(spans):
@@ -54,17 +54,17 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float:
+def exposed_time(communication: Iterable[Span], computation: Iterable[Span]) -> float:
     """How long communication runs while nothing is computed, in the spans' unit."""
-    busy = merged(computation)
+    busy = merge_spans(computation)
     total = 0.0
-    for start, end in merged(communication):
+    for start, end in merge_spans(communication):
         hidden = sum(max(0.0, min(end, until) - max(start, since)) for since, until in busy)
         total += (end - start) - hidden
     return total
 
 
-def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
+def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
     """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
     annotates comes back as an event of the GPU too, collectives included: it computes nothing."""
     communication: list[Span] = []
@@ -74,9 +74,9 @@ def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[S
         if is_kernel != on_gpu or (on_gpu and event.is_user_annotation):
             continue
         span = (event.time_range.start, event.time_range.end)
-        if event.name.startswith(_COMMUNICATION):
+        if event.name.startswith(_COMMUNICATION_PREFIXES):
             communication.append(span)
-        elif not event.name.startswith(_NOT_COMPUTATION) and (on_gpu or event.name.startswith("aten::")):
+        elif not event.name.startswith(_COPY_PREFIXES) and (on_gpu or event.name.startswith("aten::")):
             computation.append(span)
     return communication, computation
 
@@ -87,15 +87,15 @@ class ProfileWindow(TrainerCallback):
 
     def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
-        self._began: int | None = None
+        self._first_step: int | None = None
         self._profile: Any = None
-        self._started_s, self._ended = 0.0, False
+        self._start_time, self._has_ended = 0.0, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start with the third step of this process."""
-        if self._began is None:
-            self._began = state.global_step
-        if self._profile is None and state.global_step == self._began + FIRST_STEP - 1:
+        if self._first_step is None:
+            self._first_step = state.global_step
+        if self._profile is None and state.global_step == self._first_step + FIRST_STEP - 1:
             on_gpu = torch.cuda.is_available()
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -103,43 +103,43 @@ class ProfileWindow(TrainerCallback):
                 record_shapes=self._plan is not None,
             )
             self._profile.start()
-            self._started_s = time.perf_counter()
+            self._start_time = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop after the last step of the window, or of the run."""
-        if self._profile is None or self._began is None:
+        if self._profile is None or self._first_step is None:
             return
-        done = state.global_step - self._began - FIRST_STEP + 1
-        if done == self._steps or (state.global_step >= state.max_steps and 0 < done <= self._steps):
-            self._end(done)
+        steps_done = state.global_step - self._first_step - FIRST_STEP + 1
+        if steps_done == self._steps or (state.global_step >= state.max_steps and 0 < steps_done <= self._steps):
+            self._finish(steps_done)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop with a run that ends inside the window; warn if it ended before the window began."""
-        done = state.global_step - (self._began or 0) - FIRST_STEP + 1
-        if self._profile is not None and not self._ended and done > 0:
-            self._end(done)
-        elif not self._ended and is_first():
+        steps_done = state.global_step - (self._first_step or 0) - FIRST_STEP + 1
+        if self._profile is not None and not self._has_ended and steps_done > 0:
+            self._finish(steps_done)
+        elif not self._has_ended and is_first():
             logger.warning("Profile: nothing was traced, since the run ended before its step %d did", FIRST_STEP)
 
-    def _end(self, steps: int) -> None:
-        on_gpu, self._ended = torch.cuda.is_available(), True
+    def _finish(self, steps: int) -> None:
+        on_gpu, self._has_ended = torch.cuda.is_available(), True
         if on_gpu:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - self._started_s
+        seconds = time.perf_counter() - self._start_time
         # reading and writing the trace takes longer than a step, whose time it is not
-        with contextlib.nullcontext() if self._trainer is None else self._trainer._monitor.part("profile"):
+        with contextlib.nullcontext() if self._trainer is None else self._trainer._monitor.timed_part("profile"):
             self._profile.stop()
             events = self._profile.events()
-            communication, computation = spans_of(events, on_gpu=on_gpu)
-            busy_s = sum(end - start for start, end in merged(communication)) / 1e6
-            exposed_s = exposed(communication, computation) / 1e6
+            communication, computation = split_spans(events, on_gpu=on_gpu)
+            busy_s = sum(end - start for start, end in merge_spans(communication)) / 1e6
+            exposed_s = exposed_time(communication, computation) / 1e6
             if is_first():
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._profile.export_chrome_trace(str(self._folder / FILE))
+                self._profile.export_chrome_trace(str(self._folder / TRACE_FILE))
                 logger.info(
                     "Profile of %d steps: %.4f s of communication a step, %.4f s of it not hidden by computation; "
                     "trace: %s (https://ui.perfetto.dev opens it)",
-                    steps, busy_s / steps, exposed_s / steps, self._folder / FILE,
+                    steps, busy_s / steps, exposed_s / steps, self._folder / TRACE_FILE,
                 )  # fmt: skip
                 if self._trainer is not None:
                     control = self._trainer.control
@@ -149,32 +149,32 @@ class ProfileWindow(TrainerCallback):
                     )
                     control.should_log = is_due
             if self._plan is not None:
-                self._count(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
+                self._write_communication(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
 
-    def _count(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
-        collectives = collectives_of(self._profile.profiler.kineto_results.experimental_event_tree())
+    def _write_communication(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
+        collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
-        timed = timed_of(spans, collectives)
+        work_times = collective_times(spans, collectives)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        own = Counted(rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, timed)
-        counted = of_all(own)
+        rank_communication = RankCommunication(rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times)
+        communication_by_rank = gather_values(rank_communication)
         if not is_first():
             return
         report = communication_report(
-            counted, plan.choice.layout, steps=steps, planned=plan.speed.collectives, moved=plan.speed.moved_bytes
+            communication_by_rank, plan.choice.layout, steps=steps, planned_bytes=plan.speed.collectives, planned_sent_bytes=plan.speed.moved_bytes
         )
-        path = self._folder / COUNTS
-        path.write_text(json.dumps(report | {"trace": FILE}, indent=1) + "\n", encoding="utf-8")
+        path = self._folder / COMMUNICATION_FILE
+        path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
         verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
         logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: %s",
                     f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
-def window_of(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:
+def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:
     """The window that a run asks for: on all ranks where communication is counted, else on the first."""
-    wish, steps = config.distributed.profile_communication, config.train.profile_steps or 0
-    if wish is not False and plan.layout != "single":
-        counted_steps = COUNTED_STEPS if wish is True else int(wish)
+    profile_setting, steps = config.distributed.profile_communication, config.train.profile_steps or 0
+    if profile_setting is not False and plan.layout != "single":
+        counted_steps = DEFAULT_COUNTED_STEPS if profile_setting is True else int(profile_setting)
         return ProfileWindow(folder, max(steps, counted_steps), plan=plan, trainer=trainer)
     return ProfileWindow(folder, steps, trainer=trainer) if steps and is_first() else None
 
@@ -199,13 +199,13 @@ OPERATORS: Mapping[str, tuple[str, int, bool]] = {
 # numbers are reduced too. Measured with a model of 94,000 weights on two CPU ranks: 2% at most (docs/launch.md).
 TOLERANCE = 0.05
 _NCCL = re.compile(r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)")
-_KINDS = {
+_KINDS_BY_NAME = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
     "Reduce": "reduce", "SendRecv": "send", "alltoall": "all_to_all", "all_to_all": "all_to_all",
 }  # fmt: skip
 
 
-class Counted(NamedTuple):
+class RankCommunication(NamedTuple):
     """What one rank recorded: seconds of the window, of communication and of its exposed part; each collective (kind,
     bytes, whether they are the whole message); kind and seconds of the backend's work for them."""
 
@@ -215,46 +215,47 @@ class Counted(NamedTuple):
     busy_s: float
     exposed_s: float
     collectives: Sequence[tuple[str, int, bool]] = ()
-    timed: Sequence[tuple[str, float]] = ()
+    work_times: Sequence[tuple[str, float]] = ()
 
 
 def communication_report(
-    counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int
+    communication_by_rank: Sequence[RankCommunication], layout: Layout, *, steps: int, planned_bytes: Mapping[str, int], planned_sent_bytes: int
 ) -> dict[str, Any]:
     """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step, beside the
     plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,
     `seconds` on the mean rank."""
     kinds: dict[str, dict[str, Any]] = {}
-    for kind, part, is_whole in counted[0].collectives:  # all ranks run the same ones
-        one = kinds.setdefault(kind, {"count": 0, "bytes": 0})
-        one["count"] += 1 / steps
-        one["bytes"] += part * (1 if is_whole else group_of(kind, layout)) / steps
-    for kind, one in kinds.items():
-        one["sent_bytes"] = int(sent_bytes(kind, one["bytes"], group_of(kind, layout)))
-        one["bytes"] = int(one["bytes"])
-        one["seconds"] = sum(time for rank in counted for name, time in rank.timed if name == kind)
-        one["seconds"] /= len(counted) * steps
-    waits = waiting([one.timed for one in counted])
+    for kind, part, is_whole in communication_by_rank[0].collectives:  # all ranks run the same ones
+        entry = kinds.setdefault(kind, {"count": 0, "bytes": 0})
+        entry["count"] += 1 / steps
+        entry["bytes"] += part * (1 if is_whole else group_size(kind, layout)) / steps
+    for kind, entry in kinds.items():
+        entry["sent_bytes"] = int(sent_bytes(kind, entry["bytes"], group_size(kind, layout)))
+        entry["bytes"] = int(entry["bytes"])
+        entry["seconds"] = sum(time for rank in communication_by_rank for name, time in rank.work_times if name == kind)
+        entry["seconds"] /= len(communication_by_rank) * steps
+    waiting_s = waiting_times([entry.work_times for entry in communication_by_rank])
     ranks: list[dict[str, Any]] = [
         {
-            "rank": one.rank, "host": one.host, "step_s": one.window_s / steps,
-            "communication_s": one.busy_s / steps, "exposed_s": one.exposed_s / steps,
-            "waiting_s": None if waits is None else waits[place] / steps,
+            "rank": entry.rank, "host": entry.host, "step_s": entry.window_s / steps,
+            "communication_s": entry.busy_s / steps, "exposed_s": entry.exposed_s / steps,
+            "waiting_s": None if waiting_s is None else waiting_s[index] / steps,
         }
-        for place, one in enumerate(counted)
+        for index, entry in enumerate(communication_by_rank)
     ]  # fmt: skip
-    step_s, communication_s = (sum(one[key] for one in ranks) / len(ranks) for key in ("step_s", "communication_s"))
-    sent = sum(one["sent_bytes"] for one in kinds.values())
-    difference = sent / moved - 1 if moved else None
+    step_s, communication_s = (sum(entry[key] for entry in ranks) / len(ranks) for key in ("step_s", "communication_s"))
+    sent = sum(entry["sent_bytes"] for entry in kinds.values())
+    difference = sent / planned_sent_bytes - 1 if planned_sent_bytes else None
     return {
-        "layout": layout.name, "steps": steps, "kinds": kinds, "ranks": ranks, "planned_bytes": dict(planned),
-        "planned_sent_bytes": moved, "sent_bytes": sent, "step_s": step_s, "communication_s": communication_s,
+        "layout": layout.name, "steps": steps, "kinds": kinds, "ranks": ranks, "planned_bytes": dict(planned_bytes),
+        "planned_sent_bytes": planned_sent_bytes, "sent_bytes": sent, "step_s": step_s,
+        "communication_s": communication_s,
         "share": communication_s / step_s if step_s else None, "difference": difference, "tolerance": TOLERANCE,
         "agrees": difference is not None and abs(difference) <= TOLERANCE,
     }  # fmt: skip
 
 
-def group_of(kind: str, layout: Layout) -> int:
+def group_size(kind: str, layout: Layout) -> int:
     """Ranks of the group that collectives of a kind run over."""
     if layout.tensor_parallel > 1 and kind in ("all_gather", "reduce_scatter"):
         return layout.shard  # FSDP2's, among the ranks that hold the same part of each layer
@@ -266,59 +267,59 @@ def group_of(kind: str, layout: Layout) -> int:
     return layout.gradient_ranks // layout.shard if kind == "all_reduce" else layout.shard
 
 
-def waiting(timed: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
+def waiting_times(work_by_rank: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
     """Seconds that each rank waits: a collective ends on all ranks together, so it is shortest on the rank that enters
     it last; what it takes longer on the others is waiting. None where ranks did not run the same ones."""
-    if len({tuple(kind for kind, _ in one) for one in timed}) != 1:
+    if len({tuple(kind for kind, _ in one) for one in work_by_rank}) != 1:
         return None
-    waits = [0.0] * len(timed)
-    for together in zip(*timed, strict=True):
-        least = min(seconds for _, seconds in together)
-        for rank, (_, seconds) in enumerate(together):
-            waits[rank] += seconds - least
-    return waits
+    waiting_s = [0.0] * len(work_by_rank)
+    for one_collective in zip(*work_by_rank, strict=True):
+        shortest = min(seconds for _, seconds in one_collective)
+        for rank, (_, seconds) in enumerate(one_collective):
+            waiting_s[rank] += seconds - shortest
+    return waiting_s
 
 
-def collectives_of(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
+def list_collectives(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
     """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree, in order."""
-    left, nodes = list(tree), []
-    while left:
-        node = left.pop()
-        left.extend(node.children)
+    stack, nodes = list(tree), []
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children)
         if node.name in OPERATORS:
             nodes.append(node)
     collectives = []
     for node in sorted(nodes, key=lambda node: node.start_time_ns):
-        kind, place, is_whole = OPERATORS[node.name]
+        kind, index, is_whole = OPERATORS[node.name]
         inputs = node.extra_fields.inputs
-        tensors = inputs[place] if 0 <= place < len(inputs) else ()
-        collectives.append((kind, _bytes_of(tensors), is_whole))
+        tensors = inputs[index] if 0 <= index < len(inputs) else ()
+        collectives.append((kind, _tensor_bytes(tensors), is_whole))
     return collectives
 
 
-def _bytes_of(tensors: Any) -> int:
+def _tensor_bytes(tensors: Any) -> int:
     if isinstance(tensors, list | tuple):
-        return sum(_bytes_of(one) for one in tensors)
+        return sum(_tensor_bytes(tensor) for tensor in tensors)
     if not hasattr(tensors, "sizes"):
         return 0
     return int(math.prod(tensors.sizes)) * int(tensors.dtype.itemsize)
 
 
-def kind_of(name: str) -> str | None:
+def work_kind(name: str) -> str | None:
     """The kind of a backend's work by its name: NCCL's kernels, gloo's calls; None for anything else."""
     if name.startswith("gloo:"):
         call = name.removeprefix("gloo:")
-        return _KINDS.get(call, call)
+        return _KINDS_BY_NAME.get(call, call)
     kernel = _NCCL.match(name)
-    return _KINDS[kernel[1]] if kernel else None
+    return _KINDS_BY_NAME[kernel[1]] if kernel else None
 
 
-def timed_of(
+def collective_times(
     work: Sequence[tuple[str, float, float]], collectives: Sequence[tuple[str, int, bool]]
 ) -> list[tuple[str, float]]:
     """Kind and seconds of the backend's work (name, start, end in microseconds). gloo implements reduce-scatter by an
     all-reduce: where there is one piece for each collective, it gets that one's kind."""
-    pieces = sorted((start, end, kind) for name, start, end in work if (kind := kind_of(name)) is not None)
+    pieces = sorted((start, end, kind) for name, start, end in work if (kind := work_kind(name)) is not None)
     kinds = [kind for _, _, kind in pieces]
     if len(pieces) == len(collectives):
         kinds = [kind for kind, _, _ in collectives]

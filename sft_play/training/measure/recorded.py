@@ -12,8 +12,8 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.manifest import versions
 
 
-def recorded(config: RunConfig, plan: Plan, **found: Any) -> MeasuredRun:
-    """The record of a run, or of a step that ran out of memory; `found` are the other fields of `Measured`."""
+def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> MeasuredRun:
+    """The record of a run, or of a step that ran out of memory; `measurements` are the other fields of `Measured`."""
     gpus = plan.hardware.gpus
     fields: dict[str, Any] = {
         "predicted_allocated": plan.memory.allocated,
@@ -34,5 +34,5 @@ def recorded(config: RunConfig, plan: Plan, **found: Any) -> MeasuredRun:
         seq_len=plan.max_seq_len,
         versions=" ".join(f"{name} {version}" for name, version in sorted(versions().items())),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        **fields | found,
+        **fields | measurements,
     )

@@ -23,8 +23,8 @@ from sft_play.training.checkpoints.tensor_files import fetch_base_folder
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import Progress, StopAfter
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.measure.evaluate import BeforeTraining, Figures
-from sft_play.training.measure.peaks import MemoryMeter, Watch
+from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
+from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed, engines
@@ -33,61 +33,61 @@ from sft_play.units import GIB, duration_of
 logger = logging.getLogger(__name__)
 
 # Questions that the last lines of a run show.
-SAMPLE_ANSWERS = 3
+MAX_SHOWN_SAMPLES = 3
 # Questions whose answers are kept in the summary, and the longest text of each.
-KEPT_SAMPLES, _SAMPLE_CHARACTERS = 12, 2_000
+MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
 
 
-class Trained(NamedTuple):
+class TrainingSummary(NamedTuple):
     """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
 
-    stop: StopAfter
+    stop_after: StopAfter
     progress: Progress
-    updates: UpdateCheck
+    update_check: UpdateCheck
     tokens_per_s: float
 
 
-def summary_of(
-    job: RunJob, trainer: PlannedLoop, trained: Trained, before: BeforeTraining, after: Figures | None, watch: Watch
+def build_summary(
+    job: RunJob, trainer: PlannedLoop, training: TrainingSummary, before_training: InitialEvaluation, metrics_after: EvalMetrics | None, monitors: RunMonitors
 ) -> dict[str, Any]:
-    """`summary.json`; `finish` adds `model_path` once the weights are saved."""
-    stop, speed, compiler = trained.stop, job.plan.speed.tokens_per_s, trainer.compiler
-    told_to_stop = stop.signal is not None and stop.has_stopped_early
-    metrics = job.folder.metrics_path
+    """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
+    stop_after, predicted_speed, compiler = training.stop_after, job.plan.speed.tokens_per_s, trainer.compiler
+    was_signalled = stop_after.signal is not None and stop_after.has_stopped_early
+    metrics_path = job.folder.metrics_path
     return {
-        "status": "stopped" if stop.has_stopped_early else "finished",
-        "split": before.eval_set.name,
-        "before": before.figures.as_json() if before.figures else None,
-        "after": after.as_json() if after else None,
-        "samples": samples(before.figures, after),
-        "peak_bytes": watch.memory.peak(),
-        "peak_bytes_by_moment": watch.memory.by_moment(),
-        "tokens_per_s": round(trained.tokens_per_s, 2),
+        "status": "stopped" if stop_after.has_stopped_early else "finished",
+        "split": before_training.eval_set.name,
+        "before": before_training.metrics.as_json() if before_training.metrics else None,
+        "after": metrics_after.as_json() if metrics_after else None,
+        "samples": sample_answers(before_training.metrics, metrics_after),
+        "peak_bytes": monitors.memory.peak_bytes(),
+        "peak_bytes_by_moment": monitors.memory.peak_bytes_by_phase(),
+        "tokens_per_s": round(training.tokens_per_s, 2),
         "steps": trainer.state.global_step,
         "skipped_steps": trainer.non_finite_guard.skipped_steps,
         "ran_out": trainer.step_memory.has_halved,
-        "wall_s": round(time.time() - watch.started, 2),
-        "exit": Interrupted.exit_code if told_to_stop else 0,
-        "engine_proof": before.engine_check.as_json(),
-        "updates": trained.updates.facts.as_json() if trained.updates.facts else None,
+        "wall_s": round(time.time() - monitors.start_time, 2),
+        "exit": Interrupted.exit_code if was_signalled else 0,
+        "engine_proof": before_training.engine_check.as_json(),
+        "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
         "compile": compiler.figures() if compiler else None,
-        "evaluations": evaluations(metrics, stage=job.folder.stage) if distributed.is_first() else [],
-        "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
+        "evaluations": evaluations(metrics_path, stage=job.folder.stage) if distributed.is_first() else [],
+        "predicted_tokens_per_s": round(predicted_speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
     }
 
 
-def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> list[str]:
-    """The last lines of a run; `earlier`: steps of earlier starts."""
+def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -> list[str]:
+    """The last lines of a run; `first_step`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
-    now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
-    now += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
+    steps_text = f"{steps - first_step} of {steps}, after a resume," if first_step else f"{steps}"
+    steps_text += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
     speed = f"{summary['tokens_per_s']:,.0f} tokens/s in training"
     speed += f" ({predicted:,.0f} predicted)" if predicted is not None else ""
     lines = [
-        f"Steps: {now} in {duration_of(summary['wall_s'])}; {speed}",
-        *_figure_lines(summary),
-        *_answer_lines(summary["samples"][:SAMPLE_ANSWERS]),
+        f"Steps: {steps_text} in {duration_of(summary['wall_s'])}; {speed}",
+        *_metric_lines(summary),
+        *_sample_lines(summary["samples"][:MAX_SHOWN_SAMPLES]),
         _memory_line(summary["peak_bytes"]),
         f"Written to: {job.folder.path}",
     ]
@@ -95,88 +95,88 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> l
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    return [*lines, f"Talk to it: make chat RUN={job.folder.quoted}", *_try_next(job)]
+    return [*lines, f"Talk to it: make chat RUN={job.folder.quoted}", *_next_step_lines(job)]
 
 
-def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
+def _metric_lines(summary: Mapping[str, Any]) -> list[str]:
     rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
-    where = f"({summary['split']}, {rows} rows)"
-    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in result_figures(summary)]
+    split_note = f"({summary['split']}, {rows} rows)"
+    return [f"Held-out {name} {split_note}: {before} before, {after} after" for name, before, after in result_figures(summary)]
 
 
-def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
+def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    for one in shown:
-        mark = "right" if one["right"] else f"expected: {one_line(one['expected'])}"
-        lines.append(f"Asked: {one_line(one['asked'])}")
-        lines += [f"  before: {one_line(one['before'])}"] if one["before"] is not None else []
-        lines.append(f"  after:  {one_line(one['after'])}  ({mark})")
+    for sample in samples:
+        verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
+        lines.append(f"Asked: {one_line(sample['asked'])}")
+        lines += [f"  before: {one_line(sample['before'])}"] if sample["before"] is not None else []
+        lines.append(f"  after:  {one_line(sample['after'])}  ({verdict})")
     return lines
 
 
-def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any]]:
+def sample_answers(metrics_before: EvalMetrics | None, metrics_after: EvalMetrics | None) -> list[dict[str, Any]]:
     """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
-    answers = after.answers if after else ()
-    old = {answer.question.shown: _cut(answer.text) for answer in before.answers} if before else {}
-    count = min(KEPT_SAMPLES, len(answers))
+    answers = metrics_after.answers if metrics_after else ()
+    answers_before = {answer.question.prompt_text: _truncate(answer.text) for answer in metrics_before.answers} if metrics_before else {}
+    count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
         {
-            "asked": _cut(answer.question.shown),
-            "expected": _cut(answer.question.answer),
-            "before": old.get(answer.question.shown),
-            "after": _cut(answer.text),
-            "right": answer.right,
+            "asked": _truncate(answer.question.prompt_text),
+            "expected": _truncate(answer.question.reference),
+            "before": answers_before.get(answer.question.prompt_text),
+            "after": _truncate(answer.text),
+            "right": answer.is_correct,
         }
         for answer in (answers[index * len(answers) // count] for index in range(count))
     ]
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_SAMPLE_CHARACTERS else text[: _MAX_SAMPLE_CHARACTERS - 1] + "…"
 
 
 def _memory_line(peak: Mapping[str, Any]) -> str:
     """The run's highest moment, predicted and measured."""
     on_cpu = "measured_rss" in peak
-    what, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
+    scope, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
     measured = peak["measured_rss" if on_cpu else "measured_reserved"]
-    shown = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
-    when = f", in {peak['moment']}" if peak["moment"] else ""
-    return f"Peak memory {what}{when}: {predicted / GIB:.2f} GiB predicted, {shown}"
+    measured_text = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
+    phase_note = f", in {peak['moment']}" if peak["moment"] else ""
+    return f"Peak memory {scope}{phase_note}: {predicted / GIB:.2f} GiB predicted, {measured_text}"
 
 
-def _try_next(job: RunJob) -> list[str]:
+def _next_step_lines(job: RunJob) -> list[str]:
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
     model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
     return [f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own data)']
 
 
-def finish(
-    job: RunJob, prepared: Prepared, trainer: PlannedLoop, summary: dict[str, Any], memory: MemoryMeter, *, earlier: int
+def finish_run(
+    job: RunJob, prepared: Prepared, trainer: PlannedLoop, summary: dict[str, Any], memory_meter: MemoryMeter, *, first_step: int
 ) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
     if is_finished:
-        with memory.peaks.during("saving"):
-            _save_trained(job, prepared, trainer, steps=steps)
-        summary |= {"peak_bytes": memory.peak(), "peak_bytes_by_moment": memory.by_moment()}
+        with memory_meter.peaks.during("saving"):
+            _save_trained_weights(job, prepared, trainer, steps=steps)
+        summary |= {"peak_bytes": memory_meter.peak_bytes(), "peak_bytes_by_moment": memory_meter.peak_bytes_by_phase()}
         summary["model_path"] = str(job.folder.model_path(adapter=prepared.trains_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)
         job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
         if is_finished and prepared.backend.name != "unsloth":  # its process knows no template
-            describe(job, prepared, summary)
-        for line in summary_lines(job, summary, earlier=earlier):
+            write_model_card(job, prepared, summary)
+        for line in summary_lines(job, summary, first_step=first_step):
             logger.info("%s", line)
     distributed.barrier()  # a launcher ends rank 0 when another leaves before rank 0 has written the summary
     if summary["exit"]:
-        how = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
-        raise Interrupted(f"stopped at step {steps}, state saved; {how}")
+        hint = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
+        raise Interrupted(f"stopped at step {steps}, state saved; {hint}")
     return summary
 
 
-def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
+def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
     """Write the model card of the trained weights; where the disk refuses it, the weights are whole without it."""
     card = CardFacts(
         kind="adapter" if prepared.trains_adapter else "model",
@@ -194,30 +194,30 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         logger.warning("The model card could not be written: %s", error)
 
 
-def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
+def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
     path, tokenizer = job.folder.model_path(adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
-    needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
-    with room(path.parent, needed, "the trained weights", free=free), trainer.watch_writing(path.parent):
-        one_by_one = trainer.is_fsdp_enabled and not prepared.trains_adapter
-        tensors = full_state_dict.full_tensors(trainer.model) if one_by_one else None
-        state = None if one_by_one else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
+    needed_bytes, free_space = engines.trained_bytes(trainer, dtype), distributed.broadcast_value(free_bytes(path.parent))
+    with room(path.parent, needed_bytes, "the trained weights", free=free_space), trainer.watch_writing(path.parent):
+        streams_tensors = trainer.is_fsdp_enabled and not prepared.trains_adapter
+        tensors = full_state_dict.full_tensors(trainer.model) if streams_tensors else None
+        state = None if streams_tensors else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.original_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.original_template
-            learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+            has_trained_lora_b = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
-            keeps = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
-            base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps else None
+            keeps_base_files = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
+            base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps_base_files else None
             save_model(
                 model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
-                steps=steps if learns else 0, on_bytes=trainer.heartbeat.moved,
+                steps=steps if has_trained_lora_b else 0, on_bytes=trainer.heartbeat.add_moved_bytes,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
                 stop = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop, tokenizer.pad_token_id)
-            record_digests(path, on_bytes=trainer.heartbeat.moved)
+            record_digests(path, on_bytes=trainer.heartbeat.add_moved_bytes)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
                 pass

@@ -196,8 +196,8 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
 
 
 def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
-    """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`), model,
-    settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
+    """What every rank reads from its own disk and must agree on (`distributed.require_same_inputs`): data (`facts`),
+    model, settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
     installed_versions = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {

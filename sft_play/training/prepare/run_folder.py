@@ -117,7 +117,7 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
 
 
 def _record_failure(job: RunJob, error: BaseException) -> None:
-    if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
+    if isinstance(error, Interrupted):  # its state was saved, and `finish_run` has written so
         return
     # only for the user's mistakes: a fault of ours keeps its folder and log for a report
     is_unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()

@@ -28,74 +28,74 @@ from sft_play.units import MIB
 # Bytes that are reduced: DDP's buckets and FSDP's layers are in this range.
 SIZES = {"cpu": (MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 64 * MIB, 256 * MIB)}
 # Seconds that repetitions of one size take together.
-TIMED_S = 1.0
-MOST_REPETITIONS = 20
+TIMING_BUDGET_S = 1.0
+MAX_REPETITIONS = 20
 # After a single all-reduce that takes longer, larger ones are skipped.
-SLOW_S = 2.0
+SLOW_ALL_REDUCE_S = 2.0
 # Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly.
-PATTERN = 7
+PATTERN_LENGTH = 7
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """This rank's part; 0 where every sum was right, 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--timeout", type=float, required=True)
-    given = parser.parse_args(words)
+    options = parser.parse_args(argv)
     leave_with(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
-    note = _Note(given.out)
-    note.say("started")
+    progress = _ProgressNote(options.out)
+    progress.update("started")
     try:
-        return _check(note, given.out, given.device, given.timeout)
+        return _run_check(progress, options.out, options.device, options.timeout)
     except Exception as error:
-        note.say("failed", error=f"{type(error).__name__}: {error}")
+        progress.update("failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
-        if dist.is_initialized() and note.stage != "failed":  # destroying a group that hangs would hang too
+        if dist.is_initialized() and progress.stage != "failed":  # destroying a group that hangs would hang too
             dist.destroy_process_group()
 
 
-class _Note:
+class _ProgressNote:
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
         self._path = folder / f"rank-{self.rank}.json"
         self._facts: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname()}
         self.stage = ""
 
-    def say(self, stage: str, **facts: Any) -> dict[str, Any]:
+    def update(self, stage: str, **facts: Any) -> dict[str, Any]:
         self.stage = stage
         self._facts |= {**facts, "stage": stage}
         atomic.write(self._path, json.dumps(self._facts))
         return self._facts
 
 
-def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
-    device = _device(kind)
-    note.say("device")
-    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+def _run_check(progress: _ProgressNote, out: Path, device_type: str, timeout_s: float) -> int:
+    device = _device(device_type)
+    progress.update("device")
+    backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-    note.say("joined")
-    wrong, speeds = 0, []
-    for size in SIZES[kind]:
-        wrong += wrong_elements(size, device)
-        if size == SIZES[kind][0]:
-            note.say("reduced")  # a broken network hangs in the first one
-        once_s = timed(size, device, 1)
-        times = max(1, min(MOST_REPETITIONS, int(TIMED_S / max(once_s, 1e-6))))
-        speeds.append({"bytes": size, "seconds": timed(size, device, times)})
-        if once_s > SLOW_S:
+    progress.update("joined")
+    wrong_count, speeds = 0, []
+    for size in SIZES[device_type]:
+        wrong_count += wrong_elements(size, device)
+        if size == SIZES[device_type][0]:
+            progress.update("reduced")  # a broken network hangs in the first one
+        once_s = time_all_reduce(size, device, 1)
+        repetitions = max(1, min(MAX_REPETITIONS, int(TIMING_BUDGET_S / max(once_s, 1e-6))))
+        speeds.append({"bytes": size, "seconds": time_all_reduce(size, device, repetitions)})
+        if once_s > SLOW_ALL_REDUCE_S:
             break
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, note.say("done", wrong=wrong))
+    facts_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(facts_by_rank, progress.update("done", wrong=wrong_count))
     if dist.get_rank() == 0:
-        atomic.write(out / "result.json", json.dumps({"ranks": of_ranks, "speeds": speeds}))
+        atomic.write(out / "result.json", json.dumps({"ranks": facts_by_rank, "speeds": speeds}))
     dist.barrier()
-    return 1 if wrong else 0
+    return 1 if wrong_count else 0
 
 
-def _device(kind: str) -> torch.device:
-    if kind == "cpu":
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
         return torch.device("cpu")
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU-only build, but there are GPUs")
@@ -111,25 +111,25 @@ def _device(kind: str) -> torch.device:
 def wrong_elements(size: int, device: torch.device) -> int:
     """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives rank + 1 times it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % PATTERN + 1
-    given = (pattern * (rank + 1)).float()
-    dist.all_reduce(given)
+    pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % PATTERN_LENGTH + 1
+    reduced = (pattern * (rank + 1)).float()
+    dist.all_reduce(reduced)
     expected = (pattern * (world * (world + 1) // 2)).float()
-    return int((given != expected).sum().item())
+    return int((reduced != expected).sum().item())
 
 
-def timed(size: int, device: torch.device, times: int) -> float:
+def time_all_reduce(size: int, device: torch.device, repetitions: int) -> float:
     """Seconds of each of so many all-reduces in a row, on the slowest rank."""
     tensor = torch.ones(size // 4, device=device)
     dist.barrier()
     started = time.perf_counter()
-    for _ in range(times):
+    for _ in range(repetitions):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # ones stay ones
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # collectives return before the GPU has run them
     elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=device)
     dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
-    return float(elapsed_s.item()) / times
+    return float(elapsed_s.item()) / repetitions
 
 
 if __name__ == "__main__":

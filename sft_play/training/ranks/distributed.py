@@ -36,11 +36,11 @@ from sft_play.units import GIB
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
 # How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move.
-PATIENCE = datetime.timedelta(days=7)
+DISK_TIMEOUT = datetime.timedelta(days=7)
 # Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
-_LOOK_S = 0.2
+_POLL_S = 0.2
 # How long rank 0 waits at most for those that have not read what it hands over.
-_LEAVE_S = 10.0
+_READ_TIMEOUT_S = 10.0
 # Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
 
@@ -50,7 +50,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def own_devices() -> list[int] | None:
+def rng_devices() -> list[int] | None:
     """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
@@ -76,20 +76,21 @@ def barrier(group: Any = None) -> None:
         dist.barrier(group)
 
 
-_patient: dict[Any, Any] = {}
+_long_timeout_groups: dict[Any, Any] = {}
 
 
-def patient(*, of: str = "the run") -> Any:
+def long_timeout_group(*, purpose: str = "the run") -> Any:
     """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up; None for
-    one process. All ranks call it. `of`: whose it is: a thread that works beside the training needs one of its own."""
+    one process. All ranks call it. `purpose`: whose it is: a thread that works beside the training needs one of its
+    own."""
     if world_size() == 1:
         return None
     world = dist.group.WORLD
-    if any(group is not world for group, _ in _patient):
-        _patient.clear()
-    if (world, of) not in _patient:
-        _patient[world, of] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _patient[world, of]
+    if any(group is not world for group, _ in _long_timeout_groups):
+        _long_timeout_groups.clear()
+    if (world, purpose) not in _long_timeout_groups:
+        _long_timeout_groups[world, purpose] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    return _long_timeout_groups[world, purpose]
 
 
 @contextlib.contextmanager
@@ -109,46 +110,46 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
     try:
         yield
     finally:
-        _patient.clear()  # the group ends with the default one; the next run needs a new one
+        _long_timeout_groups.clear()  # the group ends with the default one; the next run needs a new one
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def total(number: int) -> int:
+def sum_over_ranks(value: int) -> int:
     """The sum of a number over all ranks."""
-    return _reduced(number, dist.ReduceOp.SUM)
+    return _all_reduce(value, dist.ReduceOp.SUM)
 
 
-def highest(number: int) -> int:
+def max_over_ranks(value: int) -> int:
     """The highest of a number that every rank has."""
-    return _reduced(number, dist.ReduceOp.MAX)
+    return _all_reduce(value, dist.ReduceOp.MAX)
 
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is true on any rank."""
-    return bool(highest(int(flag)))
+    return bool(max_over_ranks(int(flag)))
 
 
-def _reduced(number: int, operation: Any) -> int:
+def _all_reduce(value: int, operation: Any) -> int:
     if world_size() == 1:
-        return number
-    tensor = torch.tensor(number, dtype=torch.int64)
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64)
     if dist.get_backend() == "nccl":  # a group that was there before, and has no backend for the host
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op=operation)
     return int(tensor.item())
 
 
-def of_first(value: Any) -> Any:
+def broadcast_value(value: Any) -> Any:
     """Rank 0's value (plain data), on every rank."""
     if world_size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
-def of_all(value: Any) -> list[Any]:
+def gather_values(value: Any) -> list[Any]:
     """The value (plain data) of every rank, on all ranks."""
     if world_size() == 1:
         return [value]
@@ -157,47 +158,47 @@ def of_all(value: Any) -> list[Any]:
     return values
 
 
-def require_all(holds: bool, otherwise: str) -> None:
-    """Raises RunFolderError on every rank with the text of `otherwise`, naming the ranks where it does not hold."""
-    failing = [f"rank {rank} on {host}" for rank, (host, fine) in enumerate(of_all((_HOST, holds))) if not fine]
+def require_all(is_satisfied: bool, message: str) -> None:
+    """Raises RunFolderError on every rank with the text of `message`, naming the ranks where it does not hold."""
+    failing = [f"rank {rank} on {host}" for rank, (host, is_fine) in enumerate(gather_values((_HOST, is_satisfied))) if not is_fine]
     if failing:
-        raise RunFolderError(f"{', '.join(failing)}: {otherwise}")
+        raise RunFolderError(f"{', '.join(failing)}: {message}")
 
 
-def require_alike(facts: Mapping[str, str]) -> None:
+def require_same_inputs(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on every rank where what each rank read for itself differs from what rank 0 read."""
-    (first_host, first), *others = of_all((_HOST, dict(facts)))
-    for rank, (host, theirs) in enumerate(others, start=1):
-        differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    (first_host, first_facts), *others = gather_values((_HOST, dict(facts)))
+    for rank, (host, rank_facts) in enumerate(others, start=1):
+        differing = [name for name in {**first_facts, **rank_facts} if first_facts.get(name) != rank_facts.get(name)]
         if differing:
-            listed = "; ".join(f"{name} ({first.get(name)} there, {theirs.get(name)} here)" for name in differing)
+            listed = "; ".join(f"{name} ({first_facts.get(name)} there, {rank_facts.get(name)} here)" for name in differing)
             raise ConfigError(
                 f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they differ in {listed}; "
                 "give all nodes the same files, settings and packages"
             )
 
 
-def require_disk(written: Path, plan: Plan) -> bool:
+def check_shared_disk(path: Path, plan: Plan) -> bool:
     """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under DeepSpeed."""
     if plan.hardware.nodes == 1:
         return True
-    seen = written.read_bytes() if written.is_file() else b""
-    shared = seen == of_first(seen)
+    content = path.read_bytes() if path.is_file() else b""
+    is_shared = content == broadcast_value(content)
     if plan.choice.layout.is_zero:
         require_all(
-            shared,
-            f"{written.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
+            is_shared,
+            f"{path.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
             "of each checkpoint there: set output.dir to a shared disk, or use STRATEGY=ddp or fsdp",
         )
-    if all(of_all(shared)):
+    if all(gather_values(is_shared)):
         return True
     logger.info("The nodes have disks of their own: rank 0 gathers checkpoints (%.1f GiB, using %.1f GiB of its RAM); "
                 "to resume from one, copy %s to every node first",
-                plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, written.parent)  # fmt: skip
+                plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, path.parent)  # fmt: skip
     return False
 
 
-def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
+def gather_numbers(numbers: torch.Tensor) -> list[list[float]]:
     """A vector of numbers of every rank, on all ranks."""
     if world_size() == 1:
         return [numbers.tolist()]
@@ -234,7 +235,7 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 
 
 # --- what torch compiles for a run, such as DeepSpeed's CPU Adam ------------------------------------------------------
-_take_lock = FileBaton.try_acquire
+_try_acquire = FileBaton.try_acquire
 
 
 def remove_abandoned_locks() -> None:
@@ -249,7 +250,7 @@ def _wait_for_lock(baton: FileBaton) -> bool:
     disk of several machines."""
     lock, is_abandoned = Path(baton.lock_file_path).resolve(), False
     with waiting(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
-        while not _take_lock(baton):
+        while not _try_acquire(baton):
             was_abandoned, is_abandoned = is_abandoned, False
             with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:
                 # The kernel gives a lease where nobody else has the file open, and holds up who opens it meanwhile,
@@ -257,7 +258,7 @@ def _wait_for_lock(baton: FileBaton) -> bool:
                 fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
                 # ninja and compilers, which work in the folder, outlive an owner that is killed
-                is_abandoned = all(one.info["cwd"] != str(lock.parent) for one in psutil.process_iter(["cwd"]))
+                is_abandoned = all(process.info["cwd"] != str(lock.parent) for process in psutil.process_iter(["cwd"]))
                 # twice, since an owner that lives closes its lock a moment before it removes it; another may have now
                 if was_abandoned and is_abandoned and os.fstat(file.fileno()).st_nlink:
                     lock.unlink()
@@ -267,48 +268,49 @@ def _wait_for_lock(baton: FileBaton) -> bool:
 
 
 # --- the store beside the process group -------------------------------------------------------------------------------
-def meeting_point(name: str) -> Any:
+def open_store(name: str) -> Any:
     """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
     store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
     _stores.append(store)
     return dist.PrefixStore(name, store)
 
 
-def say_gpu(name: str, rank: int) -> None:
+def publish_gpu(name: str, rank: int) -> None:
     """Tell rank 0 which GPU this rank has: the first that ranks do together. Raises HardwareError where others do not
     come."""
     try:
-        meeting_point("sft_play_gpus").set(str(rank), name)
+        open_store("sft_play_gpus").set(str(rank), name)
     except dist.DistError as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise HardwareError(
-            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:.0f} s at {one_line(place)} for the other ranks ({one_line(str(error))}): "
-            "start all of them, or leave RANK, WORLD_SIZE and LOCAL_RANK out of the environment"
+            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:.0f} s at {one_line(address)} for the other ranks "
+            f"({one_line(str(error))}): start all of them, or leave RANK, WORLD_SIZE and LOCAL_RANK out of the "
+            "environment"
         ) from None
 
 
-def gpus_of_all(world: int) -> list[str]:
+def gather_gpus(world: int) -> list[str]:
     """What every rank says of its GPU, in their order: waits until all have."""
-    store, names = meeting_point("sft_play_gpus"), [str(number) for number in range(world)]
+    store, names = open_store("sft_play_gpus"), [str(rank) for rank in range(world)]
     store.wait(names, datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     return [str(store.get(name), "utf-8") for name in names]
 
 
-def handed_over(text: str | None) -> str:
+def broadcast_text(text: str | None) -> str:
     """Rank 0's text, on every rank: rank 0 passes it, and returns when the others have it, since it may end then, and
     the store with it; the others pass None. Raises HardwareError where rank 0 ends without a text."""
-    store, others = meeting_point("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
+    store, reader_count = open_store("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
     if text is None:
         try:
             while not store.check(["handed"]):  # a wait of the store itself would hear no request to stop
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             text = str(store.get("handed"), "utf-8")
             store.add("read", 1)
         except dist.DistError:
             raise HardwareError("rank 0 ended before it had planned the run: its own lines say why") from None
         return text
     store.set("handed", text)
-    until = time.monotonic() + _LEAVE_S
-    while store.add("read", 0) < others and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+    deadline = time.monotonic() + _READ_TIMEOUT_S
+    while store.add("read", 0) < reader_count and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
     return text

@@ -26,12 +26,13 @@ from sft_play.training.ranks import distributed
 
 
 def engine_arguments(
-    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None, skips: bool = False
+    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None, has_late_gradients: bool = False
 ) -> dict[str, Any]:
-    """The Trainer's arguments that turn the plan's layout on. `skips`: some rows give some tensors no gradient."""
+    """The Trainer's arguments that turn the plan's layout on. `has_late_gradients`: some rows give some tensors no
+    gradient."""
     if plan.layout == "single" and deepspeed is None:
         return {}
-    arguments: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters or skips}
+    arguments: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters or has_late_gradients}
     on_cpu = plan.hardware.device == "cpu"
     if on_cpu:
         arguments["ddp_backend"] = "gloo"
@@ -52,10 +53,10 @@ def engine_arguments(
             "cpu_ram_efficient_loading": False,  # `fsdp_loading` reads the weights, or every rank has them
             "state_dict_type": "FULL_STATE_DICT",  # with another, Trainer.save_model writes no weights at all
         }
-    return arguments | _axes(plan.choice.layout)
+    return arguments | _parallelism_arguments(plan.choice.layout)
 
 
-class _WithTensorParallel(ParallelismConfig):
+class _TensorParallelConfig(ParallelismConfig):
     """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides."""
 
     @property
@@ -72,14 +73,14 @@ class _WithTensorParallel(ParallelismConfig):
         return [*self.dp_dim_names, "tp"]
 
 
-def _axes(layout: Layout) -> dict[str, Any]:
+def _parallelism_arguments(layout: Layout) -> dict[str, Any]:
     """Context parallelism needs none: to FSDP2 its ranks are data-parallel ranks with shorter rows."""
     ranks = layout.gradient_ranks
     if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
         return {}
-    kind = _WithTensorParallel if layout.tensor_parallel > 1 else ParallelismConfig
+    config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
     sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
-    return {"parallelism_config": kind(**sizes, tp_size=layout.tensor_parallel)}
+    return {"parallelism_config": config_class(**sizes, tp_size=layout.tensor_parallel)}
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
@@ -97,7 +98,7 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
     state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
+def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
     """Tell the loop after how many passes ranks reduce gradients, and accelerate's own objects the dtypes of gathered
     weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
     if trainer.is_deepspeed_enabled:
@@ -105,16 +106,16 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.accelerator.gradient_accumulation_steps = plan.trainer_batch.grad_accum
     if plan.layout == "single":
         return
-    chosen = gradient_sync(config, plan.precision, plan.layout)
-    trainer.micro_steps_per_reduction = chosen.interval if isinstance(chosen.interval, int) else 1
-    if plan.layout == "ddp" and chosen.is_compressed:
-        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[chosen.reduced_dtype])
-    is_own = chosen.is_compressed or chosen.gathered_dtype != plan.precision.compute
-    if plan.choice.layout.is_fsdp and is_own:
+    gradients = gradient_sync(config, plan.precision, plan.layout)
+    trainer.micro_steps_per_reduction = gradients.interval if isinstance(gradients.interval, int) else 1
+    if plan.layout == "ddp" and gradients.is_compressed:
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[gradients.reduced_dtype])
+    is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
+    if plan.choice.layout.is_fsdp and is_custom:
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
-        low = None if chosen.gathered_dtype == "float32" == plan.precision.compute else getattr(torch, chosen.gathered_dtype)
+        param_dtype = None if gradients.gathered_dtype == "float32" == plan.precision.compute else getattr(torch, gradients.gathered_dtype)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced_dtype), output_dtype=low
+            param_dtype=param_dtype, reduce_dtype=getattr(torch, gradients.reduced_dtype), output_dtype=param_dtype
         )
 
 
@@ -123,12 +124,12 @@ def is_deepspeed(wrapped: Any) -> bool:
     return hasattr(wrapped, "zero_optimization_stage")
 
 
-def local(tensor: Any) -> Any:
+def local_shard(tensor: Any) -> Any:
     """This rank's part of a tensor that is divided over ranks; the tensor itself where it is not."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def innermost(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer inside accelerate's wrapper, and inside DeepSpeed's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -137,27 +138,27 @@ def innermost(optimizer: Any) -> Any:
 
 def checkpoint_bytes(trainer: Any) -> int:
     """The least that a checkpoint takes: what trains, with the optimizer's states. All ranks call it."""
-    values = [value for state in innermost(trainer.optimizer).state.values() for value in state.values()]
+    values = [value for state in unwrap_optimizer(trainer.optimizer).state.values() for value in state.values()]
     states = [value for value in values if isinstance(value, torch.Tensor)]
     if not is_deepspeed(trainer.model_wrapped):
-        return trained_bytes(trainer) + _bytes_of(states)
-    return trained_bytes(trainer) + distributed.total(_bytes_of([*masters(trainer.model_wrapped), *states]))
+        return trained_bytes(trainer) + _total_bytes(states)
+    return trained_bytes(trainer) + distributed.sum_over_ranks(_total_bytes([*fp32_partitions(trainer.model_wrapped), *states]))
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def _total_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     return sum(
-        int(getattr(one, "ds_numel", one.numel())) * (dtype.itemsize if dtype is not None else one.element_size())
-        for one in trainer.model.parameters()
-        if one.requires_grad
+        int(getattr(parameter, "ds_numel", parameter.numel())) * (dtype.itemsize if dtype is not None else parameter.element_size())
+        for parameter in trainer.model.parameters()
+        if parameter.requires_grad
     )
 
 
-def masters(engine: Any) -> list[torch.Tensor]:
+def fp32_partitions(engine: Any) -> list[torch.Tensor]:
     """DeepSpeed's fp32 partitions of the trained weights; raises TrainingError where it keeps them elsewhere."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
@@ -168,7 +169,7 @@ def masters(engine: Any) -> list[torch.Tensor]:
                         "cannot be checked, and nothing was trained")  # fmt: skip
 
 
-def release(trainer: Any) -> None:
+def release_engine(trainer: Any) -> None:
     """End the engine of a trainer that is done, so that its model is freed: DeepSpeed keeps modules in tables that only
     destroying it empties; ZeRO-3 in a list and in the caches of its coordinator's methods too (0.19)."""
     engine = getattr(trainer, "deepspeed", None)
@@ -186,7 +187,7 @@ def release(trainer: Any) -> None:
                 cached.cache_clear()
 
 
-def device_of(plan: Plan, config: RunConfig) -> str | None:
+def load_device(plan: Plan, config: RunConfig) -> str | None:
     """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them there; None for ZeRO-3,
     where transformers refuses a `device_map`."""
     layout = plan.choice.layout
@@ -237,79 +238,79 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     """The proof that the wrapped model is what the plan says. Raises TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
-    names = {kind.__name__ for kind in type(wrapped).__mro__}
-    wanted = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
-    if wanted not in names:
+    class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
+    expected_class = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
+    if expected_class not in class_names:
         raise TrainingError(f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a "
-                            f"{wanted}; nothing was trained")  # fmt: skip
+                            f"{expected_class}; nothing was trained")  # fmt: skip
     if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
-    whole, mine = held_bytes(trainer)
-    frozen, here, kept_whole = frozen_bytes(wrapped)
-    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all(here)
+    whole_bytes, local_bytes = trained_bytes_held(trainer)
+    frozen_whole_bytes, frozen_local_bytes, persistent_bytes = frozen_bytes(wrapped)
+    sizes, frozen_sizes = distributed.gather_values(local_bytes), distributed.gather_values(frozen_local_bytes)
     engine_check = EngineCheck(
-        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen, tuple(frozen_sizes)
+        layout.name, type(wrapped).__name__, distributed.world_size(), whole_bytes, tuple(sizes), frozen_whole_bytes, tuple(frozen_sizes)
     )
-    trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
-    expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
-    _refuse_undivided(layout, "trained", whole, sizes, share=expected)
-    cut = [size - kept_whole for size in frozen_sizes]
-    expected = _share(frozen - kept_whole, frozen_alike, layout) if layout.shards_params else frozen
-    _refuse_undivided(layout, "frozen", frozen - kept_whole, cut, share=expected)
+    replicated_trained, replicated_frozen = (_replicated_bytes(wrapped, is_trainable) for is_trainable in (True, False))
+    expected = _expected_share(whole_bytes, replicated_trained, layout) if layout.shards_states else whole_bytes
+    _require_divided(layout, "trained", whole_bytes, sizes, share=expected)
+    divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
+    expected = _expected_share(frozen_whole_bytes - persistent_bytes, replicated_frozen, layout) if layout.shards_params else frozen_whole_bytes
+    _require_divided(layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes, share=expected)
     return engine_check
 
 
-def _share(whole: int, alike: int, layout: Layout) -> float:
-    return (alike + (whole - alike) / layout.tensor_parallel) / layout.shard
+def _expected_share(whole_bytes: int, replicated_bytes: int, layout: Layout) -> float:
+    return (replicated_bytes + (whole_bytes - replicated_bytes) / layout.tensor_parallel) / layout.shard
 
 
-def _alike_over_tp(wrapped: Any, trains: bool) -> int:
+def _replicated_bytes(wrapped: Any, is_trainable: bool) -> int:
     """Bytes of weights that every rank of a tensor-parallel group has: embedding, head and norms; 0 without one."""
     replicated = 0
     for parameter in wrapped.parameters():
-        if parameter.requires_grad is trains and isinstance(parameter, DTensor):
+        if parameter.requires_grad is is_trainable and isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()
             if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
                 replicated += parameter.nbytes
     return replicated
 
 
-def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float) -> None:
-    if layout.tensor_parallel > 1 and whole and share >= whole / layout.shard:
+def _require_divided(layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int], *, share: float) -> None:
+    if layout.tensor_parallel > 1 and whole_bytes and share >= whole_bytes / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
     # the fixed part is for small models, where padding alone is more than the slack
     if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * distributed.world_size():
         raise TrainingError(
             f"the plan says {layout.name} over {layout.shard * layout.tensor_parallel} ranks, but a rank holds "
-            f"{max(sizes):,} of {whole:,} bytes of {what} weights: they are not divided; nothing was trained"
+            f"{max(sizes):,} of {whole_bytes:,} bytes of {kind} weights: they are not divided; nothing was trained"
         )
 
 
-def engine_check_of_one(trainer: Any) -> EngineCheck:
+def single_process_check(trainer: Any) -> EngineCheck:
     """The check of one process without an engine: it holds everything."""
-    whole, mine = held_bytes(trainer)
-    return EngineCheck("single", type(trainer.model_wrapped).__name__, 1, whole, (mine,))
+    whole_bytes, local_bytes = trained_bytes_held(trainer)
+    return EngineCheck("single", type(trainer.model_wrapped).__name__, 1, whole_bytes, (local_bytes,))
 
 
-def held_bytes(trainer: Any) -> tuple[int, int]:
+def trained_bytes_held(trainer: Any) -> tuple[int, int]:
     """Bytes of the trained weights, whole and on this rank; under DeepSpeed of their fp32 partitions."""
     wrapped = trainer.model_wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     if is_deepspeed(wrapped):
-        whole = 4 * sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
-        return whole, sum(4 * group.numel() for group in masters(wrapped))
-    return sum(parameter.nbytes for parameter in trained), sum(local(parameter).nbytes for parameter in trained)
+        whole_bytes = 4 * sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+        return whole_bytes, sum(4 * group.numel() for group in fp32_partitions(wrapped))
+    return sum(parameter.nbytes for parameter in trained), sum(local_shard(parameter).nbytes for parameter in trained)
 
 
 def frozen_bytes(wrapped: Any) -> tuple[int, int, int]:
     """Bytes of the weights that do not train: whole, on this rank, and what DeepSpeed keeps whole on every rank on
     purpose (up to `stage3_param_persistence_threshold`)."""
-    whole = here = persistent = 0
-    for parameter in (one for one in wrapped.parameters() if not one.requires_grad):
-        width, is_kept = parameter.element_size(), getattr(parameter, "ds_persist", False)
+    whole_bytes = local_bytes = persistent_bytes = 0
+    for parameter in (weight for weight in wrapped.parameters() if not weight.requires_grad):
+        width, is_persistent = parameter.element_size(), getattr(parameter, "ds_persist", False)
         # where ZeRO-3 has divided it the parameter itself is empty between its uses
         size = width * getattr(parameter, "ds_numel", parameter.numel())
-        part = width * getattr(parameter, "ds_tensor", local(parameter)).numel()
-        whole, here = whole + size, here + (size if is_kept else part)
-        persistent += size if is_kept else 0
-    return whole, here, persistent
+        shard_size = width * getattr(parameter, "ds_tensor", local_shard(parameter)).numel()
+        whole_bytes, local_bytes = whole_bytes + size, local_bytes + (size if is_persistent else shard_size)
+        persistent_bytes += size if is_persistent else 0
+    return whole_bytes, local_bytes, persistent_bytes

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sft_play.process import failures
 from sft_play.process.failures import numbered
-from sft_play.training.ranks.distributed import meeting_point
+from sft_play.training.ranks.distributed import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ INTERVAL_S = 2.0
 # A note's length in its file: always the same, so that a shorter one leaves nothing of the last.
 NOTE_BYTES = 64
 # How long the store may take to answer: it may be gone with the first node.
-STORE_S = 10.0
+STORE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Beat:
     """Bytes written or read so far."""
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """The step and what the rank did in it."""
         return f"step {self.step} ({self.activity})"
 
@@ -65,43 +65,43 @@ class Beat:
 def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
     """Those that the others wait for: ranks without a sign of life, else those that began the fewest things and whose
     bytes do not move. Empty where all are equal."""
-    dead = [beat for beat in beats if beat.rank in silent]
-    if dead:
-        return dead
-    least = min((beat.count for beat in beats), default=0)
-    behind = [beat for beat in beats if beat.count == least]
-    longest = max((beat.since_s for beat in behind), default=0.0)
-    if any(beat.moved for beat in behind):
-        behind = [beat for beat in behind if beat.since_s > longest / 2]
-    return behind if len(behind) < len(beats) else []
+    silent_beats = [beat for beat in beats if beat.rank in silent]
+    if silent_beats:
+        return silent_beats
+    least_count = min((beat.count for beat in beats), default=0)
+    slowest = [beat for beat in beats if beat.count == least_count]
+    longest_s = max((beat.since_s for beat in slowest), default=0.0)
+    if any(beat.moved for beat in slowest):
+        slowest = [beat for beat in slowest if beat.since_s > longest_s / 2]
+    return slowest if len(slowest) < len(beats) else []
 
 
-def worded(
+def stall_report(
     beats: Sequence[Beat], silent: Collection[int], *, missing: Sequence[int], waited_s: float, now: float
 ) -> str:
     """Which rank stopped where, and who waits for it. `silent`: ranks that published nothing between two looks;
     `missing`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing]
-    slow = laggards(beats, silent)
-    for beat in slow:
+    stopped_beats = laggards(beats, silent)
+    for beat in stopped_beats:
         if beat.rank in silent:
-            end = f"its last sign of life {max(0.0, now - beat.published):.0f} s ago"
+            last_sign = f"its last sign of life {max(0.0, now - beat.published):.0f} s ago"
         else:
-            end = f"{beat.since_s:.0f} s ago{f', in {beat.where}' if beat.where else ''}"
-        parts.append(f"rank {beat.rank} (host {beat.host}) stopped at {beat.place}, {end}")
-    waiting = [beat for beat in beats if beat not in slow]
+            last_sign = f"{beat.since_s:.0f} s ago{f', in {beat.where}' if beat.where else ''}"
+        parts.append(f"rank {beat.rank} (host {beat.host}) stopped at {beat.position}, {last_sign}")
+    waiting_beats = [beat for beat in beats if beat not in stopped_beats]
     if not parts:
-        each = ", ".join(f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats)
-        return f"{head}: all ranks are at {beats[0].place}: {each}" if beats else head
-    if waiting:
-        places = sorted({beat.place for beat in waiting})
-        verb = "waits" if len(waiting) == 1 else "wait"
-        parts.append(f"{numbered([beat.rank for beat in waiting])} {verb} for it at {' or '.join(places)}")
+        positions = ", ".join(f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats)
+        return f"{head}: all ranks are at {beats[0].position}: {positions}" if beats else head
+    if waiting_beats:
+        waiting_positions = sorted({beat.position for beat in waiting_beats})
+        verb = "waits" if len(waiting_beats) == 1 else "wait"
+        parts.append(f"{numbered([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}")
     return f"{head}: {'; '.join(parts)}"
 
 
-def noted(path: Path) -> tuple[int, int, str] | None:
+def read_note(path: Path) -> tuple[int, int, str] | None:
     """Step, count and activity of the last note that a rank of this node wrote; None where it wrote none."""
     try:
         step, count, activity = path.read_text(encoding="utf-8").split(maxsplit=2)
@@ -110,50 +110,50 @@ def noted(path: Path) -> tuple[int, int, str] | None:
         return None
 
 
-def _bytes_in(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += (Path(place) / name).stat().st_size
+                total += (Path(folder_path) / name).stat().st_size
     return total
 
 
 class Heartbeat:
     """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report. The
-    clock starts at the first `note`, and restarts with every `moved` byte. An exception that passes through is recorded
+    clock starts at the first `note`, and restarts with every moved byte. An exception that passes through is recorded
     before the ranks' connections are closed. Does nothing for one process."""
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s
         self._interval_s = min(interval_s, timeout_s / 4)
         self._step, self._activity, self._count = 0, "starting", 0
-        self._noted: float | None = None
-        self._moved = self._moved_published = 0
-        self._growing: Path | None = None
-        self._size = 0
-        self._waits, self._others = False, 0
-        self._number = 0
+        self._last_progress: float | None = None
+        self._moved_bytes = self._published_bytes = 0
+        self._watched_folder: Path | None = None
+        self._watched_bytes = 0
+        self._is_waiting, self._bytes_of_all = False, 0
+        self._publish_count = 0
         self._rank = self._world = 0
         self._store: Any = None
-        self._path, self._file = failures.beside_error_file(failures.BEAT_NAME), -1
-        self._end = threading.Event()
-        self._telling = threading.Lock()
+        self._note_path, self._note_descriptor = failures.beside_error_file(failures.BEAT_NAME), -1
+        self._stop_event = threading.Event()
+        self._report_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._main = threading.main_thread().ident
+        self._main_thread_id = threading.main_thread().ident
 
     def __enter__(self) -> Heartbeat:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(OSError):
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600) if self._path is not None else -1
+            self._note_descriptor = os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o600) if self._note_path is not None else -1
         try:
-            self._store = meeting_point("sft_play/beats")
-            self._store.set_timeout(timedelta(seconds=STORE_S))
+            self._store = open_store("sft_play/beats")
+            self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         except (RuntimeError, ValueError) as error:
             logger.warning("no store for signs of life (%s): a rank that hangs cannot be named", error)
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="sft_play heartbeat")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play heartbeat")
         self._thread.start()
         return self
 
@@ -163,128 +163,128 @@ class Heartbeat:
         if self._thread is None:
             return
         self._count += 1
-        self._noted = time.monotonic()
-        if self._file >= 0:
+        self._last_progress = time.monotonic()
+        if self._note_descriptor >= 0:
             # into the page cache, where it outlives this process however it ends
-            os.pwrite(self._file, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
+            os.pwrite(self._note_descriptor, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
 
     @property
-    def last(self) -> tuple[int, str]:
+    def last_note(self) -> tuple[int, str]:
         """The last note: step and activity."""
         return self._step, self._activity
 
-    def moved(self, count: int) -> None:
+    def add_moved_bytes(self, byte_count: int) -> None:
         """Record bytes that were written or read: the current activity makes progress."""
-        if self._thread is None or count <= 0:
+        if self._thread is None or byte_count <= 0:
             return
-        self._moved += count
-        self._noted = time.monotonic() if self._noted is not None else None
+        self._moved_bytes += byte_count
+        self._last_progress = time.monotonic() if self._last_progress is not None else None
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
         """While open, bytes by which the files in a folder grow count as moved: for files that libraries write."""
-        self._size, self._growing = _bytes_in(folder), folder
+        self._watched_bytes, self._watched_folder = _folder_bytes(folder), folder
         try:
             yield
         finally:
-            self._growing = None
+            self._watched_folder = None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """While open, this rank waits for others that write or read, and its clock restarts as long as any does."""
-        before, self._waits = self._waits, True
+        was_waiting, self._is_waiting = self._is_waiting, True
         try:
             yield
         finally:
-            self._waits = before
+            self._is_waiting = was_waiting
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end.set()
+        self._stop_event.set()
         if self._thread is None:
             return
         if error is not None:
-            with self._telling:
+            with self._report_lock:
                 kind = failures.kind_of(error)
                 is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world)) < self._world
                 if kind == "hung":
-                    self._tell()
+                    self._report_stall()
                 elif kind == "peer" and is_on_several_nodes:
-                    failures.write_down("peer", self._who_left(), error=error)
+                    failures.write_down("peer", self._describe_lost_ranks(), error=error)
                 else:
                     failures.hand_over(error)
         self._thread.join(self._interval_s)
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._note_descriptor >= 0:
+            os.close(self._note_descriptor)
+            self._note_descriptor = -1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
-    def _watch(self) -> None:
+    def _run(self) -> None:
         self._publish()
         # until the next sign of life, or until this rank has waited too long
-        while not self._end.wait(max(0.05, min(self._interval_s, self.timeout_s - self._still_s()))):
-            folder = self._growing
+        while not self._stop_event.wait(max(0.05, min(self._interval_s, self.timeout_s - self._idle_s()))):
+            folder = self._watched_folder
             if folder is not None:
-                size = _bytes_in(folder)
-                self.moved(size - self._size)
-                self._size = size
+                size = _folder_bytes(folder)
+                self.add_moved_bytes(size - self._watched_bytes)
+                self._watched_bytes = size
             self._publish()
-            self._look_at_others()
-            if self._still_s() >= self.timeout_s:
-                with self._telling:
-                    if not self._end.is_set():
-                        self._tell()
+            self._check_others()
+            if self._idle_s() >= self.timeout_s:
+                with self._report_lock:
+                    if not self._stop_event.is_set():
+                        self._report_stall()
                         logging.shutdown()
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
-    def _look_at_others(self) -> None:
+    def _check_others(self) -> None:
         """All ranks add to one number, so that a look is one request."""
-        if self._store is None or (not self._waits and self._moved == self._moved_published):
+        if self._store is None or (not self._is_waiting and self._moved_bytes == self._published_bytes):
             return
-        moved = self._moved
+        moved_bytes = self._moved_bytes
         try:
-            total = int(self._store.add("moved", moved - self._moved_published))
+            total_bytes = int(self._store.add("moved", moved_bytes - self._published_bytes))
         except RuntimeError:
             self._store = None
             return
-        if self._waits and total > self._others and self._noted is not None:
-            self._noted = time.monotonic()
-        self._moved_published, self._others = moved, total
+        if self._is_waiting and total_bytes > self._bytes_of_all and self._last_progress is not None:
+            self._last_progress = time.monotonic()
+        self._published_bytes, self._bytes_of_all = moved_bytes, total_bytes
 
-    def _still_s(self) -> float:
-        return time.monotonic() - self._noted if self._noted is not None else 0.0
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._last_progress if self._last_progress is not None else 0.0
 
     def _publish(self) -> None:
         if self._store is None:
             return
-        self._number += 1
-        still = self._still_s()
-        where = self._where() if still >= 2 * self._interval_s else ""
+        self._publish_count += 1
+        idle_s = self._idle_s()
+        location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
         beat = Beat(
-            self._rank, socket.gethostname(), os.getpid(), self._step, self._activity, self._count, round(still, 1),
-            time.time(), self._number, where, str(self._path or ""), self._moved,
+            self._rank, socket.gethostname(), os.getpid(), self._step, self._activity, self._count, round(idle_s, 1),
+            time.time(), self._publish_count, location, str(self._note_path or ""), self._moved_bytes,
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
         except RuntimeError:  # the launcher has ended, which ends this rank too
             self._store = None
 
-    def _where(self) -> str:
+    def _main_thread_location(self) -> str:
         """Where the main thread is: its innermost frame outside torch, else the innermost."""
-        frame = innermost = sys._current_frames().get(self._main or 0)
+        frame = innermost = sys._current_frames().get(self._main_thread_id or 0)
         while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
             frame = frame.f_back
-        chosen = frame or innermost
-        if chosen is None:
+        outer = frame or innermost
+        if outer is None:
             return ""
-        return f"{chosen.f_code.co_name} ({os.path.basename(chosen.f_code.co_filename)}:{chosen.f_lineno})"  # noqa: PTH119
+        return f"{outer.f_code.co_name} ({os.path.basename(outer.f_code.co_filename)}:{outer.f_lineno})"  # noqa: PTH119
 
-    def _tell(self) -> None:
-        waited = max(self._still_s(), self.timeout_s)
-        beats, silent = self._looked_twice()
+    def _report_stall(self) -> None:
+        waited_s = max(self._idle_s(), self.timeout_s)
+        beats, silent = self._find_silent_ranks()
         missing = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]
-        text = worded(beats, silent, missing=missing, waited_s=waited, now=time.time())
+        text = stall_report(beats, silent, missing=missing, waited_s=waited_s, now=time.time())
         if not beats:  # the store is gone, and with it what the others published
-            text = f"no progress for {waited:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
+            text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
         failures.write_down("hung", text)
         if not failures.under_agent():
             is_first = True
@@ -301,17 +301,17 @@ class Heartbeat:
                 if process.ppid() == os.getppid():
                     process.kill()
 
-    def _looked_twice(self) -> tuple[list[Beat], set[int]]:
+    def _find_silent_ranks(self) -> tuple[list[Beat], set[int]]:
         """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
-        before = self._all()
+        earlier_beats = self._read_beats()
         for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
             time.sleep(self._interval_s / 2)
             self._publish()  # others, whose time is over too, may be looking at this one
-        after = self._all()
-        numbers = {beat.rank: beat.number for beat in before}
-        return after, {beat.rank for beat in after if numbers.get(beat.rank) == beat.number}
+        later_beats = self._read_beats()
+        earlier_numbers = {beat.rank: beat.number for beat in earlier_beats}
+        return later_beats, {beat.rank for beat in later_beats if earlier_numbers.get(beat.rank) == beat.number}
 
-    def _all(self) -> list[Beat]:
+    def _read_beats(self) -> list[Beat]:
         """The latest signs of life, with what ranks of this node have noted since they published theirs."""
         beats: list[Beat] = []
         if self._store is None:
@@ -321,16 +321,16 @@ class Heartbeat:
                 if not self._store.check([str(rank)]):
                     continue
                 beat = Beat(**json.loads(self._store.get(str(rank))))
-                last = noted(Path(beat.file)) if beat.file and beat.host == socket.gethostname() else None
-                if last is not None:
-                    beat = replace(beat, step=last[0], count=last[1], activity=last[2])
+                last_note = read_note(Path(beat.file)) if beat.file and beat.host == socket.gethostname() else None
+                if last_note is not None:
+                    beat = replace(beat, step=last_note[0], count=last_note[1], activity=last_note[2])
                 beats.append(beat)
         return beats
 
-    def _who_left(self) -> str:
-        beats, silent = self._looked_twice()
-        gone = [beat for beat in beats if beat.rank in silent]
-        if not gone:
+    def _describe_lost_ranks(self) -> str:
+        beats, silent = self._find_silent_ranks()
+        lost_beats = [beat for beat in beats if beat.rank in silent]
+        if not lost_beats:
             return "the launcher of another node has ended; see its output there"
-        listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.place})" for beat in gone)
+        listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
         return f"{listed} gives no more signs of life; see the output of its host"

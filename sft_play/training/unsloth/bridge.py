@@ -35,7 +35,7 @@ from sft_play.training.checkpoints.model_saving import check_saved_weights, save
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
-from sft_play.training.measure.summary import describe
+from sft_play.training.measure.summary import write_model_card
 from sft_play.training.prepare.model_spec import build_meta_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.unsloth.unsloth_environment import WORKER_SCRIPT, worker_environment
@@ -119,7 +119,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     if "model_path" in summary:  # else it was stopped before its end
         path, lora = job.folder.model_path(adapter=True), job.loaded.config.tuning.lora
         check_adapter(path, lora, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
-        describe(job, prepared, summary)
+        write_model_card(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
     return summary
@@ -127,7 +127,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
 
 def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Handover:
     config, plan = job.loaded.config, job.plan
-    has_questions = bool(eval_set.asked or eval_set.asked_while_training)
+    has_questions = bool(eval_set.questions or eval_set.training_questions)
     work_folder = job.folder.path.absolute() / WORK_FOLDER
     shutil.rmtree(work_folder, ignore_errors=True)
     (work_folder / "rows").mkdir(parents=True)
@@ -154,8 +154,8 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started:
             if split is not None
         },
         held_out=eval_set.name,
-        asked=eval_set.asked,
-        asked_while_training=eval_set.asked_while_training,
+        asked=eval_set.questions,
+        asked_while_training=eval_set.training_questions,
         stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if has_questions else [],
         model_path=str(folder.absolute()) if folder is not None else config.model.name,
         target_modules=sorted(peft_config.target_modules),

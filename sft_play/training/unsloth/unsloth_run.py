@@ -27,8 +27,8 @@ from sft_play.training.loop.load_trainer import build_run_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question, configured_stops
-from sft_play.training.measure.peaks import MemoryMeter, Watch
+from sft_play.training.measure.exact_match import Question, configured_eos_token_ids
+from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.backend import Backend, check_trackers
 from sft_play.training.prepare.device_checks import check_device, check_gpu
@@ -59,8 +59,8 @@ def train_handover(path: Path) -> None:
         log_handler = write_log_to(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _build_prepared(handover, job.loaded.config), Watch(memory, beat, handover.started),
-                eval_set_of=functools.partial(_build_eval_set, handover),
+                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory, beat, handover.started),
+                build_eval_set=functools.partial(_build_eval_set, handover),
                 load_trainer=functools.partial(_build_trainer, handover),
             )  # fmt: skip
         finally:
@@ -123,12 +123,12 @@ class UnslothLoop(PlannedLoop):
 
 
 def _build_trainer(
-    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: RunMonitors, **_: Any
 ) -> PlannedLoop:
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    configured = configured_stops(model)
+    configured = configured_eos_token_ids(model)
     model_stop_ids = {*(configured if isinstance(configured, list) else [configured])} - {None}
     return build_run_trainer(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
