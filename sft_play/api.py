@@ -16,12 +16,12 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
-from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import machine_for
+from sft_play.launch.launch_options import mesh_hardware
+from sft_play.launch.machine import restrict_to_device
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import allocator_setting, waiting_threads
-from sft_play.starting.plan_run import plan_for
-from sft_play.starting.start import Asked, start
+from sft_play.starting.plan_run import plan_run
+from sft_play.starting.start import LaunchRequest, start_run
 
 __all__ = ["load_config", "plan", "train"]
 
@@ -33,8 +33,8 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
     tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
     HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
     machine = detect_hardware() if hardware is None else parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    machine = machine_of_mesh(run.longest, machine_for(run.longest, machine))
-    return plan_for(run.longest, machine, trace=trace)
+    machine = mesh_hardware(run.longest, restrict_to_device(run.longest, machine))
+    return plan_run(run.longest, machine, trace=trace)
 
 
 def train(run: LoadedConfig) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     saved."""
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
-    folder = start(Asked(run)).folder
+    folder = start_run(LaunchRequest(run)).folder
     assert folder is not None
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     return {"run": str(folder.path), **summary}

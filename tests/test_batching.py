@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig, config_from_text, resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import with_batch
+from sft_play.launch.deepspeed.files import merge_deepspeed_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import find_suggestions
 from sft_play.planner.advice.what_if import find_largest_fit
@@ -25,7 +25,7 @@ from sft_play.planner.plan_details import batch_lines
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.plan_run import kept_of
+from sft_play.starting.plan_run import resume_constraints
 from sft_play.starting.plan_stages import plan_ranks
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from tests.models import uneven_run
@@ -104,9 +104,9 @@ def test_three_numbers_that_agree_on_one_rank_keep_the_effective_batch_over_any_
 
 def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
     train = written("train.batch_size=2", "train.grad_accum=4", "train.effective_batch_size=8").train
-    assert with_batch(train, {"train_batch_size": 8}, ranks=2)[0] == train
+    assert merge_deepspeed_batch(train, {"train_batch_size": 8}, ranks=2)[0] == train
     with pytest.raises(ConfigError, match=r"is not train\.batch_size=2"):
-        with_batch(train, {"train_batch_size": 8, "gradient_accumulation_steps": 4}, ranks=2)
+        merge_deepspeed_batch(train, {"train_batch_size": 8, "gradient_accumulation_steps": 4}, ranks=2)
 
 
 @pytest.mark.parametrize("machine", ["cpu,ram=64GiB", "1xRTX4090", "2xRTX4090", "4xRTX4090", "2x8xH100"])
@@ -177,12 +177,12 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             ranks = draw.choice([first, stopped.batch.ranks, draw.randint(1, 8)])
             if kept % ranks:
                 with pytest.raises(RunFolderError, match=f"do not divide its effective batch of {kept} ") as refused:
-                    kept_of(config, stopped, ranks)
+                    resume_constraints(config, stopped, ranks)
                 fitting = [int(word) for word in str(refused.value).rpartition(": ")[2].split(", ")]
                 assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
                 kinds.add("refused")
                 continue
-            found = batch_splits(config.train, ranks=ranks, resumed_batch=kept_of(config, stopped, ranks).batch)
+            found = batch_splits(config.train, ranks=ranks, resumed_batch=resume_constraints(config, stopped, ranks).batch)
             assert all(batch.effective_batch == kept for batch in found)
             again = found[0]
             if len(found) == 1:

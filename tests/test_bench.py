@@ -332,10 +332,10 @@ def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, mon
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.speed.throughput import find_rates
-    from sft_play.starting.plan_run import plan_for
+    from sft_play.starting.plan_run import plan_run
 
     loaded = load_config(small / "padded.yaml")
-    plan = plan_for(loaded.config, parse_hardware("1xH200"))
+    plan = plan_run(loaded.config, parse_hardware("1xH200"))
     run = {"weighted_length": 200.0, "tokens_per_s": 1e6}
     short, long = (bench.utilisation({**run, "weighted_length": n}, plan, loaded) for n in (20.0, 200.0))
     assert short is not None
@@ -347,7 +347,7 @@ def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, mon
     # lora: 4 operations per weight of the blocks and token at least (forward and the inputs' gradients)
     weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
     assert short * rate / 1e6 > 4 * weights
-    on_cpu = plan_for(loaded.config, parse_hardware("cpu,ram=8GiB,cores=2"))
+    on_cpu = plan_run(loaded.config, parse_hardware("cpu,ram=8GiB,cores=2"))
     assert bench.utilisation(run, on_cpu, loaded) is None
 
 

@@ -22,7 +22,7 @@ from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.launch.machine import one_gpu
+from sft_play.launch.machine import use_one_gpu
 from sft_play.planner import calibration
 from sft_play.runs.folder import FORMAT
 from sft_play.starting import start
@@ -123,7 +123,7 @@ def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))
-    used = one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
+    used = use_one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
     printed = capfd.readouterr().out
     assert [gpu.index for gpu in used.gpus] == [2]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"

@@ -16,7 +16,7 @@ from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, require_inductor
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.machine import require_machine
+from sft_play.launch.machine import require_usable_hardware
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
 from sft_play.planner.plan import PlanRequest, RunLength, make_plan, plan_from_json
@@ -152,18 +152,18 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
-    from sft_play.starting.train_here import remember
+    from sft_play.starting.train_here import record_measurements
 
     plan = planned("cpu", MODELS[0], "tuning.mode=lora")
     summary = {
         "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
         "tokens_per_s": 3.0, "compile": None,
     }  # fmt: skip
-    remember([(config(), plan)], summary)
+    record_measurements([(config(), plan)], summary)
     assert calibration.load_measured_runs() == []
-    remember([(config(), plan)], summary | {"compile": {"graphs": 1}})
+    record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})
     assert [one.compiled for one in calibration.load_measured_runs()] == [True]
-    remember([(config(compile=False), plan)], summary)
+    record_measurements([(config(compile=False), plan)], summary)
     assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]
 
 
@@ -190,8 +190,8 @@ def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, too
 def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path):
     environment = {"CXX": str(tmp_path / "none")}
     with pytest.raises(HardwareError, match=r"no C\+\+ compiler"):
-        require_machine(config("train.device=cpu"), CPU, environment, params=lambda: 1)
-    require_machine(config("train.device=cpu", compile=False), CPU, environment, params=lambda: 1)
+        require_usable_hardware(config("train.device=cpu"), CPU, environment, count_params=lambda: 1)
+    require_usable_hardware(config("train.device=cpu", compile=False), CPU, environment, count_params=lambda: 1)
     (tmp_path / "none").write_text("#!/bin/sh\necho 'error: no licence' >&2\nexit 1\n")
     (tmp_path / "none").chmod(0o755)
     with pytest.raises(HardwareError, match="fails: error: no licence"):

@@ -18,8 +18,8 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.command import LAUNCHER, nccl_variables, torchrun
-from sft_play.launch.exported import Ranks, ranks_of
+from sft_play.launch.command import TORCHRUN_MODULE, nccl_variables, torchrun_command
+from sft_play.launch.exported import RankInfo, read_rank_info
 from sft_play.planner.batching import BatchPlan, batch_splits
 from sft_play.planner.candidates import (
     Candidate,
@@ -342,11 +342,11 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processe
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s or 0))),
     }
     already = data.draw(st.sets(st.sampled_from(sorted(wanted))))
-    launch = torchrun(
+    launch = torchrun_command(
         ["train"], processes=processes, nodes=nodes, threads=threads, nccl_timeout_s=timeout_s,
-        given=dict.fromkeys(already, "mine"),
+        present_environment=dict.fromkeys(already, "mine"),
     )  # fmt: skip
-    words = list(launch.words)
+    words = list(launch.argv)
     assert words[words.index("--nproc-per-node") + 1] == str(processes)
     assert ("--standalone" in words) == (count == 1)
     if count > 1:
@@ -360,8 +360,8 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processe
     nccl = {name: value for name, value in launch.environment.items() if "NCCL" in name}
     assert nccl == ({name: wanted[name] for name in wanted if name not in already} if timeout_s is not None else {})
     assert launch.environment.get("OMP_NUM_THREADS") == (str(threads) if threads is not None else None)
-    assert LAUNCHER not in launch.watched
-    assert len(launch.watched) == len(words)
+    assert TORCHRUN_MODULE not in launch.agent_argv
+    assert len(launch.agent_argv) == len(words)
 
 
 def test_nccl_waits_a_whole_number_of_seconds_and_at_least_one():
@@ -384,19 +384,19 @@ def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local
     texts = {name: str(value) for name, value in environment.items()}
     if not possible:
         with pytest.raises(ConfigError):
-            ranks_of(texts)
+            read_rank_info(texts)
         return
-    place = ranks_of(texts)
-    assert place == Ranks(rank, local, world, on_node)
+    place = read_rank_info(texts)
+    assert place == RankInfo(rank, local, world, on_node)
     assert place.is_first == (rank == 0)
-    assert place.nodes == max(1, world // max(1, on_node))
+    assert place.node_count == max(1, world // max(1, on_node))
 
 
 def test_no_launcher_means_no_rank_and_half_a_launcher_is_an_error():
-    assert ranks_of({}) is None
-    assert ranks_of({"LOCAL_RANK": "1"}) is None
+    assert read_rank_info({}) is None
+    assert read_rank_info({"LOCAL_RANK": "1"}) is None
     for given_one in ({"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}):
         with pytest.raises(ConfigError, match="a launcher sets all"):
-            ranks_of(given_one)
-    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4"}) is None  # a node's number: tests/test_ways_in.py
-    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Ranks(3, 1, 4, 4)
+            read_rank_info(given_one)
+    assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4"}) is None  # a node's number: tests/test_ways_in.py
+    assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == RankInfo(3, 1, 4, 4)

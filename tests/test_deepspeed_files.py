@@ -15,8 +15,8 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import keeps_params, layout_of, read_deepspeed_file, shipped_config, with_batch
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
+from sft_play.launch.deepspeed.files import keeps_params_on_gpu, deepspeed_layout, read_deepspeed_file, shipped_deepspeed_config, merge_deepspeed_batch
+from sft_play.launch.deepspeed.fill import PlanValues, fill_auto_values, deepspeed_options
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import batch_splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
@@ -24,8 +24,8 @@ from sft_play.starting.plan_stages import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
-OPTIONS = options_of(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
-NUMBERS = PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, compute="bfloat16", options=OPTIONS)
+OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
+NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
@@ -41,7 +41,7 @@ def settings(**train: object):
 
 
 def taken(train, config, ranks=2):
-    found, lines = with_batch(train, config, ranks=ranks, name="theirs.json")
+    found, lines = merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
     return (found.batch_size, found.grad_accum, found.effective_batch_size), lines
 
 
@@ -87,7 +87,7 @@ def test_an_effective_batch_that_nobody_gave_is_the_product():
 )
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
-        with_batch(settings(**train), config, ranks=2, name="theirs.json")
+        merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
     assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
     assert "\n" not in str(error.value)
 
@@ -107,7 +107,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found, lines = with_batch(train, config, ranks=ranks, name="f")
+            found, lines = merge_deepspeed_batch(train, config, ranks=ranks, name="f")
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():
@@ -128,7 +128,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
             split = batch_splits(found, ranks=ranks)[0]
             numbers = replace(NUMBERS, micro_batch=split.micro_batch, grad_accum=split.grad_accum,
                               data_parallel_ranks=ranks)  # fmt: skip
-            fill(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
+            fill_auto_values(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
     assert agreed > 50
     assert refused > 50
 
@@ -138,11 +138,11 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
 def test_precision_is_the_runs_whatever_a_file_says(compute):
-    numbers, states = replace(NUMBERS, compute=compute), (None, {}, {"enabled": True}, {"enabled": False})
+    numbers, states = replace(NUMBERS, compute_dtype=compute), (None, {}, {"enabled": True}, {"enabled": False})
     for bf16, fp16 in itertools.product(states, states):
         raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
         raw = {key: dict(value) for key, value in raw.items() if value is not None}
-        config, lines = fill(raw, numbers)
+        config, lines = fill_auto_values(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
         turned = [line for line in lines if "as train.bf16 and train.fp16 choose" in line]
@@ -155,14 +155,14 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
 
 def test_autocast_is_turned_off_aloud():
     for autocast, was_on in (({"enabled": True, "dtype": "fp16"}, True), ({"enabled": False}, False)):
-        config, lines = fill({"torch_autocast": autocast}, NUMBERS)
+        config, lines = fill_auto_values({"torch_autocast": autocast}, NUMBERS)
         assert config["torch_autocast"]["enabled"] is False
         assert any("torch_autocast.enabled: true → false" in line for line in lines) is was_on
 
 
 def test_checkpoints_of_stage_3_hold_whole_weights_whatever_the_file_says():
     for given in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
-        config, lines = fill({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
+        config, lines = fill_auto_values({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
         assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
         assert any("stage3_gather_16bit_weights_on_model_save → true" in line for line in lines)
 
@@ -267,15 +267,15 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
         ({"stage": 2}, False),
     ]:
         config = {"zero_optimization": zero}
-        assert keeps_params(config, layout_of(config)) is keeps
+        assert keeps_params_on_gpu(config, deepspeed_layout(config)) is keeps
 
 
 def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
     for layout in ("zero2", "zero3"):
-        filled, lines = fill({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
+        filled, lines = fill_auto_values({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
         assert filled["zero_optimization"]["reduce_bucket_size"] == replace(NUMBERS, layout=layout).hidden_size ** 2
         assert any("reduce_bucket_size" in line for line in lines)
-    filled, _ = fill({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
+    filled, _ = fill_auto_values({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
     assert filled["zero_optimization"]["reduce_bucket_size"] == 7
 
 
@@ -308,7 +308,7 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
 @pytest.mark.parametrize("seed", range(25))
 def test_a_comma_that_is_missing_beside_comments_is_an_error_of_json_where_it_belongs(tmp_path, seed):
     chance = random.Random(seed)
-    text = json.dumps(shipped_config("zero3_offload") | {"steps_per_print": 5}, indent=2)
+    text = json.dumps(shipped_deepspeed_config("zero3_offload") | {"steps_per_print": 5}, indent=2)
     lines = [f"{line} // {chance.choice(['a comment', 'one, with a comma', '}'])}" if chance.random() < 0.3 else line
              for line in text.splitlines()]  # fmt: skip
     number = chance.choice([n for n, line in enumerate(lines) if line.partition(" //")[0].endswith(",")])

@@ -19,8 +19,8 @@ from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.gpus.unusable_accelerators import MIN_VRAM, NvmlStatus, explain_unusable_torch
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch import machine as launched
-from sft_play.launch.command import visible_only
-from sft_play.launch.machine import CPU_PARAMS, hide_gpus, machine_for, require_machine
+from sft_play.launch.command import visible_gpu_variables
+from sft_play.launch.machine import MAX_CPU_PARAMS, hide_gpus, restrict_to_device, require_usable_hardware
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
@@ -120,7 +120,7 @@ def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, envi
 
 def start(config, hardware: Hardware, accelerator: str | None, monkeypatch, *, params: int = 1) -> None:
     monkeypatch.setattr(launched, "unusable_accelerator", lambda _: accelerator)
-    require_machine(config, hardware, {}, params=lambda: params)
+    require_usable_hardware(config, hardware, {}, count_params=lambda: params)
 
 
 def test_a_run_on_the_cpu_beside_an_accelerator_stops_unless_it_is_asked_for(config, monkeypatch):
@@ -131,12 +131,12 @@ def test_a_run_on_the_cpu_beside_an_accelerator_stops_unless_it_is_asked_for(con
 
 
 def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_asked_for(config, monkeypatch):
-    start(config(), CPU, None, monkeypatch, params=CPU_PARAMS)
+    start(config(), CPU, None, monkeypatch, params=MAX_CPU_PARAMS)
     with pytest.raises(HardwareError, match=r"no GPU was detected here, and org/model has 7\.6 billion parameters"):
         start(config(), CPU, None, monkeypatch, params=7_600_000_000)
     with pytest.raises(HardwareError, match=r"train\.device=cpu"):
-        start(config(), CPU, None, monkeypatch, params=CPU_PARAMS + 1)
-    start(config("train.device=cpu"), CPU, None, monkeypatch, params=CPU_PARAMS + 1)
+        start(config(), CPU, None, monkeypatch, params=MAX_CPU_PARAMS + 1)
+    start(config("train.device=cpu"), CPU, None, monkeypatch, params=MAX_CPU_PARAMS + 1)
 
 
 def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
@@ -146,8 +146,8 @@ def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
 
 def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
     machine = parse_hardware("2xH100")
-    assert machine_for(config(), machine) is machine
-    left = machine_for(config("train.device=cpu"), machine)
+    assert restrict_to_device(config(), machine) is machine
+    left = restrict_to_device(config("train.device=cpu"), machine)
     assert (left.device, left.ranks, left.ram_bytes) == ("cpu", 1, machine.ram_bytes)
     environment = {"HIP_VISIBLE_DEVICES": "0"}
     hide_gpus(config(), environment)
@@ -187,7 +187,7 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
 
 
 def test_gpus_are_named_by_slot():
-    assert visible_only("2") == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2"}
+    assert visible_gpu_variables("2") == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 # --- torch and the driver ---------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words)
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):
     import torch
 
-    from sft_play.starting.plan_run import plan_for
+    from sft_play.starting.plan_run import plan_run
     from sft_play.training.prepare.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")
     on_cpu = wanted.model_copy(update={"train": wanted.train.model_copy(update={"device": "cpu"})})
-    plan = plan_for(wanted, CPU)
+    plan = plan_run(wanted, CPU)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     check_device(plan, wanted)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -311,9 +311,9 @@ def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
         return rules.check_start(config, machine, {}, params=params).verdict
 
     assert found(CPU, SHOWN) == "FAIL"
-    assert found(CPU, None, CPU_PARAMS) == "PASS"
-    assert found(CPU, None, CPU_PARAMS + 1) == "FAIL"
-    assert found(parse_hardware("1xL4"), None, CPU_PARAMS + 1) == "PASS"
+    assert found(CPU, None, MAX_CPU_PARAMS) == "PASS"
+    assert found(CPU, None, MAX_CPU_PARAMS + 1) == "FAIL"
+    assert found(parse_hardware("1xL4"), None, MAX_CPU_PARAMS + 1) == "PASS"
     assert found(parse_hardware("1xL4"), None, tools=replace(THERE, compile_error=NO_HEADERS)) == "FAIL"
 
 

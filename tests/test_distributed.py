@@ -18,9 +18,9 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.command import torchrun
-from sft_play.launch.exported import ranks_of
-from sft_play.launch.launch_options import launch_options_of
+from sft_play.launch.command import torchrun_command
+from sft_play.launch.exported import read_rank_info
+from sft_play.launch.launch_options import parse_launch_options
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests import warm
@@ -285,12 +285,12 @@ def test_the_command_in_a_runs_log_can_be_pasted_too(world, resumed):
 
 
 def test_several_nodes_meet_where_they_are_told():
-    made = torchrun(["train"], processes=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
-    assert made.line == (
+    made = torchrun_command(["train"], processes=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
+    assert made.shell_line == (
         "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
         "--nproc-per-node 4 --module sft_play train"
     )
-    options = launch_options_of({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
+    options = parse_launch_options({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
     assert options.nodes == NodeSetup(2, 1, "head", 29_500)
 
 
@@ -304,8 +304,8 @@ def test_several_nodes_meet_where_they_are_told():
 )
 def test_an_environment_that_contradicts_itself_is_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
-        ranks_of(environment)
-    assert ranks_of({}) is None
+        read_rank_info(environment)
+    assert read_rank_info({}) is None
 
 
 def test_a_plan_survives_its_way_through_json(world, tiny_llama):
@@ -358,12 +358,12 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
 
     two = machine("A", "B")
     with pytest.raises(HardwareError, match="the GPUs differ"):
-        module.machine_of(launch_options_of({}), two)
+        module.select_hardware(parse_launch_options({}), two)
     with pytest.raises(HardwareError, match="NPROC=3 and 2 GPUs"):
-        module.machine_of(launch_options_of({"NPROC": "3"}), two)
+        module.select_hardware(parse_launch_options({"NPROC": "3"}), two)
     with pytest.raises(HardwareError, match="GPUS= names 5"):
-        module.machine_of(launch_options_of({"GPUS": "5"}), two)
-    assert module.machine_of(launch_options_of({"GPUS": "1"}), two).ranks == 1
+        module.select_hardware(parse_launch_options({"GPUS": "5"}), two)
+    assert module.select_hardware(parse_launch_options({"GPUS": "1"}), two).ranks == 1
 
 
 WRITTEN_ELSEWHERE = """// for the A100s

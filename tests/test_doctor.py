@@ -487,11 +487,11 @@ def test_the_ranks_are_started_as_those_of_a_run():
     made = ranks.launch_of(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
     assert (
         "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
-        in made.line
+        in made.shell_line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     made = ranks.launch_of(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
-    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.line
+    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
     assert made.environment["OMP_NUM_THREADS"] == "1"
 
 

@@ -25,10 +25,10 @@ from sft_play.data.sources.raw import NotUtf8
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup, local_addresses
-from sft_play.launch.exported import OF_RENDEZVOUS
+from sft_play.launch.exported import RENDEZVOUS_VARIABLES
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.starting import launch_ranks
-from sft_play.starting.launch_ranks import Decided
+from sft_play.starting.launch_ranks import LaunchPlan
 from sft_play.training.ranks import distributed, node_meeting
 from sft_play.training.ranks.node_meeting import NodeMeeting, meet_nodes, node_card
 from tests import warm
@@ -161,7 +161,7 @@ def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, r
 
     def count(rank: int) -> Callable[[], Any]:
         exported = NodeSetup(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
-        return lambda: launch_ranks.count_nodes(LaunchOptions(nodes=exported), settings).nodes
+        return lambda: launch_ranks.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
 
     each = parse_hardware(machine).ranks if nodes < world else 1
     for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
@@ -374,7 +374,7 @@ def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, comman
         monkeypatch.setenv(name, text)
     code, printed = command("train", "--config", str(config), "train.max_steps=1", f"output.dir={tmp_path}")
     assert code == 0, printed
-    assert not set(OF_RENDEZVOUS) & set(os.environ)
+    assert not set(RENDEZVOUS_VARIABLES) & set(os.environ)
     assert not dist.is_initialized()
 
 
@@ -445,7 +445,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.broadcast_text(launch_ranks.refused(error))
+        distributed.broadcast_text(launch_ranks.refusal_to_json(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)
@@ -453,7 +453,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     time.sleep(1)
     assert not left
     with pytest.raises(SftPlayError, match=str(error)) as raised:
-        Decided.read(distributed.broadcast_text(None))
+        LaunchPlan.from_json(distributed.broadcast_text(None))
     assert raised.value.exit_code == error.exit_code
     first.join(5)
     assert left

@@ -19,7 +19,7 @@ import pytest
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.facts.network import NodeSetup, require_free_port
-from sft_play.launch.command import nccl_variables, torchrun
+from sft_play.launch.command import nccl_variables, torchrun_command
 from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.runs.folder import FORMAT, RunFolder
@@ -628,22 +628,22 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        first = torchrun(["train"], processes=2, nodes=NodeSetup(2, 0, "head", port))
+        first = torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*MASTER_PORT={port + 1}"):
             require_free_port(first.port)
-        require_free_port(torchrun(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port)  # it will not listen
+        require_free_port(torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port)  # it will not listen
     require_free_port(first.port)
 
 
 def test_the_agent_is_run_where_torchs_launcher_is_shown():
-    made = torchrun(["train"], processes=2, nodes=NodeSetup(), python="python")
-    assert made.words[:3] == ("python", "-m", "torch.distributed.run")
-    assert made.watched == ("python", "-m", "sft_play.training.ranks.elastic_agent", *made.words[3:])
+    made = torchrun_command(["train"], processes=2, nodes=NodeSetup(), python="python")
+    assert made.argv[:3] == ("python", "-m", "torch.distributed.run")
+    assert made.agent_argv == ("python", "-m", "sft_play.training.ranks.elastic_agent", *made.argv[3:])
 
 
 def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    made = torchrun(["train"], processes=2, nodes=NodeSetup(), nccl_timeout_s=90.5, given=given)
+    made = torchrun_command(["train"], processes=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given)
     assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
-    assert torchrun(["train"], processes=2, nodes=NodeSetup()).environment == {}
+    assert torchrun_command(["train"], processes=2, nodes=NodeSetup()).environment == {}
     assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"

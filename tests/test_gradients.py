@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import translate
+from sft_play.launch.deepspeed.files import translate_deepspeed_keys
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.gradients import (
@@ -317,8 +317,8 @@ def test_the_trace_runs_what_the_keys_say():
 )
 def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
     with pytest.raises(ConfigError, match=f"distributed.mixed_precision.{field} of the run YAML"):
-        translate(given)
-    assert translate({"communication_data_type": "auto"})[0] == {"communication_data_type": "auto"}
+        translate_deepspeed_keys(given)
+    assert translate_deepspeed_keys({"communication_data_type": "auto"})[0] == {"communication_data_type": "auto"}
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

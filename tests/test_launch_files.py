@@ -21,25 +21,25 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.files import relative_to_cwd
 from sft_play.launch.accelerate import (
-    PROJECT_FILE,
+    PROJECT_ACCELERATE_FILE,
     AccelerateConfig,
     accelerate_path,
     find_accelerate_file,
-    machines_of,
+    read_machines,
     read_accelerate_file,
     write_accelerate_file,
 )
 from sft_play.launch.deepspeed.files import (
-    KNOWN,
-    STAGES,
-    layout_of,
+    KNOWN_KEYS,
+    ZERO_STAGES,
+    deepspeed_layout,
     read_deepspeed_file,
-    shipped_config,
-    translate,
+    shipped_deepspeed_config,
+    translate_deepspeed_keys,
 )
-from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill, options_of
-from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, overridden_lines
-from sft_play.launch.machine import machine_of
+from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_obstacles, cpu_adam_compile_note, fill_auto_values, deepspeed_options
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, override_lines
+from sft_play.launch.machine import select_hardware
 from tests.conftest import ROOT
 
 
@@ -48,8 +48,8 @@ def machine(gpus: int, *, nodes: int = 1) -> Hardware:
     return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
 
 
-OPTIONS = options_of(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
-NUMBERS = PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, compute="bfloat16", options=OPTIONS)
+OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
+NUMBERS = PlanValues("zero2", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 
 
 # --- accelerate: written ----------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def loaded_by_accelerate(path: Path):
 )
 def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
     path = tmp_path / "sub" / "a.yaml"
-    nodes = machines_of({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {})
-    used = machine_of(LaunchOptions(nodes=nodes), machine(gpus))
+    nodes = read_machines({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {})
+    used = select_hardware(LaunchOptions(nodes=nodes), machine(gpus))
     written = write_accelerate_file(path, used, mixed_precision="bf16", machines=nodes)
     theirs = loaded_by_accelerate(path)
     assert (theirs.distributed_type.value, theirs.num_processes, theirs.num_machines) == (kind, total, machines)
@@ -80,7 +80,7 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
     nodes = NodeSetup(2, 1, "node0", 29700)
-    used = machine_of(LaunchOptions(nodes=nodes, gpus=(1, 3)), machine(4))
+    used = select_hardware(LaunchOptions(nodes=nodes, gpus=(1, 3)), machine(4))
     write_accelerate_file(path, used, mixed_precision="no", machines=nodes, gpu_ids=(1, 3))
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
@@ -111,16 +111,16 @@ def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
 
 def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
-    assert machines_of(given) == NodeSetup(2, 1, "10.1.2.3", 29500)
-    assert machines_of({}) == NodeSetup()
+    assert read_machines(given) == NodeSetup(2, 1, "10.1.2.3", 29500)
+    assert read_machines({}) == NodeSetup()
     for name, value in [
         ("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1"),
         ("MAIN_IP", "a b;c"), ("MAIN_PORT", "70000"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"{name}={value}"):
-            machines_of({name: value})
+            read_machines({name: value})
     with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MACHINE_RANK=0 to 1 and MAIN_IP="):
-        machines_of({"NUM_MACHINES": "2"})
+        read_machines({"NUM_MACHINES": "2"})
 
 
 def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):
     assert find_accelerate_file({}) is None
     assert find_accelerate_file({"ACCELERATE_CONFIG": "x.yaml"}) == Path("x.yaml")
     write_accelerate_file(accelerate_path({}), machine(2), mixed_precision="bf16")
-    assert find_accelerate_file({}) == PROJECT_FILE
+    assert find_accelerate_file({}) == PROJECT_ACCELERATE_FILE
 
 
 # --- accelerate: read -------------------------------------------------------------------------------------------------
@@ -166,20 +166,20 @@ def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
-    lines = overridden_lines(config, mixed_precision="bf16")
+    lines = override_lines(config, mixed_precision="bf16")
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert overridden_lines(config, mixed_precision="no") == []
+    assert override_lines(config, mixed_precision="no") == []
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
-    lines = overridden_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
+    lines = override_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
     assert [line for line in lines if "wins" in line] == [
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(overridden_lines(config, mixed_precision="no")) == 2
+    assert len(override_lines(config, mixed_precision="no")) == 2
 
 
 @pytest.mark.parametrize(
@@ -322,12 +322,12 @@ def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
 
 
 def test_the_old_offload_key_is_translated_aloud():
-    config, notes = translate({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    config, notes = translate_deepspeed_keys({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert len(notes) == 1
     assert "cpu_offload: true" in notes[0]
     assert "offload_optimizer" in notes[0]
-    assert layout_of(config) == "zero2_offload"
+    assert deepspeed_layout(config) == "zero2_offload"
 
 
 @pytest.mark.parametrize(
@@ -350,17 +350,17 @@ def test_the_old_offload_key_is_translated_aloud():
     ],
 )  # fmt: skip
 def test_old_forms_mean_what_they_meant(old, new):
-    config, notes = translate(old)
+    config, notes = translate_deepspeed_keys(old)
     assert config == new
     assert notes
 
 
 def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
-    for layout in STAGES:
-        raw = shipped_config(layout)
-        assert translate(raw) == (raw, ())
+    for layout in ZERO_STAGES:
+        raw = shipped_deepspeed_config(layout)
+        assert translate_deepspeed_keys(raw) == (raw, ())
     raw = {"zero_optimization": {"cpu_offload": True}}
-    translate(raw)
+    translate_deepspeed_keys(raw)
     assert raw == {"zero_optimization": {"cpu_offload": True}}
 
 
@@ -399,13 +399,13 @@ def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
 )
 def test_what_deepspeed_does_not_know_is_refused_with_the_nearest(raw, words):
     with pytest.raises(ConfigError) as error:
-        translate(raw, name="my.json")
+        translate_deepspeed_keys(raw, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
 def test_all_problems_are_said_at_once():
     with pytest.raises(ConfigError) as error:
-        translate({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
+        translate_deepspeed_keys({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -428,11 +428,11 @@ def test_the_table_is_that_of_the_installed_deepspeed():
     for section, row in table.items():
         if "class" in row:
             theirs = fields_of(ast.parse((folder / row["file"]).read_text(encoding="utf-8")), row["class"])
-            assert theirs == KNOWN[section], (section, theirs ^ KNOWN[section])
+            assert theirs == KNOWN_KEYS[section], (section, theirs ^ KNOWN_KEYS[section])
 
 
 def test_what_is_filled_loads_in_the_installed_deepspeed():
-    filled = [fill(shipped_config(layout), replace(NUMBERS, layout=layout))[0] for layout in STAGES]
+    filled = [fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))[0] for layout in ZERO_STAGES]
     code = (
         "import json, sys\n"
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
@@ -455,14 +455,14 @@ def test_the_shipped_files_are_what_the_code_means():
     found = sorted((ROOT / "configs" / "deepspeed").glob("*"))
     assert [path.stem for path in found] == ["zero2", "zero3", "zero3_offload"]
     for path in found:
-        assert read_deepspeed_file(path) == shipped_config(path.stem)
+        assert read_deepspeed_file(path) == shipped_deepspeed_config(path.stem)
 
 
-@pytest.mark.parametrize("layout", sorted(STAGES))
+@pytest.mark.parametrize("layout", sorted(ZERO_STAGES))
 def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
-    config, lines = fill(shipped_config(layout), replace(NUMBERS, layout=layout))
+    config, lines = fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))
     assert "auto" not in json.dumps(config)
-    assert layout_of(config) == layout
+    assert deepspeed_layout(config) == layout
     # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (16, 2)
     assert config["gradient_accumulation_steps"] == 4
@@ -478,7 +478,7 @@ def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
 
 
 def test_an_empty_file_becomes_the_planned_layout():
-    config, lines = fill({}, replace(NUMBERS, layout="zero2"))
+    config, lines = fill_auto_values({}, replace(NUMBERS, layout="zero2"))
     assert config["zero_optimization"]["stage"] == 2
     assert any("stage → 2" in line for line in lines)
     assert config["bf16"] == {"enabled": True}
@@ -499,7 +499,7 @@ def test_an_empty_file_becomes_the_planned_layout():
 )
 def test_a_number_that_contradicts_the_plan_names_both(config, words):
     with pytest.raises(ConfigError) as error:
-        fill(config, NUMBERS, name="my.json")
+        fill_auto_values(config, NUMBERS, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
@@ -508,18 +508,18 @@ def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}},
     }
-    config, lines = fill(raw, NUMBERS)
+    config, lines = fill_auto_values(raw, NUMBERS)
     assert not {"optimizer", "scheduler"} & set(config)
     assert sum("left out" in line for line in lines) == 2
 
 
 def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
     numbers = replace(NUMBERS, layout="zero3_offload")
-    config, lines = fill(shipped_config("zero3_offload"), numbers, torch_adam="no C++ compiler")
+    config, lines = fill_auto_values(shipped_deepspeed_config("zero3_offload"), numbers, adam_obstacle="no C++ compiler")
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert any("no C++ compiler" in line for line in lines)
-    assert "zero_force_ds_cpu_optimizer" not in fill(shipped_config("zero3_offload"), numbers)[0]
-    assert "zero_force_ds_cpu_optimizer" not in fill(shipped_config("zero2"), NUMBERS, torch_adam="x")[0]
+    assert "zero_force_ds_cpu_optimizer" not in fill_auto_values(shipped_deepspeed_config("zero3_offload"), numbers)[0]
+    assert "zero_force_ds_cpu_optimizer" not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")[0]
 
 
 @pytest.mark.parametrize("obstacles", [(), ("no ninja",)])
@@ -579,19 +579,19 @@ def test_minutes_of_compiling_are_said_until_cpu_adam_is_there(monkeypatch, tmp_
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     if given:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
-    assert "takes minutes" in str(compiling_words())
+    assert "takes minutes" in str(cpu_adam_compile_note())
     folder = Path(cpp_extension._get_build_directory("cpu_adam", False))  # torch's own answer
     assert tmp_path in folder.parents
-    assert "takes minutes" in str(compiling_words()), "an empty folder is what a build that failed leaves"
+    assert "takes minutes" in str(cpu_adam_compile_note()), "an empty folder is what a build that failed leaves"
     (folder / "cpu_adam.so").write_bytes(b"")
-    assert compiling_words() is None
+    assert cpu_adam_compile_note() is None
 
 
 def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "my-compiler -x")
-    assert [word for word in adam_obstacles() if "my-compiler" in word]
-    assert "no ninja" in adam_obstacles()
+    assert [word for word in cpu_adam_obstacles() if "my-compiler" in word]
+    assert "no ninja" in cpu_adam_obstacles()
 
 
 @pytest.mark.parametrize(
@@ -603,7 +603,7 @@ def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
 )
 def test_a_file_that_means_no_layout_is_refused(zero, words):
     with pytest.raises(ConfigError, match=words):
-        layout_of({"zero_optimization": zero})
+        deepspeed_layout({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize(
@@ -616,13 +616,13 @@ def test_a_file_that_means_no_layout_is_refused(zero, words):
     ],
 )
 def test_a_file_is_planned_as_the_layout_of_its_stage_and_states(zero, layout):
-    assert layout_of({"zero_optimization": zero}) == layout
+    assert deepspeed_layout({"zero_optimization": zero}) == layout
 
 
 def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
     raw = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "sub_group_size": "auto",
                                  "zenflow": {"select_strategy": "auto"}}}  # fmt: skip
-    config, lines = fill(raw, NUMBERS)
+    config, lines = fill_auto_values(raw, NUMBERS)
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
     assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
     assert any("sub_group_size" in line for line in lines)

@@ -79,15 +79,15 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
 
     cards(names, driver)
     hardware = gpus(*names[:visible])
-    assert launched.refuses_p2p(names, driver) is not check_cuda_p2p_ib_support()
+    assert launched.has_broken_p2p(names, driver) is not check_cuda_p2p_ib_support()
     if not check_cuda_p2p_ib_support():  # without the variables it is the traceback
         with pytest.raises(NotImplementedError, match="P2P or IB"):
             on_a_gpu()
     given = os.environ.copy()
     try:
-        launched.without_bad_p2p(hardware, os.environ)
+        launched.disable_broken_p2p(hardware, os.environ)
         on_a_gpu()
-        assert (set(launched.P2P_OFF) <= os.environ.keys()) is launched.refuses_p2p(names, driver)
+        assert (set(launched.P2P_OFF) <= os.environ.keys()) is launched.has_broken_p2p(names, driver)
     finally:
         os.environ.clear()
         os.environ.update(given)
@@ -96,10 +96,10 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
 def test_what_a_user_has_set_stays(cards):
     cards([ADA, ADA], OLD)
     given = {"NCCL_P2P_DISABLE": "0"}
-    launched.without_bad_p2p(gpus(ADA), given)
+    launched.disable_broken_p2p(gpus(ADA), given)
     assert given == {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}
     alone: dict[str, str] = {}
-    launched.without_bad_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
+    launched.disable_broken_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
     assert alone == {}
 
 
@@ -146,7 +146,7 @@ def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkey
     monkeypatch.setattr(launched, "require_compiler", lambda *_: None)
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
-        launched.require_machine(config, machine, {}, params=lambda: 0)
+        launched.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
     assert check_start(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
 
 

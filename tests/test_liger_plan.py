@@ -30,7 +30,7 @@ from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.compile_and_liger import MIN_TRAFFIC_SHARE, liger_saved_bytes, liger_saved_starts_s
 from sft_play.planner.speed.throughput import find_rates, predict_speed
-from sft_play.starting.train_here import remember
+from sft_play.starting.train_here import record_measurements
 from sft_play.trace.settings import StepSettings
 from sft_play.units import GIB
 
@@ -384,7 +384,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
         "peak_bytes_by_moment": {"training": {"measured_reserved": 5, "measured_allocated": 4}}, "tokens_per_s": 3.0,
         **({"kernels": {"used": used}} if wish != "none" else {}),
     }  # fmt: skip
-    remember([(config(wish), plan)], summary)
+    record_measurements([(config(wish), plan)], summary)
     (run,) = kept
     assert run.kernels == ("liger" if used else "plain")
     assert bool(run.predicted_reserved) == memory

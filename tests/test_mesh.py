@@ -23,7 +23,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_choices, read_accelerate_file
+from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit
@@ -440,9 +440,9 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
         config = run([fsdp, tp], train__effective_batch_size=24)
         for module in (launch_options, of_ranks):
             monkeypatch.setattr(module, "detect_hardware", lambda machine=machine: machine)
-        planned = launch_options.machine_of_mesh(config, machine)
+        planned = launch_options.mesh_hardware(config, machine)
         try:
-            started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config), machine)
+            started = of_ranks.select_hardware(launch_options.apply_mesh(LaunchOptions(), config), machine)
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp}, one for each GPU"):
                 make_plan(PlanRequest(config, load_model_shape(LLAMA), planned))
@@ -556,12 +556,12 @@ def test_a_parallelism_config_of_accelerate_is_refused_where_it_divides(tmp_path
         file.write_text(f"distributed_type: FSDP\nparallelism_config: {{{key}: {size}}}\n")
         variables = {**by_accelerate, key.upper(): str(size)}
         if size > 1 and not axis.startswith("dp"):
-            for ask in (lambda: read_accelerate_file(file), lambda: accelerate_choices(variables)):  # noqa: B023
+            for ask in (lambda: read_accelerate_file(file), lambda: accelerate_launch_config(variables)):  # noqa: B023
                 with pytest.raises(ConfigError, match=rf"divides by {axis}, which model.mesh_shape"):
                     ask()
         else:
             assert read_accelerate_file(file).layout == "fsdp"
-            assert accelerate_choices(variables) is not None
+            assert accelerate_launch_config(variables) is not None
 
 
 def test_fsdp_in_a_file_of_accelerate_is_the_mesh_of_the_run(world, tmp_path):

@@ -15,8 +15,8 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.exported import Ranks
-from sft_play.launch.launch_options import launch_options_of
+from sft_play.launch.exported import RankInfo
+from sft_play.launch.launch_options import parse_launch_options
 from sft_play.planner.plan import PlanRequest, make_plan
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def own_environment(monkeypatch):
 
 
 def machine_here(values: dict[str, str]) -> Hardware:
-    return of_ranks.machine_of(launch_options_of(values), of_ranks.detect_hardware())
+    return of_ranks.select_hardware(parse_launch_options(values), of_ranks.detect_hardware())
 
 
 def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypatch):
@@ -97,12 +97,12 @@ def test_a_rank_with_another_gpu_than_the_plans_is_refused(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
     plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), machine(a100, a100)))
-    rank = Ranks(1, 1, 2, 2)
+    rank = RankInfo(1, 1, 2, 2)
     monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(a100, other, a100))
     with pytest.raises(HardwareError, match=f"rank 1 has a {other}, and the plan is for {a100}: use GPUs of one kind"):
-        of_ranks.check_gpu(plan, rank)
+        of_ranks.check_rank_gpu(plan, rank)
     monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100))
-    of_ranks.check_gpu(plan, rank)
+    of_ranks.check_rank_gpu(plan, rank)
 
 
 def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch):

@@ -32,7 +32,7 @@ from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.facts.models.architecture import load_config_json
-from sft_play.starting.plan_run import plan_for
+from sft_play.starting.plan_run import plan_run
 from tests.conftest import ROOT, shared
 from tests.models import make_llama
 
@@ -77,7 +77,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
             assert file.name in str(error)  # noqa: PT017  (a refusal is one of two right answers)
             continue
         config = load_config(out).config
-        assert plan_for(config, detect_hardware(), with_suggestions=False).fits
+        assert plan_run(config, detect_hardware(), include_suggestions=False).fits
         problems = [one for one in check(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
         assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
     assert len(refused) < 7
@@ -138,9 +138,9 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     out = written(model="Qwen/Qwen2.5-3B-Instruct", data="my.jsonl", hardware=machine)
     config, hardware = load_config(out).config, parse_hardware(machine)
     lora = config.tuning.model_copy(update={"mode": "lora"})
-    fits = plan_for(config.model_copy(update={"tuning": lora}), hardware, with_suggestions=False).fits
+    fits = plan_run(config.model_copy(update={"tuning": lora}), hardware, include_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
-    assert plan_for(config, hardware, with_suggestions=False).fits
+    assert plan_run(config, hardware, include_suggestions=False).fits
 
 
 @pytest.mark.parametrize(("model", "rows", "said"), [
@@ -213,7 +213,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     config = load_config(out).config
     found = translate(text, name="theirs.yaml", beside={}).settings
     assert {path: found.get(path, "absent") for path in expected} == expected
-    plan = plan_for(config, parse_hardware("8xH100"), with_suggestions=False)
+    plan = plan_run(config, parse_hardware("8xH100"), include_suggestions=False)
     assert plan.choice is not None
 
 

@@ -25,8 +25,8 @@ from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.launch.accelerate import read_accelerate_file
-from sft_play.launch.exported import Ranks
-from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.launch.exported import RankInfo
+from sft_play.launch.launch_options import LaunchOptions, parse_launch_options, fill_from_accelerate
 from sft_play.launch.machine import choose_interface
 from sft_play.training.ranks.node_meeting import NodeMeeting, card_differences, meet_nodes, node_card
 from tests.conftest import ROOT, VARIABLES, clean_environment
@@ -481,7 +481,7 @@ def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world
 
 
 def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
-    apart, here = Ranks(2, 0, 4, 2), Ranks(1, 1, 2, 2)
+    apart, here = RankInfo(2, 0, 4, 2), RankInfo(1, 1, 2, 2)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     choose_interface(here, environment)
     assert "GLOO_SOCKET_IFNAME" not in environment  # one node: torch's own choice stands
@@ -506,16 +506,16 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
 )
 def test_variables_of_nodes_that_cannot_be_meant_are_refused(variables, message):
     with pytest.raises(ConfigError, match=message):
-        launch_options_of(variables)
+        parse_launch_options(variables)
 
 
 def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
     with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
-        with_accelerate(LaunchOptions(), read_accelerate_file(file))
+        fill_from_accelerate(LaunchOptions(), read_accelerate_file(file))
     given = LaunchOptions(nodes=NodeSetup(2, 0, "10.0.0.1", 29_500))
-    assert with_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
+    assert fill_from_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

@@ -95,13 +95,13 @@ def test_a_folder_none_and_what_is_not_python(tmp_path, command):
 def test_ranks_are_the_gpus_or_two(tmp_path):
     path = book(tmp_path, "a = 1")
     made = notebook.launch_of(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
-    assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.line
+    assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.shell_line
     assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
     made = notebook.launch_of(path, parse_hardware("4xH200"))
-    assert "--nproc-per-node 4 " in made.line
+    assert "--nproc-per-node 4 " in made.shell_line
     assert "OMP_NUM_THREADS" not in made.environment
     made = notebook.launch_of(path, parse_hardware("2xH200"), gpus=(1, 3))
-    assert "--nproc-per-node 2 " in made.line
+    assert "--nproc-per-node 2 " in made.shell_line
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 

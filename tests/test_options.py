@@ -516,18 +516,18 @@ def decision(config: RunConfig) -> Facts:
 
 def device(config: RunConfig) -> Facts:
     """What a run takes of a machine with GPUs."""
-    from sft_play.launch.machine import hide_gpus, machine_for
+    from sft_play.launch.machine import hide_gpus, restrict_to_device
 
     environment: dict[str, str] = {}
     hide_gpus(config, environment)
-    return {"device": machine_for(config, MACHINE).device, **environment}
+    return {"device": restrict_to_device(config, MACHINE).device, **environment}
 
 
 def timeout(config: RunConfig) -> Facts:
     """How long a rank waits for the others."""
-    from sft_play.launch.command import timeout_of
+    from sft_play.launch.command import rank_timeout_s
 
-    return {"seconds": timeout_of(config, {})}
+    return {"seconds": rank_timeout_s(config, {})}
 
 
 def hybrid(config: RunConfig) -> Facts:

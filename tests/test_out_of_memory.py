@@ -14,7 +14,7 @@ from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.plan_run import kept_of
+from sft_play.starting.plan_run import resume_constraints
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.prepare.device_checks import out_of_memory_message
 from sft_play.units import GIB
@@ -59,7 +59,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
             continue
         again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
         stopped = PreviousRun("ddp", BatchPlan(micro, accum, ranks))
-        kept = kept_of(again.config, stopped, ranks).batch or BatchPlan(
+        kept = resume_constraints(again.config, stopped, ranks).batch or BatchPlan(
             int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
         )
         assert kept.effective_batch == whole

@@ -13,7 +13,7 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
-from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks
+from sft_play.launch.exported import RankInfo, read_rank_info, refuse_repeated_starts
 from sft_play.units import GIB
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -28,17 +28,17 @@ def node(*indices: int) -> Hardware:
 def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
     for rank in range(world):
         given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        ranks = ranks_of(given)
+        ranks = read_rank_info(given)
         assert ranks is not None
-        own = machine.with_own_gpu(ranks, node(0), given)
+        own = machine.adjust_local_rank(ranks, node(0), given)
         assert (own.rank, own.local_rank, own.local_world_size, given["LOCAL_RANK"]) == (rank, 0, world, "0")
-        whole = machine.with_own_gpu(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
+        whole = machine.adjust_local_rank(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
         assert whole == ranks
-        assert machine.with_own_gpu(ranks, node(), dict(given)) == ranks  # CPU ranks
-    planned = machine.spread_over(node(0), 2 * world, 2, is_own=True)
+        assert machine.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
+    planned = machine.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
     assert (planned.ranks, planned.gpus_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
-        machine.spread_over(node(0), world, 1)
+        machine.spread_hardware(node(0), world, 1)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 3), (2, 4), (3, 5)])
@@ -49,26 +49,26 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
             "SLURM_GPUS_PER_TASK": "1", "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % per_node),
             "SLURM_STEP_NUM_TASKS": str(nodes * per_node), "SLURM_STEP_TASKS_PER_NODE": layout,
         }  # fmt: skip
-        assert ranks_of(given) == Ranks(task, task % per_node, nodes * per_node, per_node)
-        refuse_tasks(given, nodes=1)
+        assert read_rank_info(given) == RankInfo(task, task % per_node, nodes * per_node, per_node)
+        refuse_repeated_starts(given, nodes=1)
         of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
-        assert ranks_of(of_a_node) is None
+        assert read_rank_info(of_a_node) is None
         with pytest.raises(ConfigError, match="this command was started"):
-            refuse_tasks(of_a_node, nodes=1)
-        assert ranks_of(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
-        assert ranks_of(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number
+            refuse_repeated_starts(of_a_node, nodes=1)
+        assert read_rank_info(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
+        assert read_rank_info(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number
 
 
 def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):
     seen = GpuSnapshot(tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3)))
     monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: seen)
-    place = Ranks(5, 0, 8, 4)
+    place = RankInfo(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
-    assert machine.name_of_gpu(place, node(2)).endswith(" GPU-2")
-    assert machine.name_of_gpu(place, node(0)).endswith(" 00:17")
-    assert machine.name_of_gpu(place, node()) == ""
+    assert machine.rank_gpu_name(place, node(2)).endswith(" GPU-2")
+    assert machine.rank_gpu_name(place, node(0)).endswith(" 00:17")
+    assert machine.rank_gpu_name(place, node()) == ""
     monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: None)
-    assert machine.name_of_gpu(place, node(2)) == ""
+    assert machine.rank_gpu_name(place, node(2)) == ""
 
 
 def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
@@ -78,10 +78,10 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
         names = [name if chance.random() < 0.9 else "" for name in names]
         told = [name for name in names if name]
         if len(set(told)) == len(told):
-            machine.require_own_gpus(names)
+            machine.require_distinct_gpus(names)
         else:
             with pytest.raises(HardwareError, match="have the same GPU"):
-                machine.require_own_gpus(names)
+                machine.require_distinct_gpus(names)
 
 
 @pytest.mark.build

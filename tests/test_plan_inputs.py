@@ -32,7 +32,7 @@ from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
 from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, suggestion_lines, table_lines
 from sft_play.runs.folder import FORMAT
 from sft_play.runs.lookup import output_dir
-from sft_play.starting.plan_run import plan_for
+from sft_play.starting.plan_run import plan_run
 from tests.conftest import ROOT, Command
 
 GIB = 2**30
@@ -468,7 +468,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
     """The need is that of the checkpoints that exist at once: those kept, and the one that is being written."""
     given = ("--config", str(small_run), f"tuning.mode={mode}")
     config = load_config(small_run, overrides=given[2:]).config
-    plan = plan_for(config, detect_hardware())
+    plan = plan_run(config, detect_hardware())
     one, all_at_once = plan.memory.checkpoint_bytes, 3  # save_total_limit is 2
     usage = shutil.disk_usage("/")
     for free, limit, refused in [(all_at_once * one - 1, 2, True), (all_at_once * one + 10_000, 2, False),
@@ -478,7 +478,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
         code, said = command("plan", *words)
         assert (code, "there is no room for what the run writes" in said) == (0, refused), (free, said)
         assert ("make train" in said) is not refused
-        monkeypatch.setattr("sft_play.starting.start.train_here", lambda *_, **__: pytest.fail("it was started"))
+        monkeypatch.setattr("sft_play.starting.start.train_in_process", lambda *_, **__: pytest.fail("it was started"))
         if refused:
             code, said = command("train", *words)
             assert (code, f"{free:,} bytes" in said) == (2, True), said
@@ -487,7 +487,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
 
 def test_the_checkpoints_of_a_run_that_is_resumed_need_no_room_again(command: Command, small_run, monkeypatch):
     config = load_config(small_run).config
-    one = plan_for(config, detect_hardware()).memory.checkpoint_bytes
+    one = plan_run(config, detect_hardware()).memory.checkpoint_bytes
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=one + 10_000))
     folder = output_dir(config.output) / "begun"
@@ -504,5 +504,5 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
     rows = RowTokens(20.0, 20, 20, 64, 64, sample=(20,) * 64)
     for steps, count in [(16, 1), (32, 2), (40, 3), (400, 3)]:
         config = load_config(small_run, overrides=[f"train.max_steps={steps}", "train.save_steps=null"]).config
-        plan = plan_for(config, detect_hardware(), rows=rows)
+        plan = plan_run(config, detect_hardware(), rows=rows)
         assert disk_use(config, load_model_shape(config.model.name), plan).count == count

@@ -25,7 +25,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
 from sft_play.planner.plan_details import choice_line, detected_lines, grid_lines, largest_line, plan_lines
 from sft_play.planner.reasons import format_relative_speed
-from sft_play.starting.train_here import remember
+from sft_play.starting.train_here import record_measurements
 from tests.conftest import Command
 
 GIB = 2**30
@@ -110,7 +110,7 @@ def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -
     raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
     peak = {"measured_allocated": raw.memory.allocated, "measured_reserved": round(memory * raw.memory.reserved)}
     handed = plan_from_json(json.loads(json.dumps(plan.as_json())))
-    remember(
+    record_measurements(
         [(config, handed)], {"peak_bytes_by_moment": {"training": peak}, "tokens_per_s": speed * raw.speed.tokens_per_s}
     )
     return plan

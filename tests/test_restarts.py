@@ -20,7 +20,7 @@ from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
 from sft_play.runs.oom import RanOut, leave
 from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
-from sft_play.starting.start import Restarts
+from sft_play.starting.start import RestartBudget
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -83,16 +83,16 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
     folder, began = RunFolder(tmp_path / "one"), []
     folder.path.mkdir()
 
-    def begin(asked: starting.Asked) -> starting.Started:
-        began.append((asked.resume, asked.over_ranks, os.environ[signals.BEGAN_VARIABLE]))
+    def begin(asked: starting.LaunchRequest) -> starting.LaunchResult:
+        began.append((asked.should_resume, asked.launches_ranks, os.environ[signals.BEGAN_VARIABLE]))
         dies = len(began) <= fails
         failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
-        return starting.Started(1 if dies else 0, folder)
+        return starting.LaunchResult(1 if dies else 0, folder)
 
-    monkeypatch.setattr(starting, "_start", begin)
+    monkeypatch.setattr(starting, "_start_once", begin)
     monkeypatch.setenv(signals.BEGAN_VARIABLE, "0.0")
-    asked = starting.Asked(load_config(config), LaunchOptions(restarts=most))
-    assert starting.start(asked).code == (1 if fails > most else 0)
+    asked = starting.LaunchRequest(load_config(config), LaunchOptions(max_restarts=most))
+    assert starting.start_run(asked).exit_code == (1 if fails > most else 0)
     assert len(began) == 1 + min(most, fails)
     assert [resume for resume, _, _ in began] == [False] + [True] * min(most, fails)
     assert {spread for _, spread, _ in began} == {most > 0}  # this process would not outlive the run's
@@ -105,18 +105,18 @@ def folder_restarts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, caplog):
-    folder, restarts = RunFolder(tmp_path / "one"), Restarts(2)
+    folder, restarts = RunFolder(tmp_path / "one"), RestartBudget(2)
     folder.path.mkdir()
     loaded = load_config(config)
     failed(folder, "rank 1 died")
-    assert restarts.wanted(folder, loaded)
+    assert restarts.should_restart(folder, loaded)
     checkpoint(folder, 4)
     checkpoint(folder, 6)
     (checkpoints.checkpoint_path(folder.checkpoints, 6) / checkpoints.COMPLETE_FILE).unlink()  # not whole
     folder.update_manifest(died="rank 0 died")
-    assert restarts.wanted(folder, loaded)
+    assert restarts.should_restart(folder, loaded)
     folder.update_manifest(died="again")
-    assert not restarts.wanted(folder, loaded)
+    assert not restarts.should_restart(folder, loaded)
     wanted = [
         "Restart 1 of 2: rank 1 died; the run goes on from the beginning: there is no checkpoint",
         "Restart 2 of 2: rank 0 died; the run goes on from the checkpoint of step 4",
@@ -136,27 +136,27 @@ def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
     for name, step in (("first", 9), ("second", 2)):
         failed(folder.of_stage(name), None)
         checkpoint(folder.of_stage(name), step)
-    assert Restarts(1).wanted(folder, loaded)
+    assert RestartBudget(1).should_restart(folder, loaded)
     assert caplog.messages[0].endswith("goes on from the checkpoint of step 2 of stage second")
 
 
 def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, config):
-    folder, restarts = RunFolder(tmp_path / "one"), Restarts(1)
+    folder, restarts = RunFolder(tmp_path / "one"), RestartBudget(1)
     folder.path.mkdir()
     failed(folder, None)
-    assert not restarts.wanted(folder, load_config(config))
+    assert not restarts.should_restart(folder, load_config(config))
     leave(folder, RanOut(3, "training", 1, 4, 2, "run", "CUDA out of memory"))
-    assert restarts.wanted(folder, load_config(config))
-    assert restarts.done == 0
+    assert restarts.should_restart(folder, load_config(config))
+    assert restarts.used == 0
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
-    assert launch_ranks._exit_code(-signal.SIGKILL, folder, stopped=stopped) == (130 if stopped else 1)
+    assert launch_ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.manifest().get(DIED) == (None if stopped else "the ranks' agent was killed by SIGKILL")
-    assert launch_ranks._exit_code(-signal.SIGKILL, None, stopped=stopped) == (130 if stopped else 1)
+    assert launch_ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
 
 
 @pytest.mark.parametrize(

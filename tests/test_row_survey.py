@@ -24,7 +24,7 @@ LONG, SHORT = "yes no " * 20, "yes"
 def run(tmp_path, tiny_llama, monkeypatch) -> Path:
     """A run YAML whose rows are far shorter than max_seq_len, and a longer one that is held out."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(row_survey, "_counted", {})
+    monkeypatch.setattr(row_survey, "_counted_rows", {})
     write(tmp_path / "train.jsonl", [SHORT] * 12)
     write(tmp_path / "val.jsonl", [LONG])
     path = tmp_path / "run.yaml"
@@ -80,15 +80,15 @@ def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, t
 
 def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, command, monkeypatch):
     config = load_config(run).config
-    assert row_survey.known_rows(config) is None
+    assert row_survey.cached_row_tokens(config) is None
     first = planned(command, run)
-    monkeypatch.setattr(row_survey, "_counted", {})  # as in another process
-    kept = row_survey.known_rows(config)
+    monkeypatch.setattr(row_survey, "_counted_rows", {})  # as in another process
+    kept = row_survey.cached_row_tokens(config)
     assert kept is not None
     assert json.loads(json.dumps(dataclasses.asdict(kept))) == first["row_tokens"]
-    assert row_survey.known_rows(load_config(run, overrides=["model.max_seq_len=300"]).config) is None
+    assert row_survey.cached_row_tokens(load_config(run, overrides=["model.max_seq_len=300"]).config) is None
     write(run.parent / "train.jsonl", [SHORT, LONG * 2])
-    assert row_survey.known_rows(config) is None
+    assert row_survey.cached_row_tokens(config) is None
     again = planned(command, run)
     assert again["row_tokens"]["longest"] > first["row_tokens"]["longest"]
 

@@ -218,7 +218,7 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
     assert not re.search(r"^ok ", said, re.MULTILINE)
     assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
     with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
-        patch.setattr("sft_play.launch.machine.CPU_PARAMS", 10)
+        patch.setattr("sft_play.launch.machine.MAX_CPU_PARAMS", 10)
         code, said = command("check", "--config", str(config))
         assert (code, "PROBLEM  memory plan" in said, "no GPU was detected here" in said) == (2, True, True)
         assert "no GPU was detected here" in command("train", "--config", str(config))[1]
@@ -347,7 +347,7 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
     from types import SimpleNamespace
 
     from sft_play.config.load import load_config, split_overrides
-    from sft_play.launch.machine import require_machine
+    from sft_play.launch.machine import require_usable_hardware
     from sft_play.training.measure.summary import _next_step_lines
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
@@ -359,7 +359,7 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
         found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
         assert found is not None
         config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
-        require_machine(config, hardware, {}, params=lambda name=config.model.name: load_model_shape(name).params)
+        require_usable_hardware(config, hardware, {}, count_params=lambda name=config.model.name: load_model_shape(name).params)
         assert ("0.5B" in config.model.name) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
     assert _next_step_lines(job) == []

@@ -364,7 +364,7 @@ def test_stages_share_the_layout_that_fits_them_all():
     from sft_play.config.load import config_from_text
     from sft_play.facts.hardware import parse_hardware
     from sft_play.planner.layout import LAYOUT_NAMES
-    from sft_play.starting.plan_run import plan_for
+    from sft_play.starting.plan_run import plan_run
     from sft_play.starting.plan_stages import common_layout
 
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
@@ -374,11 +374,11 @@ def test_stages_share_the_layout_that_fits_them_all():
         )
         for length in (256, 32_768)
     )
-    alone = [plan_for(config, machine, only=only, with_suggestions=False).layout for config in (short, long)]
+    alone = [plan_run(config, machine, layouts=only, include_suggestions=False).layout for config in (short, long)]
     found = common_layout([short, long], machine, only=only)
     assert alone[0] != alone[1] == found
-    assert not plan_for(long, machine, only=(alone[0],), with_suggestions=False).fits
-    assert plan_for(short, machine, only=(found,), with_suggestions=False).fits
+    assert not plan_run(long, machine, layouts=(alone[0],), include_suggestions=False).fits
+    assert plan_run(short, machine, layouts=(found,), include_suggestions=False).fits
     assert common_layout([short, short], machine, only=only) == alone[0]
 
 

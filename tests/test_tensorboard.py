@@ -42,8 +42,8 @@ def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
     """A cache of this test's own; TensorBoards that run for it at the end are stopped."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "own-cache"))
     yield tmp_path / "own-cache"
-    for one in board.running():
-        board.stop(one)
+    for one in board.running_servers():
+        board.stop_server(one)
 
 
 OPENS_AT = "?smoothing=0#custom_scalars&_smoothingWeight=0"
@@ -100,33 +100,33 @@ def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     logs = tmp_path / "tb"
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
-    first, words = board.start(logs, port=port)
+    first, words = board.start_server(logs, port=port)
     assert first is not None, words
     assert first.port > port
     assert f"port {port} is taken" in words
     taken.close()
     assert b"<html" in fetch(first.url).lower()
     assert not logs.exists()  # a run makes its folder itself
-    assert board.running() == [first]
-    again, words = board.start(logs, port=port)
-    assert again == replace(first, reused=True)
+    assert board.running_servers() == [first]
+    again, words = board.start_server(logs, port=port)
+    assert again == replace(first, is_reused=True)
     assert "already" in words
     members = family(first.pid)
-    assert "stopped" in board.stop(again)
+    assert "stopped" in board.stop_server(again)
     assert not [member for member in members if is_alive(member.pid)]
-    assert board.running() == []
-    assert "is not running any more" in board.stop(first)
+    assert board.running_servers() == []
+    assert "is not running any more" in board.stop_server(first)
 
 
 def test_only_this_machines_names_and_pages_read_the_curves(tmp_path):
     for host, is_asked in (("127.0.0.1", True), ("0.0.0.0", False)):
-        sidecar, words = board.start(tmp_path / "tb", host=host, port=0)
+        sidecar, words = board.start_server(tmp_path / "tb", host=host, port=0)
         assert sidecar is not None, words
         try:
             for headers, status in ASKING:
                 assert status_of(f"{sidecar.url}data/environment", headers) == (status if is_asked else 200), headers
         finally:
-            board.stop(sidecar)
+            board.stop_server(sidecar)
 
 
 ASKING: list[tuple[dict[str, str], int]] = [
@@ -180,19 +180,19 @@ def other() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def test_only_what_this_project_started_from_this_cache_is_found_and_stopped(other, own_cache):
-    words = (board._MODULE, "--logdir=/x", "--host=127.0.0.1", "--port=1")
-    ours = other(*words, **{board.MARK: str(own_cache)})
+    words = (board._TENSORBOARD_MODULE, "--logdir=/x", "--host=127.0.0.1", "--port=1")
+    ours = other(*words, **{board.OWNER_VARIABLE: str(own_cache)})
     others = [
         other(*words),  # started by hand
-        other(*words, **{board.MARK: str(own_cache / "elsewhere")}),
-        other(*words[1:], **{board.MARK: str(own_cache)}),  # a child that has the environment only
-        other(words[0], **{board.MARK: str(own_cache)}),  # not over any folder
+        other(*words, **{board.OWNER_VARIABLE: str(own_cache / "elsewhere")}),
+        other(*words[1:], **{board.OWNER_VARIABLE: str(own_cache)}),  # a child that has the environment only
+        other(words[0], **{board.OWNER_VARIABLE: str(own_cache)}),  # not over any folder
     ]
-    (found,) = board.running()
+    (found,) = board.running_servers()
     assert (found.pid, found.logdir, found.host, found.port) == (ours.pid, "/x", "127.0.0.1", 1)
-    assert board.stop(found) == f"TensorBoard (pid {ours.pid}) stopped"
+    assert board.stop_server(found) == f"TensorBoard (pid {ours.pid}) stopped"
     assert [process.poll() for process in others] == [None] * 4
-    assert board.running() == []
+    assert board.running_servers() == []
 
 
 def test_a_pid_that_is_another_programs_by_now_ends_nothing(other):
@@ -201,7 +201,7 @@ def test_a_pid_that_is_another_programs_by_now_ends_nothing(other):
     # psutil tells processes of the same pid apart by when they were started.
     reused._create_time = reused.create_time() - 60
     reused._ident = (process.pid, reused._create_time)
-    assert "is not running any more" in board.stop(board.Sidecar(reused, "127.0.0.1", 1, "/x"))
+    assert "is not running any more" in board.stop_server(board.TensorBoardServer(reused, "127.0.0.1", 1, "/x"))
     assert process.poll() is None
 
 
@@ -211,15 +211,15 @@ def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, ow
     broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
     broken.chmod(0o755)
     for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
-        sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=python, ends_with_me=ends_with_me)
+        sidecar, words = board.start_server(tmp_path / "tb", port=free_port(), python=python, ends_with_caller=ends_with_me)
         assert sidecar is None
         assert expected in words
-        assert board.running() == []
-    assert board.start(tmp_path / "tb", port=70000)[0] is None
+        assert board.running_servers() == []
+    assert board.start_server(tmp_path / "tb", port=70000)[0] is None
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(blocked))
-    assert board.start(tmp_path / "tb", port=free_port())[0] is None
+    assert board.start_server(tmp_path / "tb", port=free_port())[0] is None
 
 
 @pytest.mark.parametrize("ends_with_me", [False, True])
@@ -227,8 +227,8 @@ def test_a_sidecar_that_hangs_is_ended(tmp_path, ends_with_me):
     hanging = tmp_path / "hang.sh"
     hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
     hanging.chmod(0o755)
-    sidecar, words = board.start(
-        tmp_path / "tb", port=free_port(), python=str(hanging), timeout_s=2, ends_with_me=ends_with_me
+    sidecar, words = board.start_server(
+        tmp_path / "tb", port=free_port(), python=str(hanging), timeout_s=2, ends_with_caller=ends_with_me
     )
     assert sidecar is None
     assert "did not answer" in words
@@ -268,7 +268,7 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, f
 
     def fail() -> None:
         nonlocal sidecar
-        with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
+        with board.sidecar(tmp_path / "tb", environment={}, **options) as sidecar:
             assert is_alive(sidecar.pid)
             raise KeyError("the training fails")
 
@@ -276,19 +276,19 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, f
         fail()
     assert not is_alive(sidecar.pid)
     assert set(psutil.Process().children()) <= before
-    with board.beside(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
+    with board.sidecar(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
         pass
-    with board.beside(tmp_path / "tb", environment={}, **options) as reused:
-        assert (reused.pid, reused.reused) == (kept.pid, True)
-    assert board.running() == [kept]
-    assert "stopped" in board.stop(kept)
+    with board.sidecar(tmp_path / "tb", environment={}, **options) as reused:
+        assert (reused.pid, reused.is_reused) == (kept.pid, True)
+    assert board.running_servers() == [kept]
+    assert "stopped" in board.stop_server(kept)
 
 
 def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
     options = {"port": 0, "python": fake}
-    with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
-        again, words = board.start(tmp_path / "tb", **options)
+    with board.sidecar(tmp_path / "tb", environment={}, **options) as sidecar:
+        again, words = board.start_server(tmp_path / "tb", **options)
         assert again.pid == sidecar.pid
         assert words.endswith("; it ends with its run")
     assert not is_alive(sidecar.pid)
@@ -297,18 +297,18 @@ def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(
 
 def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
-    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake) as sidecar:
+    with board.sidecar(tmp_path / "tb", environment={}, port=0, python=fake) as sidecar:
         psutil.Process(sidecar.pid).kill()
         wait_for(lambda: not is_alive(sidecar.pid), within_s=END_S)
     assert "is not running any more" in caplog.text
-    assert board.running() == []
+    assert board.running_servers() == []
 
 
 def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
     port, found = free_port(), []
 
     def begin(name: str) -> None:
-        found.append(board.start(tmp_path / name, port=port, python=fake)[0])
+        found.append(board.start_server(tmp_path / name, port=port, python=fake)[0])
 
     threads = [threading.Thread(target=begin, args=(name,)) for name in "aabbc"]
     for thread in threads:
@@ -319,20 +319,20 @@ def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_
     assert len({(sidecar.port, sidecar.pid) for sidecar in found}) == 3
     assert len({sidecar.port for sidecar in found}) == 3
     assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
-    assert sum(sidecar.reused for sidecar in found) == 2
-    assert all("stopped" in board.stop(sidecar) for sidecar in found if not sidecar.reused)
+    assert sum(sidecar.is_reused for sidecar in found) == 2
+    assert all("stopped" in board.stop_server(sidecar) for sidecar in found if not sidecar.is_reused)
 
 
 def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_password(tmp_path, fake, caplog):
-    first, _ = board.start(tmp_path / "tb", port=0, python=fake)
+    first, _ = board.start_server(tmp_path / "tb", port=0, python=fake)
     assert "password" not in caplog.text
-    with board.beside(tmp_path / "tb", environment={"TB_HOST": "0.0.0.0"}, port=0, python=fake) as second:
+    with board.sidecar(tmp_path / "tb", environment={"TB_HOST": "0.0.0.0"}, port=0, python=fake) as second:
         assert second.url == f"http://127.0.0.1:{second.port}/"
         warning = next(line for line in caplog.records if line.levelno == logging.WARNING)
         assert "TensorBoard listens on 0.0.0.0 and has no password" in warning.getMessage()
         assert f"ssh -L {second.port}:127.0.0.1:{second.port}" in warning.getMessage()
     assert not is_alive(second.pid)
-    assert board.running() == [first]
+    assert board.running_servers() == [first]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_pa
 )
 def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake, caplog, environment, why):
     went_on = False
-    with board.beside(tmp_path / "tb", environment=environment, python=fake) as sidecar:
+    with board.sidecar(tmp_path / "tb", environment=environment, python=fake) as sidecar:
         went_on = sidecar is None
     assert went_on
     assert len(caplog.records) == 1
@@ -355,10 +355,10 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake,
 
 
 def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
-    first, _ = board.start(tmp_path / "tb", port=0, python=fake)
-    assert board.start(tmp_path / "tb", host="192.0.2.1", python=fake)[0] is None
-    assert board.running() == [first]
-    assert board.answers(first)
+    first, _ = board.start_server(tmp_path / "tb", port=0, python=fake)
+    assert board.start_server(tmp_path / "tb", host="192.0.2.1", python=fake)[0] is None
+    assert board.running_servers() == [first]
+    assert board.is_serving(first)
 
 
 def test_loopback_needs_no_warning():
@@ -369,7 +369,7 @@ def test_loopback_needs_no_warning():
 def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):
     for name in ("RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"):  # the last: whatever carries it is ended with the ranks
         monkeypatch.setenv(name, "1")
-    environment = board._environment()
+    environment = board._server_environment()
     assert not {"RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"} & set(environment)
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -403,7 +403,7 @@ def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number)
     process.send_signal(number)
     process.wait(END_S)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
-    assert board.running() == []
+    assert board.running_servers() == []
 
 
 def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
@@ -536,9 +536,9 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
     away = tmp_path / "elsewhere"
     first, second, third, fourth = (
-        board.start(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
+        board.start_server(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
     )
-    assert board.running() == [fourth, third, second, first]  # the newest first
+    assert board.running_servers() == [fourth, third, second, first]  # the newest first
 
     def stopped(printed: str) -> list[int]:
         return [item["pid"] for item in answer_in(printed)["stopped"]]
@@ -554,9 +554,9 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
 
 
 def test_one_that_does_not_end_is_said(tmp_path, fake, on, monkeypatch):
-    sidecar, _ = board.start(tmp_path / "outputs", port=0, python=fake)
+    sidecar, _ = board.start_server(tmp_path / "outputs", port=0, python=fake)
     with monkeypatch.context() as patch:
-        patch.setattr(board, "_end", lambda process: False)
+        patch.setattr(board, "_terminate", lambda process: False)
         code, printed = on("tb-stop", tmp_path / "outputs", "--json")
     assert code == 1
     assert f"TensorBoard (pid {sidecar.pid}) does not end" in printed
@@ -567,7 +567,7 @@ def test_one_that_does_not_end_is_said(tmp_path, fake, on, monkeypatch):
 
 def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, on, monkeypatch):
     base = tmp_path / "outputs"
-    of_run, _ = board.start(make_run(base, "one", "running").tensorboard, port=0, python=fake)
+    of_run, _ = board.start_server(make_run(base, "one", "running").tensorboard, port=0, python=fake)
     opened: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: not opened.append(url))
     monkeypatch.setattr(commands.sys, "platform", "linux")
@@ -577,7 +577,7 @@ def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, o
         patch.setenv("DISPLAY", ":0")
         on("tb-open", base)
         assert opened == [of_run.page]  # nobody shows the whole folder, and this one is in it
-    of_all, _ = board.start(base, port=0, python=fake)
+    of_all, _ = board.start_server(base, port=0, python=fake)
     with monkeypatch.context() as patch:
         patch.setenv("WAYLAND_DISPLAY", "wayland-0")
         assert answer_in(on("tb-open", base, "--json")[1])["opened"] is True
@@ -594,11 +594,11 @@ def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, o
 def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
     caplog.set_level(logging.INFO)
     path = uneven_run(tmp_path, tiny_llama)  # report_to: []
-    loaded = board.with_curves(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
+    loaded = board.add_tensorboard_tracker(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
     assert loaded.config.train.report_to == ("tensorboard",)
     assert loaded.config.output.name == "one"
     assert 'train.report_to=["tensorboard"], in place of []' in caplog.text
-    assert board.with_curves(loaded) is loaded
+    assert board.add_tensorboard_tracker(loaded) is loaded
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
@@ -681,7 +681,7 @@ def boards_of(world: World) -> dict[str, dict[str, Any]]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if board._MODULE in words and process.environ().get(board.MARK) == owner:
+            if board._TENSORBOARD_MODULE in words and process.environ().get(board.OWNER_VARIABLE) == owner:
                 options = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
                 shown[options["logdir"]] = {**options, "port": int(options["port"]), "pid": process.pid}
     return shown
@@ -841,7 +841,7 @@ def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
         for name, value in logs.items():
             writer.on_log(None, SimpleNamespace(global_step=step), None, {name: value})
     writer.on_train_end()
-    sidecar, words = board.start(run.tensorboard, port=0)
+    sidecar, words = board.start_server(run.tensorboard, port=0)
     assert sidecar is not None, words
     wait_for(lambda: scalars(sidecar.url, "validation", "eval/loss"), within_s=END_S)
     assert set(scalars(sidecar.url, ".", "train/loss")) == set(range(1, 101))

@@ -14,7 +14,7 @@ from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, tra
 from sft_play.config.validation import cross_problems
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
+from sft_play.launch.deepspeed.fill import PlanValues, fill_auto_values, deepspeed_options
 
 EPSILON = Elsewhere("adam_epsilon", deepspeed="optimizer.params.eps", tools="adam_eps epsilon", optimizers=ADAMW)
 
@@ -63,11 +63,11 @@ def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeyp
 
 
 def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
-    numbers = PlanNumbers("zero2", 1, 1, 1, hidden_size=8, compute="float32", options=options_of(longer))
+    numbers = PlanValues("zero2", 1, 1, 1, hidden_size=8, compute="float32", options=deepspeed_options(longer))
     block = {"type": "AdamW", "params": {"eps": 1e-6}}
-    assert "optimizer" not in fill({"optimizer": block}, numbers)[0]
+    assert "optimizer" not in fill_auto_values({"optimizer": block}, numbers)[0]
     with pytest.raises(ConfigError, match=r"eps: 1e-08 contradicts train.adam_epsilon: 1e-06"):
-        fill({"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, numbers)
+        fill_auto_values({"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, numbers)
 
 
 def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_path):
@@ -102,13 +102,13 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
 
-    from sft_play.launch.deepspeed.files import KNOWN
+    from sft_play.launch.deepspeed.files import KNOWN_KEYS
 
     assert len(training_options()) == 8
     for option in training_options():
         assert option.elsewhere.trainer in TrainingArguments.__dataclass_fields__
         path = option.elsewhere.deepspeed
-        assert path is None or path.startswith("optimizer.params.") or path in KNOWN[""]
+        assert path is None or path.startswith("optimizer.params.") or path in KNOWN_KEYS[""]
         assert set(option.elsewhere.optimizers) <= set(ADAMW)
 
 

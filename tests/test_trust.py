@@ -328,4 +328,4 @@ def test_what_listens_listens_on_this_machine_unless_asked():
     from sft_play.finished.answer import serve
     from sft_play.launch import tensorboard
 
-    assert inspect.signature(tensorboard.start).parameters["host"].default == "127.0.0.1" == serve.DEFAULT_HOST
+    assert inspect.signature(tensorboard.start_server).parameters["host"].default == "127.0.0.1" == serve.DEFAULT_HOST

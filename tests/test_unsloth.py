@@ -32,7 +32,7 @@ from sft_play.process.failures import Failure
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.plan_run import plan_for
+from sft_play.starting.plan_run import plan_run
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
@@ -610,7 +610,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
     for machine, layout in (("1xH100", "single"), ("2xRTX4090", "ddp"), ("cpu", "single")):
         here = dataclasses.replace(parse_hardware(machine), named=False)
         plans = [
-            plan_for(load_config(path, overrides=["tuning.mode=lora", *words]).config, here, only=(layout,))
+            plan_run(load_config(path, overrides=["tuning.mode=lora", *words]).config, here, layouts=(layout,))
             for words in (asks, [])
         ]
         ignored = {"wall_s", "planned_s"}

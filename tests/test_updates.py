@@ -337,11 +337,11 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     checkpoint_path(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
-    stopped = plan_run.stopped_run(folder)
+    stopped = plan_run.read_previous_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
         is_kept = wish == "auto" and layout in ("single", "ddp")
-        kept = plan_run.kept_of(config, stopped, 1).updates
+        kept = plan_run.resume_constraints(config, stopped, 1).updates
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):

@@ -29,23 +29,23 @@ from sft_play.facts.network import NodeSetup
 from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import (
-    accelerate_choices,
-    accelerate_place,
-    drop_accelerate,
+    accelerate_launch_config,
+    default_accelerate_path,
+    remove_accelerate_variables,
     find_accelerate_file,
     read_accelerate_file,
     read_found_file,
     refuse_too_few_processes,
 )
 from sft_play.launch.exported import (
-    meeting_variables,
+    rendezvous_variables,
     node_variables,
     rank_variables,
-    ranks_of,
+    read_rank_info,
     refuse_lone_node,
-    refuse_tasks,
+    refuse_repeated_starts,
 )
-from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.launch.launch_options import LaunchOptions, parse_launch_options, fill_from_accelerate
 from sft_play.process.environment import for_another_run
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
@@ -71,7 +71,7 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         assert node_variables(environment) == ({}, ())
         assert rank_variables(environment)
         return
-    assert ranks_of(environment) is None
+    assert read_rank_info(environment) is None
     found, lines = node_variables(environment)
     assert (found["NODE_RANK"], found["NNODES"]) == (str(rank), str(rank + more))
     assert found.keys() == {"NODE_RANK", "NNODES", "EXPORTED"}
@@ -120,7 +120,7 @@ def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, 
 
 def test_a_typed_mistake_is_told_without_words_on_the_environment():
     with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is not a layout.*fsdp_cp$"):
-        launch_options_of({"STRATEGY": "zeero2"})
+        parse_launch_options({"STRATEGY": "zeero2"})
 
 
 def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
@@ -145,9 +145,9 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
     environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
     if tasks == "4" and nodes == 1 and local is None:
         with pytest.raises(ConfigError, match="this command was started 4 times"):
-            refuse_tasks(environment, nodes=nodes)
+            refuse_repeated_starts(environment, nodes=nodes)
     else:
-        refuse_tasks(environment, nodes=nodes)
+        refuse_repeated_starts(environment, nodes=nodes)
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"])
@@ -161,7 +161,7 @@ def test_copies_that_mpi_starts_are_refused_unless_they_are_ranks_or_nodes(name)
             else contextlib.nullcontext()
         )
         with asked:
-            refuse_tasks({name: copies, **more}, nodes=nodes)
+            refuse_repeated_starts({name: copies, **more}, nodes=nodes)
 
 
 # --- an address without a number of nodes -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable):
     code = "from accelerate.commands.config.config_args import default_config_file; print(default_config_file)"
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     if variable != "HOME":
-        assert str(accelerate_place(environment)) == said.stdout.strip()
+        assert str(default_accelerate_path(environment)) == said.stdout.strip()
     else:
         assert said.stdout.strip() == f"{tmp_path}/.cache/huggingface/accelerate/default_config.yaml"
 
@@ -217,7 +217,7 @@ def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     environment = {"HF_HOME": str(tmp_path / "home")}
     assert find_accelerate_file(environment) is None
-    own = accelerate_file(accelerate_place(environment), num_machines=2, main_process_ip="10.0.0.1")
+    own = accelerate_file(default_accelerate_path(environment), num_machines=2, main_process_ip="10.0.0.1")
     assert find_accelerate_file(environment) == own
     config, (line,) = read_found_file(own, environment)
     assert config.num_machines == 2
@@ -243,12 +243,12 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
     config = read_accelerate_file(path)
     if machines > 1 and not address:
         with pytest.raises(ConfigError, match="needs main_process_ip"):
-            with_accelerate(LaunchOptions(), config)
+            fill_from_accelerate(LaunchOptions(), config)
         return
-    options = with_accelerate(LaunchOptions(), config)
+    options = fill_from_accelerate(LaunchOptions(), config)
     assert options.nodes == (NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup())
     assert options.processes == each
-    typed = with_accelerate(launch_options_of({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
+    typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
 
 
@@ -256,7 +256,7 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert not launching.accelerate_names_machines()
-    own = accelerate_file(accelerate_place(), num_machines=2, main_process_ip="10.0.0.1")
+    own = accelerate_file(default_accelerate_path(), num_machines=2, main_process_ip="10.0.0.1")
     assert launching.accelerate_names_machines()
     own.write_text("distributed_type: TPU\n")
     assert not launching.accelerate_names_machines()
@@ -292,17 +292,17 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
 )  # fmt: skip
 def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told, strategy, engine):
     environment = {**BY_ACCELERATE, **told, "HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    choices = accelerate_choices(environment)
+    choices = accelerate_launch_config(environment)
     assert choices is not None
-    options = with_accelerate(LaunchOptions(), choices)
+    options = fill_from_accelerate(LaunchOptions(), choices)
     assert (options.strategy, options.deepspeed is not None) == (strategy, engine)
     if "ds.json" in told.values():
         assert options.deepspeed is not None
         assert options.deepspeed.file == Path("ds.json")
-    assert with_accelerate(LaunchOptions(strategy="zero1"), choices).strategy == "zero1"
-    drop_accelerate(environment)
+    assert fill_from_accelerate(LaunchOptions(strategy="zero1"), choices).strategy == "zero1"
+    remove_accelerate_variables(environment)
     assert environment == {"HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    assert accelerate_choices(environment) is None
+    assert accelerate_launch_config(environment) is None
 
 
 # --- GPUs that stay idle ----------------------------------------------------------------------------------------------
@@ -319,9 +319,9 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_ranks, "detect_hardware", lambda: parse_hardware(f"{there}xH100"))
         patch.setattr(of_ranks.logger, "warning", lambda text, *values: said.append(text % values))
-        hardware = of_ranks.spread_over(parse_hardware(f"{used}xH100"), used * nodes, nodes)
+        hardware = of_ranks.spread_hardware(parse_hardware(f"{used}xH100"), used * nodes, nodes)
         options = LaunchOptions(nodes=NodeSetup(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
-        of_ranks.log_idle(hardware, options, Path("acc.yaml") if file else None)
+        of_ranks.warn_idle_gpus(hardware, options, Path("acc.yaml") if file else None)
     if used == there or named_ones:
         assert said == []
         return
@@ -336,7 +336,7 @@ def test_cpu_ranks_leave_nothing_idle(monkeypatch):
     cpu = replace(parse_hardware("cpu"), cpu_ranks=2)
     monkeypatch.setattr(of_ranks, "detect_hardware", lambda: cpu)
     monkeypatch.setattr(of_ranks.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
-    of_ranks.log_idle(cpu, LaunchOptions(), None)
+    of_ranks.warn_idle_gpus(cpu, LaunchOptions(), None)
 
 
 # --- the plan of several nodes ----------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, a
     environs = []
     for rank in (0, 1):
         environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
-        accelerate_file(accelerate_place(environs[-1]), num_machines=2, machine_rank=rank, num_processes=2,
+        accelerate_file(default_accelerate_path(environs[-1]), num_machines=2, machine_rank=rank, num_processes=2,
                         main_process_ip="127.0.0.1", main_process_port=port)  # fmt: skip
     words = ["make", f"VENV={warm.environment_folder()}", "train-distributed", f"CONFIG={world}/run.yaml"]
     words.append("SET=tuning.mode=lora output.name=own-file")
@@ -499,11 +499,11 @@ def test_ranks_without_a_meeting_place_are_on_one_machine(nodes, given_port):
     environment = {"MASTER_PORT": "5"} if given_port else {}
     if nodes > 1:
         with pytest.raises(ConfigError, match=r"MASTER_ADDR.* not in the environment: ranks on 2 nodes"):
-            meeting_variables(environment, nodes=nodes)
+            rendezvous_variables(environment, nodes=nodes)
         return
-    found = meeting_variables(environment, nodes=nodes)
+    found = rendezvous_variables(environment, nodes=nodes)
     assert found == {"MASTER_ADDR": "127.0.0.1"} | ({} if given_port else {"MASTER_PORT": "29500"})
-    assert meeting_variables({**environment, **found}, nodes=2) == {}
+    assert rendezvous_variables({**environment, **found}, nodes=2) == {}
 
 
 @build

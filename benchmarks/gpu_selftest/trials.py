@@ -26,7 +26,7 @@ from sft_play.planner.calibration import RECORD_FILE as RECORD
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
-from sft_play.starting.plan_run import has_eval, shape_for
+from sft_play.starting.plan_run import has_eval, load_model_shape
 
 MODES = ("qlora", "lora", "full")
 JUDGED = ("evaluate", "generate")
@@ -209,7 +209,7 @@ def make(trial: Trial, bench: Bench) -> Part:
 def planned(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
-    return make_plan(PlanRequest(read, shape_for(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
+    return make_plan(PlanRequest(read, load_model_shape(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
 
 
 def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:

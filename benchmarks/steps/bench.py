@@ -33,7 +33,7 @@ from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.process.environment import for_another_run
 from sft_play.process.signals import ends_with_me
 from sft_play.runs.manifest import versions
-from sft_play.starting.plan_run import shape_for
+from sft_play.starting.plan_run import load_model_shape
 from sft_play.training.unsloth.unsloth_environment import find_unsloth_python
 from sft_play.units import GIB
 
@@ -482,7 +482,7 @@ def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
         return None
     length = max(2, round(run["weighted_length"]))  # sum of squares over sum: the length of the row a token is in
     step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
-    speed = predict_speed(loaded.config, shape_for(loaded.config), plan.precision, step, rates)
+    speed = predict_speed(loaded.config, load_model_shape(loaded.config), plan.precision, step, rates)
     return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix_flops_per_s)
 
 

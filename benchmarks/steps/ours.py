@@ -48,7 +48,7 @@ def main(path: Path) -> int:
 def measure(order: Order) -> None:
     """Start the run of an order; it ends after its last measured step, and its folder is left as it is."""
     from benchmarks.steps.recording import Measured
-    from sft_play.starting.start import Asked, start
+    from sft_play.starting.start import LaunchRequest, start_run
     from sft_play.training import run
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
@@ -56,7 +56,7 @@ def measure(order: Order) -> None:
     train, run.train_stage = run.train_stage, functools.partial(_train, order, run.train_stage)
     try:
         with contextlib.suppress(Measured):
-            start(Asked(loaded))
+            start_run(LaunchRequest(loaded))
     finally:
         run.train_stage = train
 

@@ -17,10 +17,10 @@ from sft_play.accelerate_helpers.one_process import NoOpAccelerator
 from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect_hardware
-from sft_play.launch.accelerate import drop_accelerate, is_of_accelerate, refuse_too_few_processes
-from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
+from sft_play.launch.accelerate import remove_accelerate_variables, is_accelerate_launch, refuse_too_few_processes
+from sft_play.launch.deepspeed.fill import HIDDEN_SIZE_FORMULAS, cpu_adam_obstacles, cpu_adam_compile_note, drop_unresolved_autos
 from sft_play.launch.exported import rank_variables
-from sft_play.launch.machine import without_bad_p2p
+from sft_play.launch.machine import disable_broken_p2p
 from sft_play.log import one_line
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
@@ -39,12 +39,12 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
     starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
-    refuse_too_few_processes(os.environ, instead=starts)
+    refuse_too_few_processes(os.environ, alternative=starts)
     best = _best_precision()
     if best == "no":
         deepspeed_on_cpu()
     elif torch.version.hip is None:
-        without_bad_p2p(detect_hardware(), os.environ)
+        disable_broken_p2p(detect_hardware(), os.environ)
     wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     if wanted.fallback is not None:
         lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""
@@ -86,11 +86,11 @@ def _best_precision() -> Precision:
 
 
 def _drop_launcher_settings(wanted: CheckedSettings) -> None:
-    wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
+    wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_accelerate_launch(os.environ)
     if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
     if wanted.deepspeed is not None:
-        drop_accelerate(os.environ)
+        remove_accelerate_variables(os.environ)
         return
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
         del os.environ[name]
@@ -141,10 +141,10 @@ def _plugin(config: dict[str, Any]) -> Any:
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     if not offloads or not config.get("zero_force_ds_cpu_optimizer", True):
         return DeepSpeedPlugin(hf_ds_config=config)
-    if missing := adam_obstacles():
+    if missing := cpu_adam_obstacles():
         _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU, slower")
         config["zero_force_ds_cpu_optimizer"] = False
-    elif words := compiling_words():
+    elif words := cpu_adam_compile_note():
         _warn(f"DeepSpeed: {words}")
     return DeepSpeedPlugin(hf_ds_config=config)
 
@@ -198,14 +198,14 @@ def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...],
     model_config: Any = getattr(model, "config", None)
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     zero, hidden = config["zero_optimization"], getattr(text, "hidden_size", None)
-    for key, (formula, _) in BY_HIDDEN_SIZE.items():
+    for key, (formula, _) in HIDDEN_SIZE_FORMULAS.items():
         if zero.get(key) == "auto" and isinstance(hidden, int):
             zero[key] = formula(hidden)
     if config.get("train_micro_batch_size_per_gpu", "auto") in ("auto", None):
         sizes = (getattr(one, "batch_size", None) for one in others)  # the first data loader's, which trains
         config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, sizes), 1)
     _drop_blocks(config, others)
-    for line in drop_autos(config):
+    for line in drop_unresolved_autos(config):
         logger.info("DeepSpeed: %s", line)
 
 

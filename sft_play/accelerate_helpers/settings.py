@@ -16,7 +16,7 @@ from sft_play.config.schema import Name, Section
 from sft_play.config.validation import hint_at
 from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config, translate
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_deepspeed_config, translate_deepspeed_keys
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 
@@ -166,7 +166,7 @@ def _deepspeed_file(
         return "", None, "the package deepspeed is not installed"
     given = settings.deepspeed_config
     if given is None:
-        return "DeepSpeed", shipped_config("zero3_offload" if settings.zero3_offload else "zero2"), None
+        return "DeepSpeed", shipped_deepspeed_config("zero3_offload" if settings.zero3_offload else "zero2"), None
     places = _places(Path(given), *([folder] if folder is not None else []))
     path = next(filter(Path.exists, places), None)
     if path is None:
@@ -174,7 +174,7 @@ def _deepspeed_file(
         return "", None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
     name = one_line(str(path))
     try:
-        config, said = translate(read_deepspeed_file(path), name=name)
+        config, said = translate_deepspeed_keys(read_deepspeed_file(path), name=name)
     except ConfigError as error:
         raise ConfigError(str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ")) from None
     for note in said:

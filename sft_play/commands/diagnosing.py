@@ -23,14 +23,14 @@ from sft_play.exit_codes import with_ending, write_json_line
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed
 from sft_play.launch.accelerate import find_accelerate_file, read_found_file
-from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
-from sft_play.launch.machine import machine_for
+from sft_play.launch.launch_options import apply_mesh, mesh_hardware, fill_from_accelerate
+from sft_play.launch.machine import restrict_to_device
 from sft_play.log import output_is_lost
 from sft_play.planner.layout import layout_choices
-from sft_play.starting.plan_run import plan_for, shape_for
-from sft_play.starting.plan_stages import refuse_strategy
+from sft_play.starting.plan_run import plan_run, load_model_shape
+from sft_play.starting.plan_stages import refuse_impossible_strategy
 from sft_play.starting.refusals import refusals
-from sft_play.starting.row_survey import has_own_lengths
+from sft_play.starting.row_survey import has_variable_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def check(
     report = run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
-        errors = refusals(loaded, machine_for(loaded.config, hardware), plans=())
+        errors = refusals(loaded, restrict_to_device(loaded.config, hardware), plans=())
         # of the rows the report knows more, since it reads them all
         texts = [str(error) for error in errors if not isinstance(error, DataError)]
         failures = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
@@ -75,27 +75,27 @@ def on_screen(report: CheckReport, *, why: bool) -> Answer:
 
 
 def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:
-    rows = lengths() if has_own_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
-    return Planned(config, shape_for(config), plan_for(config, machine_of_mesh(config, hardware), rows=rows))
+    rows = lengths() if has_variable_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
+    return Planned(config, load_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
 
 
 def _doctor(request: Request) -> Answer:
     options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
-        options = with_accelerate(options, read_found_file(file, os.environ)[0])
+        options = fill_from_accelerate(options, read_found_file(file, os.environ)[0])
     on_cpu = False
     with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
         config = load_config(request.config, overrides=request.overrides).config
         on_cpu = config.train.device == "cpu"
-        options = as_the_mesh_says(options, config)
+        options = apply_mesh(options, config)
 
     def planner(machine: Hardware) -> Planned:
         config = load_config(request.config, overrides=request.overrides).longest
         # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
-        refuse_strategy(config, machine, strategy)
+        refuse_impossible_strategy(config, machine, strategy)
         only = (strategy,) if strategy else layout_choices(machine.ranks)
-        return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_suggestions=False))
+        return Planned(config, load_model_shape(config), plan_run(config, machine, layouts=only, include_suggestions=False))
 
     return answer_of(examine(planner, options, on_cpu=on_cpu))
 

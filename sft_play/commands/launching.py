@@ -23,27 +23,27 @@ from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     accelerate_path,
     find_accelerate_file,
-    machines_of,
+    read_machines,
     read_accelerate_file,
     refuse_too_few_processes,
     write_accelerate_file,
 )
 from sft_play.launch.exported import (
-    OF_RENDEZVOUS,
+    RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,
-    Ranks,
-    meeting_variables,
-    ranks_of,
-    refuse_tasks,
+    RankInfo,
+    rendezvous_variables,
+    read_rank_info,
+    refuse_repeated_starts,
 )
-from sft_play.launch.machine import machine_for, machine_of
+from sft_play.launch.machine import restrict_to_device, select_hardware
 from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import numbered
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import refuse_code
-from sft_play.starting.start import Asked, Started, as_it_was_spread, start
+from sft_play.starting.start import LaunchRequest, LaunchResult, resume_request, start_run
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +58,15 @@ def run(request: Request) -> Answer | int:
     refuse_hardware(request)
     with stdout_to_stderr(wanted=request.json):
         asked = asked_for(request)
-        started = start(asked)
-        if asked.options.show_only:
+        started = start_run(asked)
+        if asked.options.dry_run:
             return _command(started)
-        if request.command == "rank" or (asked.ranks is not None and not asked.ranks.is_first):
+        if request.command == "rank" or (asked.rank_info is not None and not asked.rank_info.is_first):
             return 0  # the parent answers, or rank 0
         return _answer(started)
 
 
-def asked_for(request: Request) -> Asked:
+def asked_for(request: Request) -> LaunchRequest:
     """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks; raises
     ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
@@ -76,24 +76,24 @@ def asked_for(request: Request) -> Asked:
     loaded = load_config(request.config, overrides=request.overrides)
     if command == "rank":
         resumed = os.environ.get(RESUMED_VARIABLE)
-        return Asked(loaded, options, ranks=ranks, resume=bool(resumed), run=resumed)
+        return LaunchRequest(loaded, options, rank_info=ranks, should_resume=bool(resumed), run_name=resumed)
     if command == "launch-command":
-        return Asked(loaded, dataclasses.replace(options, show_only=True), over_ranks=True)
+        return LaunchRequest(loaded, dataclasses.replace(options, dry_run=True), launches_ranks=True)
     trusts = functools.partial(trusts_code, request)
     if ranks is not None:
         if request.config_recorded:
             refuse_code(request.config, *(part.config.model for part in loaded.parts), trusts=trusts)
-        return Asked(loaded, options, ranks=ranks, resume=command == "resume", run=request.run)
+        return LaunchRequest(loaded, options, rank_info=ranks, should_resume=command == "resume", run_name=request.run)
     if command == "resume":
-        return as_it_was_spread(loaded, options, run=request.run, trusts=trusts)
+        return resume_request(loaded, options, run_name=request.run, trusts=trusts)
     # the only process that another launcher started launches no others
-    return Asked(
-        loaded, options, over_ranks=(command in _LAUNCHES and ranks_of(os.environ) is None) or _spreads(request, loaded)
+    return LaunchRequest(
+        loaded, options, launches_ranks=(command in _LAUNCHES and read_rank_info(os.environ) is None) or _spreads(request, loaded)
     )
 
 
-def _own_place() -> Ranks:
-    ranks = ranks_of(os.environ)
+def _own_place() -> RankInfo:
+    ranks = read_rank_info(os.environ)
     if ranks is None:
         raise ConfigError("rank is what make train-distributed starts in each of its processes; to train here: train")
     set_up_logging("resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=ranks.rank)
@@ -110,23 +110,23 @@ def _spreads(request: Request, loaded: LoadedConfig) -> bool:
     return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_names_machines()
 
 
-def _answer(started: Started) -> Answer:
+def _answer(started: LaunchResult) -> Answer:
     """The summary in the run's folder, or its name alone where that file is gone; rank 0 has the folder where there are
     several nodes. Of ranks that failed, of which their agent has told, what their run recorded."""
     folder = started.folder
     run = None if folder is None else str(folder.path)
-    if started.code:
+    if started.exit_code:
         kept = folder if folder is not None and folder.path.is_dir() else None  # a run that is refused leaves nothing
         error = kept.manifest().get("error") if kept else None
         data = {"run": run if kept else None} | ({"error": str(error)} if error else {})
-        return Answer(data, exit_code=started.code)
+        return Answer(data, exit_code=started.exit_code)
     summary = {**read_summary(folder.path), **best_checkpoint(folder)} if folder else {"exit": 0}
     return Answer({"run": run, **summary})
 
 
-def _command(started: Started) -> Answer:
+def _command(started: LaunchResult) -> Answer:
     launch = started.launch
-    shown = launch and {"line": launch.line, "words": list(launch.words), "environment": launch.environment}
+    shown = launch and {"line": launch.shell_line, "words": list(launch.argv), "environment": launch.environment}
     return Answer({"launch": shown, "plan": started.plan.as_json() if started.plan else None})
 
 
@@ -141,13 +141,13 @@ def accelerate_names_machines() -> bool:
         return False
 
 
-def launched_ranks(request: Request) -> Ranks | None:
+def launched_ranks(request: Request) -> RankInfo | None:
     """This process's place among the ranks that a launcher started; None where it is the only process. Raises
     ConfigError where the launcher was asked for several processes and started one, or started a run for each of them.
     """
     refuse_too_few_processes(os.environ)
-    refuse_tasks(os.environ, nodes=request.options.nodes.count)
-    ranks, options = ranks_of(os.environ), request.options
+    refuse_repeated_starts(os.environ, nodes=request.options.nodes.count)
+    ranks, options = read_rank_info(os.environ), request.options
     if options.nodes.exported_rank:
         logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s",
                     _command_alone(request))  # fmt: skip
@@ -160,7 +160,7 @@ def launched_ranks(request: Request) -> Ranks | None:
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
     # no launcher that is known here set RANK: it may be left from a notebook or another run
     may_be_left_over = "RANK" in os.environ and not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys()
-    if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
+    if ranks.world_size == 1 and ranks.run_folder is None and not wants_engine:
         if may_be_left_over and request.command in _LAUNCHES:
             logger.warning("RANK and WORLD_SIZE=1 in the environment make this the only rank of another launcher, and "
                            "no others are started; without them: %s", _command_alone(request))  # fmt: skip
@@ -173,14 +173,14 @@ def launched_ranks(request: Request) -> Ranks | None:
 
 def _command_alone(request: Request) -> str:
     """The command of a request without the variables that make this process one of several ranks or nodes."""
-    unset = [word for name in OF_RENDEZVOUS if name in os.environ for word in ("-u", name)]
+    unset = [word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)]
     return shlex.join(["env", *unset, *make_words(request, request.command, request.overrides)])
 
 
-def _warn_of_the_wait(ranks: Ranks, request: Request) -> None:
+def _warn_of_the_wait(ranks: RankInfo, request: Request) -> None:
     """Say, before the rendezvous, for which ranks this one waits, where and how long."""
     others = numbered([rank for rank in range(ranks.world_size) if rank != ranks.rank] or [0])
-    place = {**meeting_variables(os.environ, nodes=ranks.nodes), **os.environ}
+    place = {**rendezvous_variables(os.environ, nodes=ranks.node_count), **os.environ}
     logger.warning(
         "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, %.0f s "
         "at most; alone: %s", ranks.rank, ranks.world_size, one_line(place["MASTER_ADDR"]),
@@ -198,8 +198,8 @@ def _setup_accelerate(request: Request) -> Answer:
             code = subprocess.call(words)
         return Answer({"ok": code == 0, "path": str(path)}, exit_code=code)
     loaded = load_config(request.config, overrides=request.overrides)
-    options = dataclasses.replace(request.options, nodes=machines_of(os.environ))
-    hardware = machine_of(options, machine_for(loaded.config, detect_hardware()))
+    options = dataclasses.replace(request.options, nodes=read_machines(os.environ))
+    hardware = select_hardware(options, restrict_to_device(loaded.config, detect_hardware()))
     precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
         path,

@@ -18,11 +18,11 @@ from sft_play.data.infer_dataset import Count, by_characters, first_look
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
-from sft_play.launch.machine import offline_without_hub
+from sft_play.launch.machine import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.planner.plan_summary import long_cpu_warnings
-from sft_play.starting.plan_run import plan_for, shape_for
-from sft_play.starting.refusals import require_here
+from sft_play.starting.plan_run import plan_run, load_model_shape
+from sft_play.starting.refusals import require_capable_machine
 
 _MODES = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
@@ -35,7 +35,7 @@ def run(request: Request) -> Answer:
         raise ConfigError(_missing(request))
     out = _out(request)
     if request.data and request.data.startswith("hub:"):
-        offline_without_hub(request.data)
+        go_offline_without_hub(request.data)
     head, settings, comments = _translated(request, request.from_) if request.from_ else _fresh(request)
     text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config = config_from_text(text, name=str(out))  # what is written loads
@@ -98,7 +98,7 @@ def _fresh(request: Request) -> _Written:
     folder = find_model_folder(request.model)
     base: dict[str, Plain] = {"model.name": request.model}
     asked = config_from_text(run_yaml({**base, "tuning.mode": _MODES[-1]}), name="the run YAML")
-    look = first_look(request.data, count=_counting(folder), positions=shape_for(asked).max_positions)
+    look = first_look(request.data, count=_counting(folder), positions=load_model_shape(asked).max_positions)
     settings = {**base, **look.settings}
     if look.is_chat and folder is not None and not _has_template(folder):
         settings["data.chat_template"] = "chatml"
@@ -114,11 +114,11 @@ def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
     for mode in _MODES:
         config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
         try:
-            plan = plan_for(config, hardware, with_suggestions=False)
+            plan = plan_run(config, hardware, include_suggestions=False)
             if plan.fits:
                 beside = long_cpu_warnings(plan)
                 try:
-                    require_here(config, hardware)
+                    require_capable_machine(config, hardware)
                 except HardwareError as error:
                     beside = [f"but a run here would stop: {error}"]
                 return mode, ", ".join([f"{mode} fits {where}", *(one_line(one, limit=400) for one in beside)])

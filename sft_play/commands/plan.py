@@ -21,9 +21,9 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.files import relative_to_cwd
-from sft_play.launch.deepspeed.files import keeps_params
-from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import CPU_PARAMS, machine_for
+from sft_play.launch.deepspeed.files import keeps_params_on_gpu
+from sft_play.launch.launch_options import mesh_hardware
+from sft_play.launch.machine import MAX_CPU_PARAMS, restrict_to_device
 from sft_play.log import escape_control
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
@@ -32,10 +32,10 @@ from sft_play.planner.advice.what_if import LargestFit, Question, parse_grid, pa
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.plan_summary import plan_summary_lines
-from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
-from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
+from sft_play.starting.plan_run import has_eval, plan_run, load_model_shape, training_backend
+from sft_play.starting.plan_stages import apply_deepspeed_batch, common_layout, read_deepspeed_config, refuse_impossible_strategy
 from sft_play.starting.refusals import refusals
-from sft_play.starting.row_survey import count_if_quick, known_rows
+from sft_play.starting.row_survey import count_row_tokens_if_quick, cached_row_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def run(request: Request) -> Answer:
     # read first: a wrong word in WHATIF or MAX costs no planning
     asked_cells, asked_largest = _cells(request.whatif), parse_question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
-    whole = machine_for(loaded.config, asked_machine(request))
-    hardware = machine_of_mesh(loaded.config, whole)
+    whole = restrict_to_device(loaded.config, asked_machine(request))
+    hardware = mesh_hardware(loaded.config, whole)
     configs = []
     for cell in asked_cells:
         with about(f"WHATIF, {escape_control(' '.join(cell))}"):
@@ -58,13 +58,13 @@ def run(request: Request) -> Answer:
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
     unusable: list[SftPlayError] = []
-    backend, absent = trained_by(base, hardware, only), count_if_quick(loaded, on_error=unusable.append)
+    backend, absent = training_backend(base, hardware, only), count_row_tokens_if_quick(loaded, on_error=unusable.append)
     if backend is not None and backend.fallback_from:  # another one than was asked for
         absent = [f"Backend: {backend.reason}", *absent]
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = whole = cheapest_machine(budget) or hardware
-    refuse_strategy(loaded.config, hardware, strategy)
+    refuse_impossible_strategy(loaded.config, hardware, strategy)
     whole_run = loaded
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace, keeps_params=keeps)
     if stages:
@@ -72,9 +72,9 @@ def run(request: Request) -> Answer:
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
         loaded = dataclasses.replace(loaded, config=config, stage=name)
     else:
-        plan = plan_for(loaded.config, hardware, only=only, trace=request.trace, keeps_params=keeps)
+        plan = plan_run(loaded.config, hardware, layouts=only, trace=request.trace, keeps_params=keeps)
     cell_only = only if request.options.deepspeed else LAYOUT_NAMES
-    plan_cell = functools.partial(plan_for, only=cell_only, keeps_params=keeps, with_suggestions=False)
+    plan_cell = functools.partial(plan_run, layouts=cell_only, keeps_params=keeps, include_suggestions=False)
     cells = [(cell, _planned_cell(cell, config, base, whole, plan_cell)) for cell, config in configs]
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
     data = plan.as_json()
@@ -123,9 +123,9 @@ def _as_deepspeed_says(
     asked = request.options.deepspeed
     if asked is None:
         return request.options.strategy, False, lambda config: config
-    raw, strategy, name = read_deepspeed(asked, request.options.strategy)
-    says = functools.partial(as_deepspeed_says, raw=raw, ranks=hardware.ranks, name=name)
-    return strategy, keeps_params(raw, strategy), says
+    raw, strategy, name = read_deepspeed_config(asked, request.options.strategy)
+    says = functools.partial(apply_deepspeed_batch, deepspeed_config=raw, ranks=hardware.ranks, name=name)
+    return strategy, keeps_params_on_gpu(raw, strategy), says
 
 
 def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
@@ -180,7 +180,7 @@ def _stage_plans(
         return []
     only = (strategy,) if strategy else LAYOUT_NAMES
     common = strategy or common_layout([stage.config for stage in stages], hardware, only=only)
-    plan = functools.partial(plan_for, hardware=hardware, only=(common,), trace=trace, keeps_params=keeps_params)
+    plan = functools.partial(plan_run, hardware=hardware, layouts=(common,), trace=trace, keeps_params=keeps_params)
     return [(stage.name, stage.config, plan(stage.config)) for stage in stages]
 
 
@@ -190,7 +190,7 @@ def _planned_cell(
     # the lengths of the base's rows for a cell that has the same ones, at whatever limit
     is_same = (config.data, config.task_mode, config.model.name) == (base.data, base.task_mode, base.model.name)
     with about(f"WHATIF, {escape_control(' '.join(cell))}"):
-        return plan(config, machine_of_mesh(config, whole), rows=known_rows(base) if is_same else None)
+        return plan(config, mesh_hardware(config, whole), rows=cached_row_tokens(base) if is_same else None)
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> LargestFit:
@@ -199,7 +199,7 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     earlier = [] if hardware.named else calibration.load_measured_runs()
     evaluates, without = has_eval(config), missing_kernel_packages()
     return find_largest_fit(
-        asked, PlanRequest(config, shape_for(config), hardware, only, evaluates, earlier, missing_packages=without)
+        asked, PlanRequest(config, load_model_shape(config), hardware, only, evaluates, earlier, missing_packages=without)
     )
 
 
@@ -215,7 +215,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None)
     if plan.hardware.nodes > 1:
         words += [f"NNODES={plan.hardware.nodes}", "NODE_RANK=0", f"MASTER_ADDR={FIRST_NODE}"]
         words.append(f"MASTER_PORT={DEFAULT_PORT}")
-    overrides, is_large = loaded.overrides, plan.model_params > CPU_PARAMS
+    overrides, is_large = loaded.overrides, plan.model_params > MAX_CPU_PARAMS
     if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
         overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
     if overrides:
@@ -248,13 +248,13 @@ def budget_for(
     for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
     length is not known, a price has no machine with GPUs, or the list has none for the machine that is named."""
     today = datetime.now(UTC).date()
-    shape, evaluates = shape_for(config), has_eval(config)
+    shape, evaluates = load_model_shape(config), has_eval(config)
 
     def plan(machine: Hardware) -> Plan | None:
         best = lowest_memory_candidate(PlanRequest(config, shape, machine, only, evaluates))
         if best is None or not best.fits:
             return None
-        return plan_for(config, machine, only=only, with_suggestions=False)
+        return plan_run(config, machine, layouts=only, include_suggestions=False)
 
     if asked.price_per_gpu_hour is None and not (asked.named and asked.gpus):
         return compare_machine_prices(usd, lowest_prices(), make_machine_plan=plan, today=today)

@@ -26,7 +26,7 @@ from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import relative_to_cwd
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
-from sft_play.launch.launch_options import LaunchOptions, launch_options_of
+from sft_play.launch.launch_options import LaunchOptions, parse_launch_options
 from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.runs.lookup import output_dir, run_named
@@ -142,10 +142,10 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         overrides=overrides,
         config_given=config is not None,
         config_recorded=config is not None and not typed,
-        options=launch_options_of(
+        options=parse_launch_options(
             asked,
-            deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
-            board=bool(given.tensorboard),
+            uses_deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
+            uses_tensorboard=bool(given.tensorboard),
             notes=notes,
         ),
         **{field: _value(name, _text(given, environment, name)) for field, name in OF_VARIABLES.items()},

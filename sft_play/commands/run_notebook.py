@@ -27,9 +27,9 @@ from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.command import Launch, torchrun
-from sft_play.launch.exported import ranks_of
-from sft_play.launch.machine import machine_of
+from sft_play.launch.command import LaunchCommand, torchrun_command
+from sft_play.launch.exported import read_rank_info
+from sft_play.launch.machine import select_hardware
 from sft_play.log import one_line, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import with_this_package
@@ -42,10 +42,10 @@ def run(request: Request) -> Answer | int:
     if request.notebook is None:
         raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
     cells = read(request.notebook)
-    ranks, answer = ranks_of(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
+    ranks, answer = read_rank_info(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if ranks is None:
-        launch = launch_of(request.notebook, machine_of(request.options, detect_hardware()), gpus=request.options.gpus)
-        logger.info("Launch: %s", launch.line)
+        launch = launch_of(request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus)
+        logger.info("Launch: %s", launch.shell_line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
         start(launch, {**answer, "ranks": launch.processes} if request.json else None)
@@ -132,9 +132,9 @@ def _own_frames(error: BaseException) -> Any:
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> Launch:
+def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> LaunchCommand:
     """The command that starts the ranks of a machine, and its variables."""
-    launch = torchrun(
+    launch = torchrun_command(
         ["run-notebook", "--notebook", str(path.absolute())],
         processes=machine.ranks,
         nodes=NodeSetup(),
@@ -144,11 +144,11 @@ def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> Lau
     return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: "run-notebook"})
 
 
-def start(launch: Launch, answer: Mapping[str, object] | None) -> NoReturn:
+def start(launch: LaunchCommand, answer: Mapping[str, object] | None) -> NoReturn:
     """Replace this process by the agent of the ranks, which handles signals, answers and sets the exit code."""
-    environment = with_this_package(launch.environment_in(os.environ))  # the cells run in the notebook's folder
+    environment = with_this_package(launch.merged_environment(os.environ))  # the cells run in the notebook's folder
     if answer is not None:
         environment[failures.ANSWER_VARIABLE] = json.dumps(answer)
     sys.stdout.flush()  # execve drops what is still buffered
     sys.stderr.flush()
-    os.execve(launch.words[0], launch.watched, environment)
+    os.execve(launch.argv[0], launch.agent_argv, environment)

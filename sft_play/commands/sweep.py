@@ -30,8 +30,8 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stag
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.run import changed_data
-from sft_play.launch.launch_options import LaunchOptions, as_the_mesh_says, machine_of_mesh
-from sft_play.launch.machine import machine_for
+from sft_play.launch.launch_options import LaunchOptions, apply_mesh, mesh_hardware
+from sft_play.launch.machine import restrict_to_device
 from sft_play.log import one_line
 from sft_play.planner.advice.what_if import parse_grid
 from sft_play.planner.layout import LayoutName, layout_choices
@@ -42,9 +42,9 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import name_of_config, new_folder, resumes
 from sft_play.runs.manifest import other_settings, refuse_mixing
-from sft_play.starting.plan_run import plan_for
-from sft_play.starting.plan_stages import common_layout, count_before_planning
-from sft_play.starting.refusals import refusals, require_planned
+from sft_play.starting.plan_run import plan_run
+from sft_play.starting.plan_stages import common_layout, count_rows_before_planning
+from sft_play.starting.refusals import refusals, require_gpus_and_disk
 
 logger = logging.getLogger(__name__)
 
@@ -179,11 +179,11 @@ def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
         raise error
     only: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
     options = LaunchOptions(strategy=only[0] if len(only) == 1 else None)
-    count_before_planning(loaded, hardware, options, is_resumed=is_there, trains_here=False)
+    count_rows_before_planning(loaded, hardware, options, is_resumed=is_there, trains_in_process=False)
     plans = _plans(loaded, hardware, only)
     state = _found(folder, loaded, plans[0]) if is_there else "new"
     if state != "finished":
-        require_planned(loaded, hardware, plans, folder)
+        require_gpus_and_disk(loaded, hardware, plans, folder)
     most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
         return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", format_misfit(most, config))
@@ -196,9 +196,9 @@ def _sum(of: Sequence[Plan | Cell]) -> float | None:
 
 
 def _hardware(loaded: LoadedConfig) -> Hardware:
-    config, machine = loaded.config, machine_for(loaded.config, detect_hardware())
-    as_the_mesh_says(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
-    machine = machine_of_mesh(config, machine)
+    config, machine = loaded.config, restrict_to_device(loaded.config, detect_hardware())
+    apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
+    machine = mesh_hardware(config, machine)
     return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
 
 
@@ -209,7 +209,7 @@ def _plans(loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...
     for part in loaded.parts:
         with in_stage(part.stage):
             trace = part.config.plan.trace and bool(hardware.gpus)
-            plans.append(plan_for(part.config, hardware, only=only, trace=trace))
+            plans.append(plan_run(part.config, hardware, layouts=only, trace=trace))
     return plans
 
 

@@ -19,7 +19,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import machine_of, require_machine, without_bad_p2p
+from sft_play.launch.machine import select_hardware, require_usable_hardware, disable_broken_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 
@@ -74,11 +74,11 @@ def examine(
 
 def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
     try:
-        here = machine_of(replace(options, nodes=NodeSetup()), whole)
+        here = select_hardware(replace(options, nodes=NodeSetup()), whole)
     except SftPlayError as error:
         found, _, remedy = str(error).partition("; ")
         return whole, whole, failed("GPUs", found, remedy or "GPUS= and NPROC= name GPUs that there are")
-    everywhere = machine_of(options, whole)
+    everywhere = select_hardware(options, whole)
     if not here.gpus:
         return here, everywhere, skipped("GPUs", f"none found; {here.ranks} CPU ranks are used instead")
     return here, everywhere, passed("GPUs", f"{len(here.gpus)} x {here.gpus[0].name}")
@@ -121,7 +121,7 @@ def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, 
     """What a run on this machine is refused for before anything loads: an accelerator that it would not use, a model
     too large for a CPU, no compiler for its kernels."""
     try:
-        require_machine(config, machine, environment, params=lambda: params)
+        require_usable_hardware(config, machine, environment, count_params=lambda: params)
     except SftPlayError as error:
         found, _, remedy = str(error).partition("; ")
         return failed("machine", found, remedy or "see docs/setup.md")
@@ -164,7 +164,7 @@ def _together(
         return [*findings, skipped(ranks.NAME, "not over other GPUs than were asked for; see above")]
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
-    without_bad_p2p(around.hardware, given)  # as a run's ranks communicate
+    disable_broken_p2p(around.hardware, given)  # as a run's ranks communicate
     # nodes that met after half a minute leave less of the whole
     limit_s = min(ALL_REDUCE_S, max(LEAST_S, WHOLE_S - (time.monotonic() - started)))
     outcome = ranks.run_ranks(around.hardware, options, limit_s=limit_s, environment=given)

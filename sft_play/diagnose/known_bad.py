@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.findings import Finding, passed
-from sft_play.launch.machine import P2P_OFF, refuses_p2p
+from sft_play.launch.machine import P2P_OFF, has_broken_p2p
 
 Condition = Mapping[str, Any]
 # None: not known, which meets no condition.
@@ -103,7 +103,7 @@ def _facts(around: Surroundings, packages: Collection[str], *, ranks: int, nodes
         "nodes": nodes,
         "over_nccl": over_nccl,
         "layout": layout,
-        "accelerate_refuses_p2p": over_nccl and not is_off and refuses_p2p([gpu.name for gpu in gpus], around.driver),
+        "accelerate_refuses_p2p": over_nccl and not is_off and has_broken_p2p([gpu.name for gpu in gpus], around.driver),
     }
 
 

@@ -17,7 +17,7 @@ from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.command import LAUNCHER, Launch, torchrun
+from sft_play.launch.command import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 from sft_play.process.environment import OF_LAUNCHERS
@@ -54,11 +54,11 @@ class Outcome:
     limit_s: float = 0.0
 
 
-def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s: float) -> Launch:
+def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s: float) -> LaunchCommand:
     """The command that starts this node's ranks: a run's, with another module."""
     here = len(machine.gpus) or machine.cpu_ranks
     kind = "cuda" if machine.gpus else "cpu"
-    launch = torchrun(
+    launch = torchrun_command(
         ["--out", str(out), "--device", kind, "--timeout", str(timeout_s)],
         processes=here,
         nodes=options.nodes,
@@ -66,8 +66,8 @@ def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
     )
     # a run's launch, of which only the program differs: what the check finds out holds for the run
-    at = launch.words.index("--module") + 1
-    return replace(launch, words=(*launch.words[:at], MODULE, *launch.words[at + 1 :]))
+    at = launch.argv.index("--module") + 1
+    return replace(launch, argv=(*launch.argv[:at], MODULE, *launch.argv[at + 1 :]))
 
 
 def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]) -> Outcome:
@@ -78,12 +78,12 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as text:
         out = Path(text)
         launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
-        at = launch.words.index(LAUNCHER)
+        at = launch.argv.index(TORCHRUN_MODULE)
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         kept = {name: value for name, value in environment.items() if name not in OF_LAUNCHERS}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
-                [*launch.words[:at], "sft_play.process.signals", *launch.words[at:]],  # so that it ends with the doctor
+                [*launch.argv[:at], "sft_play.process.signals", *launch.argv[at:]],  # so that it ends with the doctor
                 env=ends_with_me({**kept, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

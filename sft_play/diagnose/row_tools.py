@@ -16,7 +16,7 @@ from sft_play.data.build.survey import RowMaker
 from sft_play.data.sources.files import AnySource
 from sft_play.errors import DataError, ModelError
 from sft_play.facts.models.architecture import load_max_positions
-from sft_play.launch.machine import offline_without_hub
+from sft_play.launch.machine import go_offline_without_hub
 
 SPLITS = ("train", "val", "test")
 
@@ -53,7 +53,7 @@ def prepare_hub(config: RunConfig) -> None:
     """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
-        offline_without_hub(config.model.name)
+        go_offline_without_hub(config.model.name)
 
 
 def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:

@@ -26,7 +26,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import require_available_model, load_config_json, is_hub_reachable, find_model_folder, load_max_positions
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import require_machine
+from sft_play.launch.machine import require_usable_hardware
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
@@ -224,7 +224,7 @@ class _Checks:
             plan = self._planned.plan
             require_fit(plan, self._config)
             if not self._hardware.named:
-                require_machine(self._config, self._hardware, os.environ, params=lambda: plan.model_params)
+                require_usable_hardware(self._config, self._hardware, os.environ, count_params=lambda: plan.model_params)
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
             return

@@ -23,27 +23,27 @@ from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup, is_host_address
-from sft_play.launch.deepspeed.files import LAYOUTS
-from sft_play.launch.exported import nodes_of, rank_variables
+from sft_play.launch.deepspeed.files import ZERO_LAYOUTS
+from sft_play.launch.exported import read_nodes, rank_variables
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
-WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
+ACCELERATE_FILE_DESCRIPTION = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
 # Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
 # own place is shared by all of a user's projects: it is read where this file is missing, and never written.
-PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
+PROJECT_ACCELERATE_FILE = Path("configs/accelerate/default_config.yaml")
 # `ACCELERATE_CONFIG=none`: no configuration is read.
-NO_FILE = "none"
+NO_ACCELERATE_FILE = "none"
 
 
 def accelerate_path(environment: Mapping[str, str]) -> Path:
-    """Where the configuration is, or would be written: `ACCELERATE_CONFIG`, else `PROJECT_FILE`."""
-    given = environment.get("ACCELERATE_CONFIG", "").strip()
-    return Path(given).expanduser() if given and given != NO_FILE else PROJECT_FILE
+    """Where the configuration is, or would be written: `ACCELERATE_CONFIG`, else `PROJECT_ACCELERATE_FILE`."""
+    named_path = environment.get("ACCELERATE_CONFIG", "").strip()
+    return Path(named_path).expanduser() if named_path and named_path != NO_ACCELERATE_FILE else PROJECT_ACCELERATE_FILE
 
 
-def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
+def default_accelerate_path(environment: Mapping[str, str] | None = None) -> Path:
     """Where `accelerate config` writes its answers by default (`accelerate/commands/config`)."""
     environment = os.environ if environment is None else environment
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
@@ -53,23 +53,23 @@ def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
 
 def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     """The configuration that a launch reads: the named one, else the project's, else accelerate's own."""
-    given = environment.get("ACCELERATE_CONFIG", "").strip()
-    if given:
-        return None if given == NO_FILE else accelerate_path(environment)
-    return next((path for path in (PROJECT_FILE, accelerate_place(environment)) if path.is_file()), None)
+    named_path = environment.get("ACCELERATE_CONFIG", "").strip()
+    if named_path:
+        return None if named_path == NO_ACCELERATE_FILE else accelerate_path(environment)
+    return next((path for path in (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment)) if path.is_file()), None)
 
 
 def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
     """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
     ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
-    if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
+    if path != default_accelerate_path(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
         return read_accelerate_file(path), ()
-    without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
+    hint = f"ACCELERATE_CONFIG={NO_ACCELERATE_FILE} leaves it out"
     try:
         config = read_accelerate_file(path)
     except ConfigError as error:
-        raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {without}") from None
-    return config, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
+        raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {hint}") from None
+    return config, (f"accelerate's own file {one_line(str(path))} is read ({hint})",)
 
 
 class AccelerateConfig(BaseModel):
@@ -98,37 +98,37 @@ class AccelerateConfig(BaseModel):
     # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
     @field_validator("distributed_type", mode="before")
     @classmethod
-    def _kind(cls, given: Any) -> str:
-        return "NO" if given is False else str(given).upper()
+    def _normalize_distributed_type(cls, value: Any) -> str:
+        return "NO" if value is False else str(value).upper()
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
-    def _precision(cls, given: Any) -> str:
-        return "no" if given is False else str(given).strip().lower()
+    def _normalize_precision(cls, value: Any) -> str:
+        return "no" if value is False else str(value).strip().lower()
 
     @field_validator("num_processes", "num_machines", "machine_rank", "main_process_port", mode="before")
     @classmethod
-    def _number(cls, given: Any) -> Any:
-        if isinstance(given, bool):
+    def _refuse_boolean(cls, value: Any) -> Any:
+        if isinstance(value, bool):
             raise ValueError("a whole number")
-        return given
+        return value
 
     @field_validator("gpu_ids", mode="before")
     @classmethod
-    def _gpus(cls, given: Any) -> list[str] | None:
-        if isinstance(given, str) and given.strip().lower() in ("all", ""):
+    def _parse_gpu_ids(cls, value: Any) -> list[str] | None:
+        if isinstance(value, str) and value.strip().lower() in ("all", ""):
             return None
-        ids = [str(one).strip() for one in (given if isinstance(given, list) else str(given).split(","))]
-        if not all(re.fullmatch(r"[0-9]{1,4}", one) for one in ids) or len(set(ids)) < len(ids):
+        ids = [str(gpu_id).strip() for gpu_id in (value if isinstance(value, list) else str(value).split(","))]
+        if not all(re.fullmatch(r"[0-9]{1,4}", gpu_id) for gpu_id in ids) or len(set(ids)) < len(ids):
             raise ValueError("all, or numbers such as 0,1, each once")
         return ids
 
     @field_validator("main_process_ip")
     @classmethod
-    def _address(cls, given: str | None) -> str | None:
-        if given is not None and not is_host_address(given):
+    def _check_address(cls, value: str | None) -> str | None:
+        if value is not None and not is_host_address(value):
             raise ValueError("a host name or an IP address")
-        return given
+        return value
 
     @property
     def processes_per_machine(self) -> int | None:
@@ -150,23 +150,23 @@ class AccelerateConfig(BaseModel):
                 return "ddp"
             return "fsdp_hybrid" if "HYBRID_SHARD" in strategy and self.num_machines > 1 else "fsdp"
         if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
-            states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
+            offloads_states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
             # 2 is accelerate's default too; stage 0 shards nothing and is no layout
-            return LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), states))
+            return ZERO_LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), offloads_states))
         return None
 
     def contradictions(self) -> Iterator[str]:
         """What is wrong with values that are valid alone."""
         machines, total, ids = self.num_machines, self.num_processes, self.gpu_ids
         if self.machine_rank >= machines:
-            rank = f"machine_rank: {self.machine_rank}"
-            yield f"{rank} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
-        of = f"num_processes: {total} is the total over num_machines: {machines}"
+            rank_text = f"machine_rank: {self.machine_rank}"
+            yield f"{rank_text} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
+        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
         if total is not None and total % machines:
-            fitting = [machines * (total // machines), machines * -(-total // machines)]
-            yield f"{of} and is not divisible by it; use {' or '.join(str(one) for one in fitting if one)}"
+            divisible_totals = [machines * (total // machines), machines * -(-total // machines)]
+            yield f"{total_text} and is not divisible by it; use {' or '.join(str(one) for one in divisible_totals if one)}"
         elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
-            yield f"{of}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
+            yield f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
@@ -183,34 +183,34 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
     ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
     contradict each other. All problems inside it at once."""
-    text = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    text = read_text(path, variable="ACCELERATE_CONFIG", wanted=ACCELERATE_FILE_DESCRIPTION)
     name = one_line(str(path))
     data = parse_value(text, name=name)
     if not isinstance(data, dict) or "distributed_type" not in data:
-        raise ConfigError(f"{name} has no distributed_type; is this {WANTED}?")
+        raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
-    given: dict[str, Any] = {key: one for key, one in data.items() if one is not None}
-    if given.get("num_processes") == -1:
-        del given["num_processes"]
+    values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
+    if values.get("num_processes") == -1:
+        del values["num_processes"]
     try:
-        config = AccelerateConfig.model_validate({**given, "path": path})
+        config = AccelerateConfig.model_validate({**values, "path": path})
         if config.distributed_type == "NO" and config.num_processes is None:
             config = config.model_copy(update={"num_processes": 1})
         problems = list(config.contradictions())
     except ValidationError as error:
-        problems = _in_words(error, data)
+        problems = _validation_problems(error, data)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config
 
 
-def _in_words(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
+def _validation_problems(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
     problems = {}  # a union reports one error for each of its members
-    for one in error.errors(include_url=False):
-        key, field = str(one["loc"][0]), AccelerateConfig.model_fields[str(one["loc"][0])]
-        is_ours = one["type"] == "value_error"
-        wanted = str(one["ctx"]["error"]) if is_ours else expects(field.annotation, tuple(field.metadata))
-        problems[key] = f"{key}: {show(data[key])} is not valid; expected {wanted}"
+    for detail in error.errors(include_url=False):
+        key, field = str(detail["loc"][0]), AccelerateConfig.model_fields[str(detail["loc"][0])]
+        is_own_message = detail["type"] == "value_error"
+        expected = str(detail["ctx"]["error"]) if is_own_message else expects(field.annotation, tuple(field.metadata))
+        problems[key] = f"{key}: {show(data[key])} is not valid; expected {expected}"
     return list(problems.values())
 
 
@@ -218,12 +218,12 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
 
 # Set by every start of `accelerate launch`, whichever launcher it uses.
 _SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-_RUNS_INSTEAD = (
+_ALTERNATIVE_COMMANDS = (
     "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
     "--nproc-per-node 2 scripts/train.py with the same arguments"
 )
 # Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are.
-_ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+_ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _DEEPSPEED_KEYS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -234,49 +234,49 @@ _DEEPSPEED_KEYS = {
 }
 
 
-def is_of_accelerate(environment: Mapping[str, str]) -> bool:
+def is_accelerate_launch(environment: Mapping[str, str]) -> bool:
     """Whether `accelerate launch` started this process."""
     return all(name in environment for name in _SET_BY_ACCELERATE)
 
 
-def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
+def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig | None:
     """The choices of `accelerate launch`, flags or file, which reach a rank as variables, as a configuration of one
     machine; None where it did not start this process. Raises ConfigError where they divide what the run YAML alone
     divides."""
-    if not is_of_accelerate(environment):
+    if not is_accelerate_launch(environment):
         return None
-    kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
+    distributed_type: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        kind = "FSDP"
+        distributed_type = "FSDP"
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        kind = "DEEPSPEED"
-    of_deepspeed = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
-    given = {
+        distributed_type = "DEEPSPEED"
+    deepspeed_values = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
+    values = {
         "path": Path("accelerate launch"),
-        "distributed_type": kind,
+        "distributed_type": distributed_type,
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
         "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
-        "deepspeed_config": {key: text for key, text in of_deepspeed.items() if text != "none"},
+        "deepspeed_config": {key: text for key, text in deepspeed_values.items() if text != "none"},
     }
     for problem in _refused_axes({name.lower(): text for name, text in environment.items()}):
         raise ConfigError(f"accelerate launch: {problem}")
-    return AccelerateConfig.model_validate(given)
+    return AccelerateConfig.model_validate(values)
 
 
-def drop_accelerate(environment: MutableMapping[str, str]) -> None:
+def remove_accelerate_variables(environment: MutableMapping[str, str]) -> None:
     """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
     # ACCELERATE_CONFIG is make's variable; accelerate does not read it
-    for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
+    for name in [name for name in environment if name.startswith(_ACCELERATE_PREFIXES) and name != "ACCELERATE_CONFIG"]:
         del environment[name]
 
 
-def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
+def refuse_too_few_processes(environment: Mapping[str, str], *, alternative: str = _ALTERNATIVE_COMMANDS) -> None:
     """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
     started one, as on a CPU without MPI. `instead`: what starts them."""
-    if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
+    if is_accelerate_launch(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
-            f"starts several only through MPI. Use {instead}"
+            f"starts several only through MPI. Use {alternative}"
         )
 
 
@@ -285,8 +285,8 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-_TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
-ALONE = NodeSetup()
+_FILE_COMMENT = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+ONE_MACHINE = NodeSetup()
 
 
 def write_accelerate_file(
@@ -294,40 +294,40 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: str,
-    machines: NodeSetup = ALONE,
+    machines: NodeSetup = ONE_MACHINE,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> str:
-    """Write a configuration for the ranks of a machine (`machine_of`), on `gpu_ids` of each node (none: all), and
+    """Write a configuration for the ranks of a machine (`select_hardware`), on `gpu_ids` of each node (none: all), and
     return its text. The engine is left to the plan. Raises DataError where the file is not ours or was edited and
     `overwrite` is False, or it cannot be written; nothing is written then."""
-    total = hardware.ranks  # accelerate counts over all machines, torchrun on each
-    kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
+    process_count = hardware.ranks  # accelerate counts over all machines, torchrun on each
+    distributed_type: DistributedType = "NO" if process_count == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": kind,
+        "distributed_type": distributed_type,
         "gpu_ids": (",".join(map(str, gpu_ids)) or "all") if hardware.gpus else None,
         "machine_rank": machines.rank,
         "main_process_ip": machines.address,
         "main_process_port": machines.port,
         "mixed_precision": mixed_precision,
         "num_machines": machines.count,
-        "num_processes": total,
+        "num_processes": process_count,
         "same_network": True,
         "use_cpu": not hardware.gpus,
     }
-    text = _TOTAL + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    text = _FILE_COMMENT + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
     with OutputFolder(path.parent, (path.name,), force=overwrite, command="setup-accelerate") as folder:
         folder.open(path.name).write(text)
     return text
 
 
-def machines_of(environment: Mapping[str, str]) -> NodeSetup:
+def read_machines(environment: Mapping[str, str]) -> NodeSetup:
     """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line. Raises
-    ConfigError as `nodes_of` does, or where the address is none."""
-    given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
-    nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
+    ConfigError as `read_nodes` does, or where the address is none."""
+    values = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
+    nodes = read_nodes(values, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
     if nodes.address is not None and not is_host_address(nodes.address):
         raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
     return nodes

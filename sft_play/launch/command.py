@@ -21,15 +21,15 @@ from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER = "torch.distributed.run"
-AGENT = "sft_play.training.ranks.elastic_agent"
+TORCHRUN_MODULE = "torch.distributed.run"
+AGENT_MODULE = "sft_play.training.ranks.elastic_agent"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCommand:
     """A command, and the variables that it adds to the environment."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int | None = None
     """The port that this node listens on, where other nodes have to know it."""
@@ -37,32 +37,32 @@ class Launch:
     @property
     def processes(self) -> int:
         """How many ranks it starts on this node."""
-        return int(self.words[self.words.index("--nproc-per-node") + 1])
+        return int(self.argv[self.argv.index("--nproc-per-node") + 1])
 
     @property
-    def watched(self) -> tuple[str, ...]:
+    def agent_argv(self) -> tuple[str, ...]:
         """The words with our agent in the launcher's place: what is run."""
-        return tuple(AGENT if word == LAUNCHER else word for word in self.words)
+        return tuple(AGENT_MODULE if word == TORCHRUN_MODULE else word for word in self.argv)
 
-    def environment_in(self, given: Mapping[str, str]) -> dict[str, str]:
+    def merged_environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The environment that the command runs in: the given one with its variables, without `PET_NNODES` and the
         like, which torchrun takes as defaults of its flags (`exported.node_variables` has read them)."""
-        return {**{name: text for name, text in given.items() if not name.startswith("PET_")}, **self.environment}
+        return {**{name: text for name, text in base.items() if not name.startswith("PET_")}, **self.environment}
 
     @property
-    def line(self) -> str:
+    def shell_line(self) -> str:
         """As a person would type it."""
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
-        return f"{variables} {shlex.join(self.words)}".strip()
+        return f"{variables} {shlex.join(self.argv)}".strip()
 
 
-def visible_only(gpus: str) -> dict[str, str]:
+def visible_gpu_variables(gpus: str) -> dict[str, str]:
     """Variables that leave these GPUs visible, numbered by slot."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}
 
 
-def torchrun(
-    program: Sequence[str],
+def torchrun_command(
+    program_arguments: Sequence[str],
     *,
     processes: int,
     nodes: NodeSetup,
@@ -70,8 +70,8 @@ def torchrun(
     gpus: str | None = None,
     python: str | None = None,
     nccl_timeout_s: float | None = None,
-    given: Mapping[str, str] | None = None,
-) -> Launch:
+    present_environment: Mapping[str, str] | None = None,
+) -> LaunchCommand:
     """`torchrun` with as many processes as this node has ranks, running `sft-play` with the words of `program`.
 
     Args:
@@ -80,23 +80,23 @@ def torchrun(
         nccl_timeout_s: how long GPU ranks wait for each other.
         given: the present environment, whose own NCCL settings win.
     """
-    words = [python or sys.executable, "-m", LAUNCHER]
+    argv = [python or sys.executable, "-m", TORCHRUN_MODULE]
     if nodes.count == 1:
-        words.append("--standalone")  # the ranks meet at a free port: two runs on one machine do not disturb each other
+        argv.append("--standalone")  # the ranks meet at a free port: two runs on one machine do not disturb each other
     else:
-        words += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
-        words += ["--master-addr", str(nodes.address), "--master-port", str(nodes.port)]
-    words += ["--nproc-per-node", str(processes), "--module", "sft_play", *program]
+        argv += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
+        argv += ["--master-addr", str(nodes.address), "--master-port", str(nodes.port)]
+    argv += ["--nproc-per-node", str(processes), "--module", "sft_play", *program_arguments]
     environment: dict[str, str] = {}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpus is not None:
-        environment |= visible_only(gpus)
+        environment |= visible_gpu_variables(gpus)
     if nccl_timeout_s is not None:
-        wanted = nccl_variables(nccl_timeout_s)
-        environment |= {name: value for name, value in wanted.items() if name not in (given or {})}
+        nccl_defaults = nccl_variables(nccl_timeout_s)
+        environment |= {name: value for name, value in nccl_defaults.items() if name not in (present_environment or {})}
     # only node 0 listens at MASTER_PORT; the others connect to it
-    return Launch(tuple(words), environment, nodes.port if nodes.count > 1 and nodes.rank == 0 else None)
+    return LaunchCommand(tuple(argv), environment, nodes.port if nodes.count > 1 and nodes.rank == 0 else None)
 
 
 def nccl_variables(timeout_s: float) -> dict[str, str]:
@@ -112,19 +112,19 @@ def nccl_variables(timeout_s: float) -> dict[str, str]:
     }
 
 
-def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
+def rank_timeout_s(config: RunConfig, environment: Mapping[str, str]) -> float:
     """Seconds that ranks wait for each other: `distributed.timeout_s`, or NCCL_TIMEOUT where that is set; raises
     ConfigError where NCCL_TIMEOUT is not a number of seconds."""
-    given = environment.get("NCCL_TIMEOUT", "").strip()
-    if not given:
+    text = environment.get("NCCL_TIMEOUT", "").strip()
+    if not text:
         return config.distributed.timeout_s
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 1 <= seconds <= 86_400:
-        raise ConfigError(f"NCCL_TIMEOUT={one_line(given)} is not a number of seconds from 1 to 86400")
+        raise ConfigError(f"NCCL_TIMEOUT={one_line(text)} is not a number of seconds from 1 to 86400")
     if seconds != config.distributed.timeout_s:
-        logger.info("NCCL_TIMEOUT=%s in the environment: ranks wait %g s for each other instead of %g", one_line(given),
+        logger.info("NCCL_TIMEOUT=%s in the environment: ranks wait %g s for each other instead of %g", one_line(text),
                     seconds, config.distributed.timeout_s)  # fmt: skip
     return seconds

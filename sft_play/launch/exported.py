@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 # The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
 # the ranks, and takes it for its own `--run-path`.
 RESUMED_VARIABLE = "SFT_PLAY_RESUMED"
-RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch and accelerate read to find the other ranks.
-OF_RENDEZVOUS = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 # How often srun, or an mpirun, has started this command.
-_COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+_TASK_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 _NODE_SYNONYMS = {
     "NNODES": "PET_NNODES",
     "NODE_RANK": "PET_NODE_RANK",
     "MASTER_ADDR": "PET_MASTER_ADDR",
     "MASTER_PORT": "PET_MASTER_PORT",
 }
-_COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+_PROCESS_COUNT_VARIABLES = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 # Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
 _ALL_GPUS = ("gpu", "auto", "cuda")
 
@@ -43,26 +43,26 @@ _ALL_GPUS = ("gpu", "auto", "cuda")
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank; else
     empty: without a local rank they name a node (`node_variables`)."""
-    variables = {name: environment[name] for name in RANK_NAMES if environment.get(name, "").strip()}
+    variables = {name: environment[name] for name in RANK_VARIABLES if environment.get(name, "").strip()}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    return variables if "LOCAL_RANK" in variables else _of_slurm(environment) if "RANK" not in environment else {}
+    return variables if "LOCAL_RANK" in variables else _slurm_rank_variables(environment) if "RANK" not in environment else {}
 
 
-def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def _slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The same of a task to which srun gave GPUs of its own (`--gpus-per-task`), as many on each node; else empty."""
     if not any(environment.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")):
         return {}
     # `4(x2)`: four on each of two nodes; `4,3`: not as many on each
     per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    theirs = [environment.get(name, "") for name in names]
-    if per_node is None or int(per_node[1]) < 2 or not all(text.isdigit() for text in theirs):
+    values = [environment.get(name, "") for name in names]
+    if per_node is None or int(per_node[1]) < 2 or not all(text.isdigit() for text in values):
         return {}
-    return dict(zip(RANK_NAMES, [*theirs, per_node[1]], strict=True))
+    return dict(zip(RANK_VARIABLES, [*values, per_node[1]], strict=True))
 
 
-def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
+def rendezvous_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
     """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: srun exports neither; raises ConfigError where the
     ranks are on several nodes, so the address has to be given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -80,12 +80,12 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
-    there = {name: text for name in environment if (text := environment[name].strip())}
-    is_named = "NNODES" in there or "NODE_RANK" in there
+    exported = {name: text for name in environment if (text := environment[name].strip())}
+    is_named = "NNODES" in exported or "NODE_RANK" in exported
     renamed = {
-        name: there[theirs]
-        for name, theirs in _NODE_SYNONYMS.items()
-        if theirs in there and name not in there and (name.startswith("MASTER") or not is_named)
+        name: exported[synonym]
+        for name, synonym in _NODE_SYNONYMS.items()
+        if synonym in exported and name not in exported and (name.startswith("MASTER") or not is_named)
     }
     lines: list[str] = []
     if ":" in renamed.get("NNODES", ""):
@@ -94,30 +94,30 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         )
     if renamed.get("NNODES", "1") != "1":
         lines.append(f"PET_NNODES={one_line(renamed['NNODES'])} in the environment: one run over that many nodes")
-    if not is_named and "NNODES" not in renamed and {"RANK", "WORLD_SIZE"} <= there.keys():
-        rank, world = there["RANK"], there["WORLD_SIZE"]
-        words = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK"
+    if not is_named and "NNODES" not in renamed and {"RANK", "WORLD_SIZE"} <= exported.keys():
+        rank, world_size = exported["RANK"], exported["WORLD_SIZE"]
+        prefix = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world_size)} in the environment, without LOCAL_RANK"
         line = (
-            f"{words}: this is node {one_line(rank)} of {one_line(world)} nodes (NNODES= and NODE_RANK= say otherwise)"
+            f"{prefix}: this is node {one_line(rank)} of {one_line(world_size)} nodes (NNODES= and NODE_RANK= say otherwise)"
         )
-        renamed |= {"NODE_RANK": rank, "NNODES": world, "EXPORTED": line}
-        if world != "1":
+        renamed |= {"NODE_RANK": rank, "NNODES": world_size, "EXPORTED": line}
+        if world_size != "1":
             lines.append(line)
-    for name in _COUNTS:
-        text = there.get(name, "gpu")
-        if text not in _ALL_GPUS and "NPROC" not in {**there, **renamed}:
+    for name in _PROCESS_COUNT_VARIABLES:
+        text = exported.get(name, "gpu")
+        if text not in _ALL_GPUS and "NPROC" not in {**exported, **renamed}:
             renamed["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
     return renamed, tuple(lines)
 
 
-def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
+def refuse_repeated_starts(environment: Mapping[str, str], *, nodes: int) -> None:
     """Raises ConfigError where Slurm or MPI started this command several times, each of which would be a separate
     run."""
-    copies = {name: text for name in _COPIES if (text := environment.get(name, "")).isdigit() and int(text) > 1}
-    if nodes > 1 or rank_variables(environment) or not copies:
+    task_counts = {name: text for name in _TASK_COUNT_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text) > 1}
+    if nodes > 1 or rank_variables(environment) or not task_counts:
         return
-    name, text = next(iter(copies.items()))
+    name, text = next(iter(task_counts.items()))
     if name.startswith("SLURM") and "SLURM_PROCID" not in environment:
         return
     raise ConfigError(
@@ -132,16 +132,16 @@ def refuse_lone_node(nodes: NodeSetup) -> None:
     where it may have been exported for a single node, only a warning."""
     if nodes.count > 1 or nodes.address is None:
         return
-    given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
+    address_text, missing_text = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
     with contextlib.suppress(ConfigError, OSError):
         addresses = resolve_addresses(nodes.address, 0)
         if all(is_loopback(address) for address in addresses):
             return
         if any(can_bind(address) for address in addresses):  # batch systems export it for a single node too
-            logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
+            logger.warning("%s is this machine, and neither %s: the run is on this node alone", address_text, missing_text)
             return
     raise ConfigError(
-        f"{given} is another machine, and neither {how}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
+        f"{address_text} is another machine, and neither {missing_text}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
         "NODE_RANK=0), or NNODES=1 for this machine alone"
     )
 
@@ -150,14 +150,14 @@ def refuse_lone_node(nodes: NodeSetup) -> None:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """This process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on its node."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    folder: Path | None = None
+    run_folder: Path | None = None
 
     @property
     def is_first(self) -> bool:
@@ -165,77 +165,77 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def nodes(self) -> int:
+    def node_count(self) -> int:
         """Machines, assuming the same number of ranks on each."""
         return max(1, self.world_size // max(1, self.local_world_size))
 
 
-def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     """The place that a launcher gave this process; None where nothing launched it. Raises ConfigError where the
     variables contradict each other or are not numbers."""
     environment = {**environment, **rank_variables(environment)}
-    rank, world, local, on_node, nodes = (
-        whole_number(environment, name, least=0) for name in (*RANK_NAMES, "GROUP_WORLD_SIZE")
+    rank, world_size, local_rank, local_world_size, nodes = (
+        read_whole_number(environment, name, minimum=0) for name in (*RANK_VARIABLES, "GROUP_WORLD_SIZE")
     )
-    if (rank is None) != (world is None):
+    if (rank is None) != (world_size is None):
         missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ConfigError(f"the environment sets {_shown(environment)} but not {missing}; a launcher sets all")
-    if rank is None or world is None or local is None:
+        raise ConfigError(f"the environment sets {_format_rank_variables(environment)} but not {missing}; a launcher sets all")
+    if rank is None or world_size is None or local_rank is None:
         return None
     # a launcher that does not say how many ranks are here has started all of them here
-    on_node = world if on_node is None else on_node
-    if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
-        raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")
+    local_world_size = world_size if local_world_size is None else local_world_size
+    if world_size < 1 or not 0 <= rank < world_size or not 0 <= local_rank < max(1, local_world_size):
+        raise ConfigError(f"the environment says {_format_rank_variables(environment)}: a rank is 0 to WORLD_SIZE - 1")
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
-    if nodes is not None and nodes * on_node != world:
+    if nodes is not None and nodes * local_world_size != world_size:
         raise ConfigError(
-            f"this node has {on_node} of {world} ranks on {nodes} nodes: start the same number on each "
+            f"this node has {local_world_size} of {world_size} ranks on {nodes} nodes: start the same number on each "
             "(--nproc-per-node)"
         )
-    folder = environment.get(RUN_VARIABLE)
-    return Ranks(rank, local, world, on_node, Path(folder) if folder else None)
+    run_folder = environment.get(RUN_VARIABLE)
+    return RankInfo(rank, local_rank, world_size, local_world_size, Path(run_folder) if run_folder else None)
 
 
-def _shown(environment: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_NAMES[:3] if environment.get(name))
+def _format_rank_variables(environment: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_VARIABLES[:3] if environment.get(name))
 
 
 # --- numbers and machines in variables --------------------------------------------------------------------------------
 
 
-def whole_number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
+def read_whole_number(values: Mapping[str, str], name: str, *, minimum: int) -> int | None:
     """A variable as a whole number from `least`; None where it is not set, ConfigError where it is not one."""
     text = values.get(name, "").strip()
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError(f"{name}={one_line(text)} is not a whole number from {least}")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+        raise ConfigError(f"{name}={one_line(text)} is not a whole number from {minimum}")
     return int(text)
 
 
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> NodeSetup:
+def read_nodes(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> NodeSetup:
     """The machines of a run as four variables say: how many, which this is, and the address and port of the first;
     raises ConfigError where one is not a number or out of range, or is missing where there are several machines."""
-    of_count, of_rank, of_address, of_port = names
-    count, rank = whole_number(values, of_count, least=1) or 1, whole_number(values, of_rank, least=0)
-    address, port = values.get(of_address, "").strip() or None, whole_number(values, of_port, least=1)
+    count_name, rank_name, address_name, port_name = names
+    count, rank = read_whole_number(values, count_name, minimum=1) or 1, read_whole_number(values, rank_name, minimum=0)
+    address, port = values.get(address_name, "").strip() or None, read_whole_number(values, port_name, minimum=1)
     if port is not None and port > 65_535:
-        raise ConfigError(f"{of_port}={port} is not a port; ports go from 1 to 65535")
+        raise ConfigError(f"{port_name}={port} is not a port; ports go from 1 to 65535")
     if (rank or 0) >= count:
-        default = "" if values.get(of_count, "").strip() else " (its default)"
-        raise ConfigError(f"{of_rank}={rank} is not one of {of_count}={count}{default}: ranks go from 0 to {count - 1}")
+        default = "" if values.get(count_name, "").strip() else " (its default)"
+        raise ConfigError(f"{rank_name}={rank} is not one of {count_name}={count}{default}: ranks go from 0 to {count - 1}")
     if count == 1:
         return NodeSetup(1, 0, address, port)
     if rank is None or address is None:
         raise ConfigError(
-            f"{of_count}={count} needs {of_rank}=0 to {count - 1} and {of_address}=, an address at which the others "
-            f"reach node 0 (and {of_port}=, default {DEFAULT_PORT})"
+            f"{count_name}={count} needs {rank_name}=0 to {count - 1} and {address_name}=, an address at which the others "
+            f"reach node 0 (and {port_name}=, default {DEFAULT_PORT})"
         )
     if not is_host_address(address):
         raise ConfigError(
-            f"{of_address}={one_line(address)} is not a host name or an IP address; the port goes into {of_port}="
+            f"{address_name}={one_line(address)} is not a host name or an IP address; the port goes into {port_name}="
         )
     return NodeSetup(count, rank, address, port or DEFAULT_PORT, values.get("EXPORTED", ""))

@@ -21,8 +21,8 @@ from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES, CPU_
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import is_hub_reachable, find_model_folder
 from sft_play.facts.network import GLOO_VARIABLE, route_address, find_interface
-from sft_play.launch.command import visible_only
-from sft_play.launch.exported import Ranks
+from sft_play.launch.command import visible_gpu_variables
+from sft_play.launch.exported import RankInfo
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
@@ -30,64 +30,64 @@ from sft_play.process.environment import deepspeed_on_cpu
 
 logger = logging.getLogger(__name__)
 
-# What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`.
+# What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
 P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-_P2P_DRIVER = [550, 40, 7]
+_WORKING_P2P_DRIVER = [550, 40, 7]
 # Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
-CPU_PARAMS = 1_000_000_000
+MAX_CPU_PARAMS = 1_000_000_000
 
 
-def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
+def restrict_to_device(config: RunConfig, hardware: Hardware) -> Hardware:
     """This machine as `train.device` restricts it."""
     return hardware.without_gpus() if config.train.device == "cpu" else hardware
 
 
-def machine_of(options: LaunchOptions, hardware: Hardware) -> Hardware:
+def select_hardware(options: LaunchOptions, hardware: Hardware) -> Hardware:
     """This machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU; raises
     HardwareError where it has not the GPUs that are asked for."""
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
-        count = options.processes or 2  # the fewest that are several
-        return dataclasses.replace(hardware, cpu_ranks=count * options.nodes.count, nodes=options.nodes.count)
+        process_count = options.processes or 2  # the fewest that are several
+        return dataclasses.replace(hardware, cpu_ranks=process_count * options.nodes.count, nodes=options.nodes.count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
-    missing = [index for index in options.gpus if index not in by_index]
-    if missing:
-        raise HardwareError(f"GPUS= names {missing[0]}, and there are {', '.join(map(str, by_index))}")
-    chosen = [by_index[index] for index in options.gpus] or list(hardware.gpus)
-    if options.processes is not None and options.processes > len(chosen):
-        raise HardwareError(f"NPROC={options.processes} and {len(chosen)} GPUs: one process uses one GPU")
-    chosen = chosen[: options.processes]
+    missing_gpus = [index for index in options.gpus if index not in by_index]
+    if missing_gpus:
+        raise HardwareError(f"GPUS= names {missing_gpus[0]}, and there are {', '.join(map(str, by_index))}")
+    chosen_gpus = [by_index[index] for index in options.gpus] or list(hardware.gpus)
+    if options.processes is not None and options.processes > len(chosen_gpus):
+        raise HardwareError(f"NPROC={options.processes} and {len(chosen_gpus)} GPUs: one process uses one GPU")
+    chosen_gpus = chosen_gpus[: options.processes]
     # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
-    if len({gpu.name for gpu in chosen}) > 1:
-        asked = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
-        kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
+    if len({gpu.name for gpu in chosen_gpus}) > 1:
+        source_text = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
+        kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen_gpus)
         raise HardwareError(
-            f"the GPUs differ, and a run takes GPUs of one kind ({asked}: {kinds}); name GPUs that are alike: "
+            f"the GPUs differ, and a run takes GPUs of one kind ({source_text}: {kinds}); name GPUs that are alike: "
             f"{hardware.format_gpu_choices(processes=options.processes)}"
         )
     if len(hardware.gpu_groups) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    machine = dataclasses.replace(hardware, gpus=tuple(chosen))
-    return spread_over(machine, len(chosen) * options.nodes.count, options.nodes.count)
+    machine = dataclasses.replace(hardware, gpus=tuple(chosen_gpus))
+    return spread_hardware(machine, len(chosen_gpus) * options.nodes.count, options.nodes.count)
 
 
-def with_own_gpu(ranks: Ranks, hardware: Hardware, environment: MutableMapping[str, str]) -> Ranks:
+def adjust_local_rank(rank_info: RankInfo, hardware: Hardware, environment: MutableMapping[str, str]) -> RankInfo:
     """This rank's place, where its launcher shows it one GPU alone (Slurm's `--gpus-per-task=1`): device 0, whatever
     its number on the node, which torch and accelerate read from `LOCAL_RANK`."""
-    if len(hardware.gpus) != 1 or ranks.local_world_size < 2:
-        return ranks
+    if len(hardware.gpus) != 1 or rank_info.local_world_size < 2:
+        return rank_info
     environment["LOCAL_RANK"] = "0"
-    return dataclasses.replace(ranks, local_rank=0)
+    return dataclasses.replace(rank_info, local_rank=0)
 
 
-def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
+def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str]) -> None:
     """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
     has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
     the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
     resolve here."""
     host = environment.get("MASTER_ADDR")
-    if ranks.world_size <= ranks.local_world_size or not host:
+    if rank_info.world_size <= rank_info.local_world_size or not host:
         return
     port = environment.get("MASTER_PORT", "")
     try:
@@ -105,20 +105,20 @@ def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> Non
                 interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
 
 
-def name_of_gpu(ranks: Ranks, hardware: Hardware) -> str:
+def rank_gpu_name(rank_info: RankInfo, hardware: Hardware) -> str:
     """This rank's GPU in one word that no other GPU has: host and UUID; empty where the driver does not tell it, or
     there is none."""
-    index = hardware.gpus[ranks.local_rank].index if ranks.local_rank < len(hardware.gpus) else None
-    seen = nvml.gpu_snapshot(details=False, topology=False) if index is not None else None
-    uuid = next((gpu.uuid or gpu.bus_id for gpu in seen.gpus if gpu.index == index), None) if seen else None
+    index = hardware.gpus[rank_info.local_rank].index if rank_info.local_rank < len(hardware.gpus) else None
+    snapshot = nvml.gpu_snapshot(details=False, topology=False) if index is not None else None
+    uuid = next((gpu.uuid or gpu.bus_id for gpu in snapshot.gpus if gpu.index == index), None) if snapshot else None
     return f"{socket.gethostname()} {uuid}" if uuid else ""
 
 
-def require_own_gpus(names: Sequence[str]) -> None:
-    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `name_of_gpu` of each."""
-    first: dict[str, int] = {}
+def require_distinct_gpus(names: Sequence[str]) -> None:
+    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_name` of each."""
+    first_rank_by_name: dict[str, int] = {}
     for rank, name in enumerate(names):
-        other = first.setdefault(name, rank) if name else rank
+        other = first_rank_by_name.setdefault(name, rank) if name else rank
         if other != rank:
             raise HardwareError(
                 f"ranks {other} and {rank} have the same GPU ({one_line(name)}): start one rank per GPU, and give "
@@ -126,56 +126,56 @@ def require_own_gpus(names: Sequence[str]) -> None:
             )
 
 
-def spread_over(hardware: Hardware, world: int, nodes: int, *, is_own: bool = False) -> Hardware:
+def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own_gpu_only: bool = False) -> Hardware:
     """The machine as `world` ranks on `nodes` nodes like this one use it; `can_bind`: each rank sees only its own GPU,
     and those of the others are like it."""
     if not hardware.gpus:
-        return dataclasses.replace(hardware, cpu_ranks=world, nodes=nodes)
-    here = world // nodes
-    if is_own and len(hardware.gpus) == 1:
-        hardware = dataclasses.replace(hardware, gpus=hardware.gpus * here)
-    if here > len(hardware.gpus):
-        raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+        return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=nodes)
+    ranks_per_node = world_size // nodes
+    if sees_own_gpu_only and len(hardware.gpus) == 1:
+        hardware = dataclasses.replace(hardware, gpus=hardware.gpus * ranks_per_node)
+    if ranks_per_node > len(hardware.gpus):
+        raise HardwareError(f"{ranks_per_node} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
     # the GPUs of other nodes are not seen from here: they are taken to be like this node's
-    gpus = tuple(dataclasses.replace(hardware.gpus[n % here], index=n) for n in range(world))
+    gpus = tuple(dataclasses.replace(hardware.gpus[n % ranks_per_node], index=n) for n in range(world_size))
     return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
 
 
-def one_gpu(hardware: Hardware) -> Hardware:
+def use_one_gpu(hardware: Hardware) -> Hardware:
     """The machine as one process uses it: one GPU; the log says that the others stay idle. Several visible ones would
     make transformers wrap the model in DataParallel and multiply the batch."""
     if len(hardware.gpus) < 2:
         return hardware
-    first = hardware.gpus[0]
-    idle = len(hardware.gpus) - 1
+    first_gpu = hardware.gpus[0]
+    idle_count = len(hardware.gpus) - 1
     logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
-                first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
-    os.environ.update(visible_only(str(first.index)))
+                first_gpu.index, idle_count, "s stay" if idle_count > 1 else " stays")  # fmt: skip
+    os.environ.update(visible_gpu_variables(str(first_gpu.index)))
     return hardware.limit_gpus(1)
 
 
-def check_gpu(plan: Plan, ranks: Ranks) -> None:
+def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    here, planned = detect_hardware().gpus, plan.hardware.gpus[0]
-    if ranks.local_rank >= len(here):
-        raise HardwareError(f"rank {ranks.rank} needs GPU {ranks.local_rank}, and {len(here)} can be seen")
-    if here[ranks.local_rank].name != planned.name:
+    visible_gpus, planned_gpu = detect_hardware().gpus, plan.hardware.gpus[0]
+    if rank_info.local_rank >= len(visible_gpus):
+        raise HardwareError(f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen")
+    if visible_gpus[rank_info.local_rank].name != planned_gpu.name:
         raise HardwareError(
-            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
+            f"rank {rank_info.rank} has a {visible_gpus[rank_info.local_rank].name}, and the plan is for {planned_gpu.name}: use GPUs of "
             "one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, names those of this machine)"
         )
 
 
-def log_idle(hardware: Hardware, options: LaunchOptions, file: Path | None) -> None:
+def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: Path | None) -> None:
     """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
     total, used = len(detect_hardware().gpus), hardware.gpus_per_node
     if not hardware.gpus or options.gpus or used >= total:
         return
-    in_file = f", or num_processes: {total * options.nodes.count} in {one_line(str(file))}," if file else ""
+    file_hint = f", or num_processes: {total * options.nodes.count} in {one_line(str(accelerate_file))}," if accelerate_file else ""
     logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
-                   total - used, total, "stay" if total - used > 1 else "stays", total, in_file)  # fmt: skip
+                   total - used, total, "stay" if total - used > 1 else "stays", total, file_hint)  # fmt: skip
 
 
 # --- what it can run --------------------------------------------------------------------------------------------------
@@ -190,29 +190,29 @@ def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
         environment.update(dict.fromkeys(VISIBILITY_VARIABLES, "-1"))
 
 
-def without_bad_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
+def disable_broken_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
     """Switch NCCL's P2P and InfiniBand off where accelerate would refuse to start: call it before accelerate's state
     is made, for one process as well."""
     if not hardware.gpus or P2P_OFF.keys() <= environment.keys():
         return
-    names, driver = _cards()
-    if refuses_p2p(names, driver):
+    names, driver = _installed_gpus()
+    if has_broken_p2p(names, driver):
         missing = {name: text for name, text in P2P_OFF.items() if name not in environment}
         environment.update(missing)
         logger.warning("%s: driver %s of several RTX 40 offers a P2P that hangs; driver 550.40.07 or newer does not",
                        " ".join(f"{name}={text}" for name, text in missing.items()), driver)  # fmt: skip
 
 
-def refuses_p2p(names: Sequence[str], driver: str | None) -> bool:
+def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
     """accelerate's own rule (utils/environment.py, `check_cuda_p2p_ib_support`): the machine has several GPUs, visible
     or not, one of them an RTX 40, and an older driver; however many processes there are."""
     version = [int(part) for part in re.findall(r"\d+", driver or "")]
-    return len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _P2P_DRIVER
+    return len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _WORKING_P2P_DRIVER
 
 
-def _cards() -> tuple[list[str], str | None]:
-    seen = nvml.gpu_snapshot(details=False, topology=False)
-    return ([gpu.name or "" for gpu in seen.gpus], seen.driver) if seen else ([], None)
+def _installed_gpus() -> tuple[list[str], str | None]:
+    snapshot = nvml.gpu_snapshot(details=False, topology=False)
+    return ([gpu.name or "" for gpu in snapshot.gpus], snapshot.driver) if snapshot else ([], None)
 
 
 def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
@@ -222,27 +222,27 @@ def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> Non
         environment.setdefault("DS_ALLOW_DEPRECATED_FP16", "1")
 
 
-def require_machine(
-    config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, params: Callable[[], int]
+def require_usable_hardware(
+    config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, count_params: Callable[[], int]
 ) -> None:
     """Check, before anything loads, that a run here is what its user expects and can take a step; `params`: the model's
     parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model is too
     large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
         require_inductor(hardware, environment)
-    flash = flash_obstacle(config, hardware)
-    if flash is not None:
-        raise HardwareError(f"model.attn_implementation: {flash[0]}; {flash[1]}")
+    obstacle = flash_obstacle(config, hardware)
+    if obstacle is not None:
+        raise HardwareError(f"model.attn_implementation: {obstacle[0]}; {obstacle[1]}")
     if hardware.gpus:
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
         return None
     if accelerator := unusable_accelerator(environment):
         raise HardwareError(accelerator)
-    count = params()  # asked last: for a model of the hub it fetches the config
-    if count > CPU_PARAMS:
+    param_count = count_params()  # asked last: for a model of the hub it fetches the config
+    if param_count > MAX_CPU_PARAMS:
         raise HardwareError(
-            f"no GPU was detected here, and {one_line(config.model.name)} has {count / 1e9:.1f} billion parameters: "
+            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion parameters: "
             f"make gpu-info shows what this machine has; or {CPU_HINT}"
         )
     return None
@@ -254,12 +254,12 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
         return None
     if not hardware.gpus:
         return "flash_attention_2 has kernels for GPUs, and this run uses the CPU", "use auto"
-    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
-    if not old:
+    old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
+    if not old_gpus:
         return None
     return (
-        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old[0].name} has "
-        f"{'.'.join(map(str, old[0].capability or ()))}",
+        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old_gpus[0].name} has "
+        f"{'.'.join(map(str, old_gpus[0].capability or ()))}",
         "use auto",
     )
 
@@ -272,11 +272,11 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
     if not hardware.gpus:
         deepspeed_on_cpu()
     allow_fp16(hardware, os.environ)
-    without_bad_p2p(hardware, os.environ)
-    offline_without_hub(model)
+    disable_broken_p2p(hardware, os.environ)
+    go_offline_without_hub(model)
 
 
-def offline_without_hub(name: str) -> None:
+def go_offline_without_hub(name: str) -> None:
     """Before the libraries are imported, keep them from waiting for a hub that does not answer."""
     if find_model_folder(name) is None and not is_hub_reachable():
         logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)

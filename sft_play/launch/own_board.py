@@ -14,26 +14,26 @@ from tensorboard import default, main_lib, program
 from sft_play.facts.network import is_local_request, allowed_host_names
 
 
-def checked(board: Any, host: str) -> Any:
+def refuse_foreign_requests(board_app: Any, host: str) -> Any:
     """A WSGI application that answers 403 to requests under a name, or from a page, that is not this machine's."""
     names = allowed_host_names(host)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
-            return board(environ, start_response)  # type: ignore[no-any-return]
-        said = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
-        plain = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
-        start_response("403 Forbidden", [*plain, ("Content-Length", str(len(said)))])
-        return [said]
+            return board_app(environ, start_response)  # type: ignore[no-any-return]
+        body = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
+        headers = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
+        start_response("403 Forbidden", [*headers, ("Content-Length", str(len(body)))])
+        return [body]
 
     return answer
 
 
-def _server(board: Any, flags: Any) -> Any:
-    return program.create_port_scanning_werkzeug_server(checked(board, flags.host), flags)
+def _create_server(board: Any, flags: Any) -> Any:
+    return program.create_port_scanning_werkzeug_server(refuse_foreign_requests(board, flags.host), flags)
 
 
 if __name__ == "__main__":
     main_lib.global_init()
-    tensorboard = program.TensorBoard(plugins=default.get_plugins(), server_class=_server)
+    tensorboard = program.TensorBoard(plugins=default.get_plugins(), server_class=_create_server)
     app.run(tensorboard.main, flags_parser=tensorboard.configure)

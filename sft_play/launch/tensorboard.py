@@ -40,27 +40,27 @@ from sft_play.process.signals import ends_with_me
 logger = logging.getLogger(__name__)
 
 # In the environment of a TensorBoard of this project: the cache folder of whoever started it.
-MARK = "SFT_PLAY_TENSORBOARD"
+OWNER_VARIABLE = "SFT_PLAY_TENSORBOARD"
 DEFAULT_PORT = 6006
 PORTS_TRIED = 100
 # TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.signals"
+_TENSORBOARD_MODULE, _GUARD_MODULE = "sft_play.launch.own_board", "sft_play.process.signals"
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """A TensorBoard: its process, where it listens, and the folder that it shows. `is_of_run`: it ends with the command
+class TensorBoardServer:
+    """A TensorBoard: its process, where it listens, and the folder that it shows. `ends_with_run`: it ends with the command
     that started it. `reused`: it was running already, and whoever started it stops it."""
 
     process: psutil.Process
     host: str
     port: int
     logdir: str
-    is_of_run: bool = False
-    reused: bool = False
+    ends_with_run: bool = False
+    is_reused: bool = False
 
     @property
     def pid(self) -> int:
@@ -70,7 +70,7 @@ class Sidecar:
     @property
     def url(self) -> str:
         """The address of its server, from this machine."""
-        return _url(self.host, self.port)
+        return _server_url(self.host, self.port)
 
     @property
     def page(self) -> str:
@@ -80,23 +80,23 @@ class Sidecar:
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
-def _url(host: str, port: int) -> str:
+def _server_url(host: str, port: int) -> str:
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
 
 
-def with_curves(loaded: LoadedConfig) -> LoadedConfig:
+def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
     """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
     trackers = loaded.config.train.report_to
     if "tensorboard" in trackers:
         return loaded
-    asked = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
-    logger.info("TensorBoard was asked for: %s, in place of %s", asked, json.dumps(list(trackers)))
-    kept = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
-    return load_config(loaded.path, overrides=[*kept, asked])
+    setting = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
+    logger.info("TensorBoard was asked for: %s, in place of %s", setting, json.dumps(list(trackers)))
+    other_overrides = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
+    return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, Any]:
+def server_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start`; those not given are left out. Raises
     ConfigError where TB_PORT is not a port."""
     host, port = (environment.get(name, "").strip() for name in ("TB_HOST", "TB_PORT"))
@@ -116,31 +116,31 @@ def password_warning(host: str, port: int = DEFAULT_PORT) -> str | None:
 
 
 @contextlib.contextmanager
-def beside(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[Sidecar | None]:
+def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[TensorBoardServer | None]:
     """TensorBoard while the block runs; where it cannot be started, one warning. It ends with the block, or with this
     process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start`, before the
     environment's."""
-    keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
+    should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
     try:
-        sidecar, words = start(logdir, ends_with_me=not keep, **{**settings(environment), **options})
+        server, message = start_server(logdir, ends_with_caller=not should_keep, **{**server_settings(environment), **options})
     except ConfigError as error:
-        sidecar, words = None, str(error)
-    if sidecar is None:
-        logger.warning("no TensorBoard: %s; training continues without it", words)
+        server, message = None, str(error)
+    if server is None:
+        logger.warning("no TensorBoard: %s; training continues without it", message)
     else:
-        log_started(sidecar, words)
+        log_started(server, message)
     try:
-        yield sidecar
+        yield server
     finally:
-        if sidecar is not None and not sidecar.reused:
-            kept = f"TensorBoard stays at {sidecar.page} (TB_KEEP is set; make tb-stop ends it)"
-            logger.info("%s", kept if keep else stop(sidecar))
+        if server is not None and not server.is_reused:
+            stay_message = f"TensorBoard stays at {server.page} (TB_KEEP is set; make tb-stop ends it)"
+            logger.info("%s", stay_message if should_keep else stop_server(server))
 
 
-def log_started(sidecar: Sidecar, words: str) -> None:
+def log_started(server: TensorBoardServer, message: str) -> None:
     """Log where a TensorBoard is, and a warning where others can reach it."""
-    logger.info("%s", words)
-    warning = password_warning(sidecar.host, sidecar.port)
+    logger.info("%s", message)
+    warning = password_warning(server.host, server.port)
     if warning is not None:
         logger.warning("%s", warning)
 
@@ -148,43 +148,43 @@ def log_started(sidecar: Sidecar, words: str) -> None:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def start(
+def start_server(
     logdir: Path,
     *,
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     title: str | None = None,
-    ends_with_me: bool = False,
+    ends_with_caller: bool = False,
     python: str = sys.executable,
     timeout_s: float = START_TIMEOUT_S,
-) -> tuple[Sidecar | None, str]:
+) -> tuple[TensorBoardServer | None, str]:
     """A TensorBoard over `logdir` (which need not exist yet) and a line about it; None and the reason where it cannot
     be started: a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
     free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_me`: whether it ends when
     this process does (on Linux: the thread that called this)."""
-    place = str(logdir.absolute().resolve())
+    folder = str(logdir.absolute().resolve())
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         # Two that start at once would both find the same port free, and no TensorBoard over the folder.
         with hold_lock(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
-            present = next((one for one in running() if (one.logdir, one.host) == (place, host)), None)
-            if present is not None and _answers(present.url, place):
-                ends = "; it ends with its run" * (present.is_of_run and not ends_with_me)
-                return replace(present, reused=True), f"TensorBoard is already running: {present.page}{ends}"
-            if present is not None:
-                stop(present)  # it hangs
-            free = _free_port(host, port)
-            flags = {"logdir": place, "host": host, "port": free, "window_title": title or logdir.name}
+            existing = next((one for one in running_servers() if (one.logdir, one.host) == (folder, host)), None)
+            if existing is not None and _is_answering_at(existing.url, folder):
+                end_note = "; it ends with its run" * (existing.ends_with_run and not ends_with_caller)
+                return replace(existing, is_reused=True), f"TensorBoard is already running: {existing.page}{end_note}"
+            if existing is not None:
+                stop_server(existing)  # it hangs
+            free_port = _find_free_port(host, port)
+            flags = {"logdir": folder, "host": host, "port": free_port, "window_title": title or logdir.name}
             process = _start_process(
-                [python, "-m", *([_THROUGH] if ends_with_me else []), _MODULE],
+                [python, "-m", *([_GUARD_MODULE] if ends_with_caller else []), _TENSORBOARD_MODULE],
                 flags,
-                environment=_environment(is_of_run=ends_with_me),
-                is_ready=lambda: _answers(_url(host, free), place),
+                environment=_server_environment(ends_with_run=ends_with_caller),
+                is_ready=lambda: _is_answering_at(_server_url(host, free_port), folder),
                 timeout_s=timeout_s,
             )
-            sidecar = Sidecar(process, host, free, place, ends_with_me)
-            moved = "" if port in (0, free) else f" (port {port} is taken)"
-            return sidecar, f"TensorBoard: {sidecar.page}{moved}"
+            server = TensorBoardServer(process, host, free_port, folder, ends_with_caller)
+            port_note = "" if port in (0, free_port) else f" (port {port} is taken)"
+            return server, f"TensorBoard: {server.page}{port_note}"
     except ConfigError as error:
         return None, str(error)
     except Exception as error:  # whatever it is, training continues without it
@@ -192,7 +192,7 @@ def start(
         return None, f"{type(error).__name__}: {one_line(str(error))}"
 
 
-def _free_port(host: str, first: int) -> int:
+def _find_free_port(host: str, first: int) -> int:
     last = min(65535, first + PORTS_TRIED - 1) if first else 0
     for port in range(first, last + 1):
         try:
@@ -219,49 +219,49 @@ def _start_process(
     timeout_s: float,
 ) -> psutil.Process:
     with tempfile.TemporaryFile() as output:
-        started = subprocess.Popen(
+        popen = subprocess.Popen(
             [*program, *(f"--{name}={value}" for name, value in flags.items())], cwd="/", env=environment,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
         )  # fmt: skip
-        process, deadline = psutil.Process(started.pid), time.monotonic() + timeout_s
-        answered = False
+        process, deadline = psutil.Process(popen.pid), time.monotonic() + timeout_s
+        is_answering = False
         try:
-            while started.poll() is None and time.monotonic() < deadline:
-                if answered := is_ready():
+            while popen.poll() is None and time.monotonic() < deadline:
+                if is_answering := is_ready():
                     return process
                 time.sleep(_POLL_S)
         finally:
-            code = started.returncode
-            started.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
-            if not answered:
-                _end(process)
+            code = popen.returncode
+            popen.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
+            if not is_answering:
+                _terminate(process)
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()
-    last = one_line(redact(lines[-1]), limit=200) if lines else "no output"
+    last_line = one_line(redact(lines[-1]), limit=200) if lines else "no output"
     raise ConfigError(
-        f"it did not answer in time ({last})" if code is None else f"it ended with exit code {code}: {last}"
+        f"it did not answer in time ({last_line})" if code is None else f"it ended with exit code {code}: {last_line}"
     )
 
 
-def _environment(*, is_of_run: bool = False) -> dict[str, str]:
+def _server_environment(*, ends_with_run: bool = False) -> dict[str, str]:
     """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank; one of a run
     ends with this process."""
-    ours = {MARK: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment = {**for_another_run(os.environ), **ours}
-    return ends_with_me(environment, number=signal.SIGTERM) if is_of_run else environment
+    variables = {OWNER_VARIABLE: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**for_another_run(os.environ), **variables}
+    return ends_with_me(environment, number=signal.SIGTERM) if ends_with_run else environment
 
 
 def _owner() -> str:
     return str(cache_dir().absolute())
 
 
-def answers(sidecar: Sidecar) -> bool:
+def is_serving(server: TensorBoardServer) -> bool:
     """Whether it answers at its address for its folder."""
-    return _answers(sidecar.url, sidecar.logdir)
+    return _is_answering_at(server.url, server.logdir)
 
 
-def _answers(url: str, logdir: str) -> bool:
+def _is_answering_at(url: str, logdir: str) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own: no proxy is asked
     try:
         with opener.open(f"{url}data/environment", timeout=5) as answer:
@@ -273,41 +273,41 @@ def _answers(url: str, logdir: str) -> bool:
 # --- find, and stop ---------------------------------------------------------------------------------------------------
 
 
-def running() -> list[Sidecar]:
+def running_servers() -> list[TensorBoardServer]:
     """This user's TensorBoards of this project on this machine, whether they answer or not; the newest first."""
-    found: dict[Sidecar, float] = {}
+    start_times: dict[TensorBoardServer, float] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
             words = process.cmdline()
-            if _MODULE in words and process.environ().get(MARK) == _owner():
+            if _TENSORBOARD_MODULE in words and process.environ().get(OWNER_VARIABLE) == _owner():
                 options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-                where = options["host"], int(options["port"]), options["logdir"]
-                found[Sidecar(process, *where, is_of_run=_THROUGH in words)] = process.create_time()
-    return sorted(found, key=lambda one: -found[one])
+                address = options["host"], int(options["port"]), options["logdir"]
+                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in words)] = process.create_time()
+    return sorted(start_times, key=lambda one: -start_times[one])
 
 
-def stop(sidecar: Sidecar) -> str:
+def stop_server(server: TensorBoardServer) -> str:
     """End a TensorBoard with its data server, unless its pid is another program's by now; returns a line on what was
     done, and never raises."""
-    was_alive, has_ended = _is_alive(sidecar.process), _end(sidecar.process)
-    done = "is not running any more" if not was_alive else "stopped" if has_ended else "does not end"
-    return f"TensorBoard (pid {sidecar.pid}) {done}"
+    was_alive, has_ended = _is_alive(server.process), _terminate(server.process)
+    outcome = "is not running any more" if not was_alive else "stopped" if has_ended else "does not end"
+    return f"TensorBoard (pid {server.pid}) {outcome}"
 
 
-def _end(process: psutil.Process) -> bool:
-    family = [process]
+def _terminate(process: psutil.Process) -> bool:
+    processes = [process]
     with contextlib.suppress(psutil.Error):
-        family += process.children(recursive=True)
-    for ask in (psutil.Process.terminate, psutil.Process.kill):
-        for member in family:
+        processes += process.children(recursive=True)
+    for send_signal in (psutil.Process.terminate, psutil.Process.kill):
+        for member in processes:
             with contextlib.suppress(psutil.Error):
-                ask(member)
+                send_signal(member)
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while (family := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:
+        while (processes := [member for member in processes if _is_alive(member)]) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
     with contextlib.suppress(psutil.Error):
         process.wait(0)  # a child of this process would stay a zombie
-    return not family
+    return not processes
 
 
 def _is_alive(process: psutil.Process) -> bool:

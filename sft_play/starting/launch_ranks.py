@@ -21,17 +21,17 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError, SftPlayError, about
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import SETTLE_SHARE, NodeSetup, require_free_port
-from sft_play.launch.command import Launch, timeout_of, torchrun
-from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, meeting_variables, rank_variables
+from sft_play.launch.command import LaunchCommand, rank_timeout_s, torchrun_command
+from sft_play.launch.exported import RESUMED_VARIABLE, RankInfo, rendezvous_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import (
     choose_interface,
-    machine_for,
-    machine_of,
-    name_of_gpu,
-    require_own_gpus,
-    spread_over,
-    with_own_gpu,
+    restrict_to_device,
+    select_hardware,
+    rank_gpu_name,
+    require_distinct_gpus,
+    spread_hardware,
+    adjust_local_rank,
 )
 from sft_play.log import write_log_to
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 def launch_ranks(
     loaded: LoadedConfig,
     options: LaunchOptions,
-    planned: Sequence[PlanWithDeepSpeed],
+    stage_plans: Sequence[PlanWithDeepSpeed],
     folder: RunFolder | None,
     *,
     is_resumed: bool,
-    run: str | None,
-    beside: contextlib.AbstractContextManager[object],
+    resumed_run: str | None,
+    sidecar: contextlib.AbstractContextManager[object],
     log_buffer: MemoryHandler | None = None,
-) -> tuple[int, Launch]:
+) -> tuple[int, LaunchCommand]:
     """Start the ranks of a planned run and wait for them; the exit code and the command, which may only be shown.
 
     Args:
@@ -71,65 +71,65 @@ def launch_ranks(
         beside: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    plan = planned[0][0]
-    launch = _command(loaded, options, plan, run=run)
-    logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
-    if options.show_only:
+    plan = stage_plans[0][0]
+    launch = _torchrun_command(loaded, options, plan, resumed_run=resumed_run)
+    logger.log(logging.INFO if options.dry_run else logging.DEBUG, "Launch: %s", launch.shell_line)
+    if options.dry_run:
         return 0, launch
-    _require_adapter(loaded, plan)
+    _require_fitting_adapter(loaded, plan)
     if folder is None or options.nodes.count > 1:
-        return _run_with_nodes(loaded, plan.hardware, options, launch), launch
+        return _run_on_all_nodes(loaded, plan.hardware, options, launch), launch
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
     environment = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
-    with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
+    with sidecar, _write_launch_files(folder, loaded, stage_plans, is_resumed=is_resumed):
         log_file = write_log_to(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
-            code = run_ranks(dataclasses.replace(launch, environment=environment), folder)
+            exit_code = run_ranks(dataclasses.replace(launch, environment=environment), folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended
-            note_end(folder, Interrupted.exit_code)
+            record_run_end(folder, Interrupted.exit_code)
             raise
-        note_end(folder, code)
-    return code, launch
+        record_run_end(folder, exit_code)
+    return exit_code, launch
 
 
-def _write_launch(
-    folder: RunFolder, loaded: LoadedConfig, planned: Sequence[PlanWithDeepSpeed], *, resume: bool
+def _write_launch_files(
+    folder: RunFolder, loaded: LoadedConfig, stage_plans: Sequence[PlanWithDeepSpeed], *, is_resumed: bool
 ) -> contextlib.AbstractContextManager[object]:
-    mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    plan, resolved = planned[0]
-    if not resume:
+    run_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    plan, deepspeed_config = stage_plans[0]
+    if not is_resumed:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        mark = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
+        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
-    decided = Decided(folder, resume, planned, today=first_day(folder))
-    write_text(folder.path / LAUNCH_FILE, decided.text(made=not resume))
-    if resolved is not None:
-        write_json(folder.path / DEEPSPEED_FILE, resolved)
-    return mark
+    launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_day(folder))
+    write_text(folder.path / LAUNCH_FILE, launch_plan.to_json(made=not is_resumed))
+    if deepspeed_config is not None:
+        write_json(folder.path / DEEPSPEED_FILE, deepspeed_config)
+    return run_lock
 
 
-def _command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, run: str | None) -> Launch:
+def _torchrun_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, resumed_run: str | None) -> LaunchCommand:
     hardware, processes = plan.hardware, plan.hardware.gpus_per_node
     # of the cores, for each CPU rank; a run that is repeated has its own
-    share = max(1, hardware.cpu_cores // processes)
-    launch = torchrun(
-        rank_words(loaded, options, plan),
+    cores_per_rank = max(1, hardware.cpu_cores // processes)
+    launch = torchrun_command(
+        rank_arguments(loaded, options, plan),
         processes=processes,
         nodes=options.nodes,
-        threads=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or share),
+        threads=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or cores_per_rank),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
-        nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
-        given=os.environ,
+        nccl_timeout_s=rank_timeout_s(loaded.config, os.environ) if hardware.gpus else None,
+        present_environment=os.environ,
     )
-    if run is None:
+    if resumed_run is None:
         return launch
-    return dataclasses.replace(launch, environment={**launch.environment, RESUMED_VARIABLE: run})
+    return dataclasses.replace(launch, environment={**launch.environment, RESUMED_VARIABLE: resumed_run})
 
 
-def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
+def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
@@ -137,74 +137,74 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    config, found = loaded.config, load_tokenizer(loaded.config)
-    size = len(found.tokenizer)
-    read_base_adapter(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
+    config, loaded_tokenizer = loaded.config, load_tokenizer(loaded.config)
+    tokenizer_size = len(loaded_tokenizer.tokenizer)
+    read_base_adapter(config, build_model_spec(config, plan.precision, tokenizer_size=tokenizer_size, new_rows=loaded_tokenizer.new_rows))
 
 
-def count_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
     of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
-    nodes, here = options.nodes, machine_of(dataclasses.replace(options, nodes=NodeSetup()), machine_for(config, detect_hardware()))
-    if here.ranks == 1 or nodes.count % here.ranks:
+    nodes, node_hardware = options.nodes, select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware()))
+    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
         return options
-    ranks = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {here.ranks} on each node"
-    if options.show_only:  # asks nobody
-        logger.info("Nodes: or %s: NNODES=%d says so", ranks, nodes.count // here.ranks)
+    rank_explanation = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each node"
+    if options.dry_run:  # asks nobody
+        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
         return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                ranks, timeout_of(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with about(f"{nodes.exported_rank}, or {ranks}"):
-        count = len(_meet(options, config, here, may_count_ranks=True).cards)
+                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
+    with about(f"{nodes.exported_rank}, or {rank_explanation}"):
+        count = len(_meet_nodes(options, config, node_hardware, may_count_ranks=True).cards)
     if count < nodes.count:
-        logger.info("Nodes: %s", ranks)
-        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // here.ranks, exported_rank=ranks)
+        logger.info("Nodes: %s", rank_explanation)
+        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_rank=rank_explanation)
     return dataclasses.replace(options, nodes=nodes)
 
 
-def _meet(options: LaunchOptions, config: RunConfig, here: Hardware, *, may_count_ranks: bool = False) -> NodeMeeting:
+def _meet_nodes(options: LaunchOptions, config: RunConfig, node_hardware: Hardware, *, may_count_ranks: bool = False) -> NodeMeeting:
     with importing():
         from sft_play.training.ranks.node_meeting import meet_nodes, node_card
 
-    card = node_card(config, here, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    return meet_nodes(options.nodes, card, limit_s=timeout_of(config, os.environ), may_count_ranks=may_count_ranks)
+    card = node_card(config, node_hardware, strategy=options.strategy, deepspeed=options.deepspeed is not None)
+    return meet_nodes(options.nodes, card, limit_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks)
 
 
-def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:
+def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: LaunchCommand) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    of_meeting = _meet(options, loaded.config, hardware).gloo_variables(os.environ)
-    code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **of_meeting}), None)
-    if code not in (0, Interrupted.exit_code) and options.nodes.exported_rank:  # the agent has told why
+    meeting_environment = _meet_nodes(options, loaded.config, hardware).gloo_variables(os.environ)
+    exit_code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **meeting_environment}), None)
+    if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_rank:  # the agent has told why
         logger.warning("Nodes: %s", options.nodes.exported_rank)
-    return code
+    return exit_code
 
 
-def rank_words(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list[str]:
+def rank_arguments(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> list[str]:
     """The words of `sft-play` that start each rank, complete for ranks that no parent hands a plan."""
-    words = ["rank", "--config", str(loaded.path), *loaded.overrides]
+    arguments = ["rank", "--config", str(loaded.path), *loaded.overrides]
     adapter = loaded.config.model.adapter
     if adapter is not None:  # every rank would look for `last` again
-        words = [word for word in words if not word.startswith("model.adapter=")]
-        words.append(f"model.adapter={json.dumps(adapter)}")
-    words += ["--strategy", plan.layout]
-    words += ["--tensorboard"] if options.board else []  # rank 0 starts it: only rank 0 knows the run's folder
+        arguments = [word for word in arguments if not word.startswith("model.adapter=")]
+        arguments.append(f"model.adapter={json.dumps(adapter)}")
+    arguments += ["--strategy", plan.layout]
+    arguments += ["--tensorboard"] if options.uses_tensorboard else []  # rank 0 starts it: only rank 0 knows the run's folder
     if options.deepspeed is not None:
-        words.append("--deepspeed")
-        words += ["--deepspeed_config", str(options.deepspeed.file)] if options.deepspeed.file else []
-    return words
+        arguments.append("--deepspeed")
+        arguments += ["--deepspeed_config", str(options.deepspeed.file)] if options.deepspeed.file else []
+    return arguments
 
 
-def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
+def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
     """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
     passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
     received_signals: list[int] = []
-    environment = signals.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
+    environment = signals.ends_with_me(launch.merged_environment(os.environ), number=signal.SIGTERM)
     # In a session of its own, so that a terminal's Ctrl-C reaches this process only, and the ranks hear of it once.
-    process = subprocess.Popen(launch.watched, env=environment, start_new_session=True)
+    process = subprocess.Popen(launch.agent_argv, env=environment, start_new_session=True)
 
-    def pass_on(number: int) -> None:
+    def forward_signal(number: int) -> None:
         received_signals.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
@@ -212,44 +212,44 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
         logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
                        "second ends them at once", name)  # fmt: skip
 
-    def end(number: int) -> None:
+    def kill_ranks(number: int) -> None:
         received_signals.append(number)
         failures.end_at_once(process.pid)
 
-    with signals.StopSignals(pass_on, end):
-        code = process.wait()
-        if code < 0:  # the agent is gone, on which its ranks save and stop by themselves
+    with signals.StopSignals(forward_signal, kill_ranks):
+        agent_code = process.wait()
+        if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
             failures.end_leftovers(process.pid, patience_s=0 if len(received_signals) > 1 else failures.ORPHAN_S)
-    return _exit_code(code, folder, stopped=bool(received_signals))
+    return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
 
 
-def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
-    if code < 0 and stopped:
+def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
+    if agent_code < 0 and was_stopped:
         logger.warning("ended at once; what was saved until then is kept")
         return Interrupted.exit_code
-    if code < 0:
-        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-        logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", name)
+    if agent_code < 0:
+        signal_name = signal.Signals(-agent_code).name if -agent_code in list(signal.Signals) else f"signal {-agent_code}"
+        logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", signal_name)
         with contextlib.suppress(RunFolderError, OSError):
             if folder is not None:
-                folder.update_manifest(**{DIED: f"the ranks' agent was killed by {name}"})
+                folder.update_manifest(**{DIED: f"the ranks' agent was killed by {signal_name}"})
         return 1
     # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
-    if folder is not None and code in (2, 3):
-        launched = folder.path / LAUNCH_FILE
-        goes_on = (folder.path / NOTE).exists()
-        is_unused = not folder.metrics_path.exists() and launched.exists() and not goes_on
-        if is_unused and json.loads(launched.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
+    if folder is not None and agent_code in (2, 3):
+        launch_file = folder.path / LAUNCH_FILE
+        restarts_after_oom = (folder.path / NOTE).exists()
+        is_unused = not folder.metrics_path.exists() and launch_file.exists() and not restarts_after_oom
+        if is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
             discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)
-    return code
+    return agent_code
 
 
-def note_end(folder: RunFolder, code: int) -> None:
+def record_run_end(folder: RunFolder, exit_code: int) -> None:
     """Write how a run ended, where its ranks ended before they could write it."""
     with contextlib.suppress(RunFolderError):  # an unused folder is removed again
-        if code and folder.manifest().get("status") == "running":
-            folder.update_manifest(status="stopped" if code == Interrupted.exit_code else "failed")
+        if exit_code and folder.manifest().get("status") == "running":
+            folder.update_manifest(status="stopped" if exit_code == Interrupted.exit_code else "failed")
 
 
 # --- as one of the ranks ----------------------------------------------------------------------------------------------
@@ -260,79 +260,79 @@ LAUNCH_FILE = "launch.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Decided:
+class LaunchPlan:
     """What is decided before anything is made. `folder` is None on several nodes, where rank 0 names it."""
 
     folder: RunFolder | None
     is_resumed: bool
-    planned: Sequence[PlanWithDeepSpeed] = ()
-    trains_here: bool = True
+    stage_plans: Sequence[PlanWithDeepSpeed] = ()
+    trains_in_process: bool = True
     """Whether this process trains, or starts Unsloth's processes, which do."""
     has_folder: bool = False
     """Whether the parent that launched this rank has created the folder, so that rank 0 must not."""
-    mark: Lock | None = None
+    lock: Lock | None = None
     """The folder's lock, where this process has that of the whole run."""
     today: date = dataclasses.field(default_factory=date.today)
     """The day of the run's first start, for chat templates that write one."""
 
-    def text(self, *, made: bool) -> str:
+    def to_json(self, *, made: bool) -> str:
         """As JSON, for the ranks; `made`: whether their parent creates the folder."""
         assert self.folder is not None, "rank 0 names it"
-        parts = [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in self.planned]
+        stage_fields = [{"plan": plan.as_json(), "deepspeed": deepspeed_config} for plan, deepspeed_config in self.stage_plans]
         folder, today = str(self.folder.path.absolute()), str(self.today)
-        return json.dumps({"folder": folder, "parts": parts, "resume": self.is_resumed, "made": made, "today": today})
+        return json.dumps({"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": made, "today": today})
 
     @staticmethod
-    def read(text: str) -> Decided:
+    def from_json(text: str) -> LaunchPlan:
         """What a parent, or rank 0, has handed over; raises the error with which rank 0 has refused the run."""
-        handed = json.loads(text)
-        if "refused" in handed:
-            raise (DoesNotFit if handed["exit_code"] == DoesNotFit.exit_code else ConfigError)(handed["refused"])
-        planned = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in handed["parts"]]
-        folder, today = RunFolder(Path(handed["folder"])), date.fromisoformat(handed["today"])
-        return Decided(folder, handed["resume"], planned, has_folder=handed["made"], today=today)
+        fields = json.loads(text)
+        if "refused" in fields:
+            raise (DoesNotFit if fields["exit_code"] == DoesNotFit.exit_code else ConfigError)(fields["refused"])
+        stage_plans = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in fields["parts"]]
+        folder, today = RunFolder(Path(fields["folder"])), date.fromisoformat(fields["today"])
+        return LaunchPlan(folder, fields["resume"], stage_plans, has_folder=fields["made"], today=today)
 
 
-def refused(error: SftPlayError) -> str:
-    """As JSON, for the ranks: what rank 0 has refused the run for, which each of them raises (`Decided.read`)."""
+def refusal_to_json(error: SftPlayError) -> str:
+    """As JSON, for the ranks: what rank 0 has refused the run for, which each of them raises (`Decided.from_json`)."""
     return json.dumps({"refused": str(error), "exit_code": error.exit_code})
 
 
-def placed(config: RunConfig, ranks: Ranks) -> Ranks:
+def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
     """This rank's place, with the variables by which torch and gloo find the others, whichever launcher set them."""
     os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
-    os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
-    if ranks.folder is None:  # another launcher may show each rank its own GPU alone
-        ranks = with_own_gpu(ranks, machine_for(config, detect_hardware()), os.environ)
-    choose_interface(ranks, os.environ)
-    return ranks
+    os.environ.update(rendezvous_variables(os.environ, nodes=rank_info.node_count))
+    if rank_info.run_folder is None:  # another launcher may show each rank its own GPU alone
+        rank_info = adjust_local_rank(rank_info, restrict_to_device(config, detect_hardware()), os.environ)
+    choose_interface(rank_info, os.environ)
+    return rank_info
 
 
-def received(config: RunConfig, ranks: Ranks) -> Decided | None:
+def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | None:
     """What this rank's parent has written, or rank 0 hands over, for which the others wait; None for rank 0, which
     decides where no parent has."""
-    if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
-        return Decided.read((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8"))
+    if rank_info.run_folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
+        return LaunchPlan.from_json((rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8"))
     with importing():
         from sft_play.training.ranks.distributed import broadcast_text, publish_gpu
 
-    heard = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
-    publish_gpu(name_of_gpu(ranks, machine_for(config, detect_hardware())), ranks.rank)
-    signal.signal(signal.SIGINT, heard)
-    return None if ranks.is_first else Decided.read(broadcast_text(None))
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
+    publish_gpu(rank_gpu_name(rank_info, restrict_to_device(config, detect_hardware())), rank_info.rank)
+    signal.signal(signal.SIGINT, previous_handler)
+    return None if rank_info.is_first else LaunchPlan.from_json(broadcast_text(None))
 
 
-def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
+def gather_rank_hardware(local_hardware: Hardware, rank_info: RankInfo) -> Hardware:
     """The machine as all ranks use it, for rank 0 to plan with; `here` is what this process sees of it. Raises
     HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
     from sft_play.training.ranks.distributed import gather_gpus
 
-    sees_one = len(here.gpus) == 1 and ranks.local_world_size > 1
-    gpus = gather_gpus(ranks.world_size) if sees_one else []
-    require_own_gpus(gpus)
+    sees_one_gpu = len(local_hardware.gpus) == 1 and rank_info.local_world_size > 1
+    gpus = gather_gpus(rank_info.world_size) if sees_one_gpu else []
+    require_distinct_gpus(gpus)
     # without a UUID of each, ranks that share one GPU by mistake look the same
-    hardware = spread_over(here, ranks.world_size, ranks.nodes, is_own=sees_one and all(gpus))
-    if hardware.gpus and ranks.local_world_size < len(here.gpus):
+    hardware = spread_hardware(local_hardware, rank_info.world_size, rank_info.node_count, sees_own_gpu_only=sees_one_gpu and all(gpus))
+    if hardware.gpus and rank_info.local_world_size < len(local_hardware.gpus):
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
-                       len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
+                       len(local_hardware.gpus) - rank_info.local_world_size, len(local_hardware.gpus), len(local_hardware.gpus))  # fmt: skip
     return hardware

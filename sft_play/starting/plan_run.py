@@ -29,7 +29,7 @@ from sft_play.facts.models.architecture import (
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import machine_for
+from sft_play.launch.machine import restrict_to_device
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.suggestions import find_suggestions, make_advised_plan
 from sft_play.planner.batching import BatchPlan, divisors
@@ -53,7 +53,7 @@ from sft_play.runs import oom
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import FREE_TO_CHANGE
-from sft_play.starting.row_survey import known_rows
+from sft_play.starting.row_survey import cached_row_tokens
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.measure.recorded import measured_run
 
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 # --- a resumed run ----------------------------------------------------------------------------------------------------
 
 
-def stopped_run(folder: RunFolder) -> PreviousRun | None:
+def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
     None where neither says."""
     manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
@@ -74,73 +74,73 @@ def stopped_run(folder: RunFolder) -> PreviousRun | None:
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
         layout, processes = plan.get("layout"), plan.get("ranks")
-    numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
-    micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
-    if min(micro, accum, ranks) < 1:
+    batch_values = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
+    micro_batch, grad_accum, ranks = (number if isinstance(number, int) else 0 for number in batch_values)
+    if min(micro_batch, grad_accum, ranks) < 1:
         return None
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = (plan.get("precision") or {}).get("updates") if layout in UNSHARDED_LAYOUTS else None
-    known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    too_many = [event.micro_batch for event in oom.recorded(folder) if event.again in ("step", "run")]
-    batch_then = BatchPlan(micro, accum, ranks)
-    return PreviousRun(known, batch_then, processes, updates, folder.has_trained, min(too_many, default=None))
+    known_layout: LayoutName = layout if layout in LAYOUT_NAMES else "single"
+    oom_micro_batches = [event.micro_batch for event in oom.recorded(folder) if event.again in ("step", "run")]
+    previous_batch = BatchPlan(micro_batch, grad_accum, ranks)
+    return PreviousRun(known_layout, previous_batch, processes, updates, folder.has_trained, min(oom_micro_batches, default=None))
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumeConstraints:
     """What a resumed run keeps from its first start; None leaves it to the config and the plan."""
 
     batch: BatchPlan | None = None
     updates: WeightUpdates | None = None
 
 
-NOTHING_KEPT = Kept()
+NO_RESUME_CONSTRAINTS = ResumeConstraints()
 
 
-def kept_of(config: RunConfig, stopped: PreviousRun | None, ranks: int) -> Kept:
+def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: int) -> ResumeConstraints:
     """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
     memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
     micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
     RunFolderError where the effective batch does not split over the ranks."""
-    if stopped is None or not (stopped.has_trained or stopped.oom_micro_batch):
-        return NOTHING_KEPT
+    if previous is None or not (previous.has_trained or previous.oom_micro_batch):
+        return NO_RESUME_CONSTRAINTS
     train = config.train
-    given = None if train.batch_size == "auto" else train.batch_size
-    if given and stopped.oom_micro_batch and given >= stopped.oom_micro_batch:
-        given = None
-    updates = stopped.updates if train.weight_updates == "auto" else None
-    effective, is_open = stopped.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    requested_micro_batch = None if train.batch_size == "auto" else train.batch_size
+    if requested_micro_batch and previous.oom_micro_batch and requested_micro_batch >= previous.oom_micro_batch:
+        requested_micro_batch = None
+    updates = previous.updates if train.weight_updates == "auto" else None
+    effective_batch, is_batch_open = previous.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
-    is_another = not train.effective_follows and train.effective_batch_size != effective
-    is_whole = given and not is_open and given * int(train.grad_accum) * ranks == effective
-    if is_another or is_whole:
-        return Kept(updates=updates)
-    share, left = divmod(effective, ranks)
-    if left:
-        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
+    is_other_batch = not train.effective_follows and train.effective_batch_size != effective_batch
+    is_fully_requested = requested_micro_batch and not is_batch_open and requested_micro_batch * int(train.grad_accum) * ranks == effective_batch
+    if is_other_batch or is_fully_requested:
+        return ResumeConstraints(updates=updates)
+    rank_share, remainder = divmod(effective_batch, ranks)
+    if remainder:
+        possible_ranks = ", ".join(str(number) for number in divisors(effective_batch) if number <= 2 * ranks)
         raise RunFolderError(
-            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective} "
-            f"(it was stopped with {stopped.batch.ranks}); numbers that do: {fitting}"
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective_batch} "
+            f"(it was stopped with {previous.batch.ranks}); numbers that do: {possible_ranks}"
         )
-    micro = given or stopped.batch.micro_batch
-    if share % micro and train.batch_size == "auto" and not stopped.oom_micro_batch:
-        return Kept(updates=updates)
-    micro = max(size for size in divisors(share) if size <= micro)
-    return Kept(BatchPlan(micro, share // micro, ranks), updates)
+    micro_batch = requested_micro_batch or previous.batch.micro_batch
+    if rank_share % micro_batch and train.batch_size == "auto" and not previous.oom_micro_batch:
+        return ResumeConstraints(updates=updates)
+    micro_batch = max(size for size in divisors(rank_share) if size <= micro_batch)
+    return ResumeConstraints(BatchPlan(micro_batch, rank_share // micro_batch, ranks), updates)
 
 
-def refuse_resuming(folder: RunFolder, stopped: PreviousRun | None, layout: LayoutName) -> None:
+def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, layout: LayoutName) -> None:
     """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
-    because = stopped.resume_obstacle(layout) if stopped else None
-    if because is None or stopped is None:
+    reason = previous.resume_obstacle(layout) if previous else None
+    if reason is None or previous is None:
         return
     from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
 
     if last_complete_checkpoint(folder.checkpoints) is None:
         return  # without a checkpoint it starts again from the first step
     raise RunFolderError(
-        f"{folder.path} cannot be resumed: {because}; resume with STRATEGY={stopped.layout}, "
+        f"{folder.path} cannot be resumed: {reason}; resume with STRATEGY={previous.layout}, "
         f"or write out what it has learned so far: make consolidate RUN={folder.quoted}"
     )
 
@@ -148,7 +148,7 @@ def refuse_resuming(folder: RunFolder, stopped: PreviousRun | None, layout: Layo
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def shape_for(config: RunConfig) -> ModelShape:
+def load_model_shape(config: RunConfig) -> ModelShape:
     """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
     where it is no model that a run with this config trains."""
     model = config.model
@@ -167,130 +167,130 @@ def has_eval(config: RunConfig) -> bool:
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
 
 
-def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: bool = False) -> Backend:
+def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, has_stages: bool = False) -> Backend:
     """The backend that trains a run on this machine; `staged`: in stages. Raises BackendError where Unsloth was asked
     for and cannot run it, and no fallback was named."""
     from sft_play.training.prepare import backend as backends
 
     backend = backends.choose_backend(
-        config, layout=layout, nodes=hardware.nodes, is_rank=bool(rank_variables(os.environ)), is_stage=staged
+        config, layout=layout, nodes=hardware.nodes, is_rank=bool(rank_variables(os.environ)), is_stage=has_stages
     )
     if backend.name != "unsloth":
         return backend
     from sft_play.training.prepare.model_spec import build_model_spec  # imports torch, which is not needed before
 
-    precision = choose_precision(config, hardware, shape_for(config))
+    precision = choose_precision(config, hardware, load_model_shape(config))
     problem = backends.unsloth_model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
     return backends.fall_back(config, problem) if problem else backend
 
 
-def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
+def training_backend(config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
     """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
-    Raises as `backend_here` does."""
+    Raises as `select_local_backend` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
-    usual: LayoutName = "ddp" if hardware.ranks > 1 else "single"
-    return backend_here(config, hardware, layout=usual if usual in only or not only else only[0])
+    default_layout: LayoutName = "ddp" if hardware.ranks > 1 else "single"
+    return select_local_backend(config, hardware, layout=default_layout if default_layout in layouts or not layouts else layouts[0])
 
 
-def layout_in_unsloth(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
+def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
     """The layout in which Unsloth's processes train a run; None where they do not. Raises BackendError where Unsloth
     was asked for and cannot run it, and no fallback was named."""
     if loaded.config.tuning.backend != "unsloth":
         return None
     layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
-    backend = backend_here(loaded.config, hardware, layout=layout, staged=bool(loaded.stages))
+    backend = select_local_backend(loaded.config, hardware, layout=layout, has_stages=bool(loaded.stages))
     return layout if backend.name == "unsloth" else None
 
 
-def _as_trained(config: RunConfig, backend: Backend | None) -> RunConfig:
+def _apply_backend_fallback(config: RunConfig, backend: Backend | None) -> RunConfig:
     if backend is None or backend.fallback_from is None:
         return config
     tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
     return config.model_copy(update={"tuning": tuning})
 
 
-def plan_for(
+def plan_run(
     config: RunConfig,
     hardware: Hardware,
     *,
-    only: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
     trace: bool = False,
-    with_suggestions: bool = True,
+    include_suggestions: bool = True,
     keeps_params: bool = False,
-    kept: Kept = NOTHING_KEPT,
+    constraints: ResumeConstraints = NO_RESUME_CONSTRAINTS,
     rows: RowTokens | None = None,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for. `kept`:
     what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
-    request = _request(config, hardware, only, rows=rows)
+    request = _plan_request(config, hardware, layouts, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
-    make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
+    make = make_advised_plan if include_suggestions and constraints.batch is None else make_plan
     return make(
         request,
-        trace_candidate=_tracer(request.config, request.shape) if trace else None,
-        estimate_length=_work(request.config, request.row_tokens),
+        trace_candidate=_trace_confirmation(request.config, request.shape) if trace else None,
+        estimate_length=_work_estimator(request.config, request.row_tokens),
         keeps_params=keeps_params,
-        resumed_batch=kept.batch,
-        resumed_updates=kept.updates,
+        resumed_batch=constraints.batch,
+        resumed_updates=constraints.updates,
     )
 
 
 @contextlib.contextmanager
-def advised(config: RunConfig, plan: Plan) -> Iterator[None]:
+def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
     """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
     try:
         yield
     except OutOfMemory as error:
-        ways = _needing_less(config, plan, error.batch) if error.batch is not None else []
-        if not ways:
+        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
+        if not alternatives:
             raise
-        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(ways)}") from error.__cause__
+        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
 
 
-def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    layers = plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
-    given: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
-    given |= {} if plan.choice.step.offloads else {"gradient_checkpointing": layers}
-    config = config.model_copy(update={"train": config.train.model_copy(update=given)})
+def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
+    checkpointing = plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
+    config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
     with contextlib.suppress(SftPlayError):
-        request = _request(config, plan.hardware, (plan.layout,))
-        ran = make_plan(request)
-        earlier = [*request.measured_runs, measured_run(config, ran, ran_out_of=ran.budget_bytes)]
-        ways = [way for way in find_suggestions(replace(request, measured_runs=earlier)) if way.fits]
-        ways = [way for way in ways if way.hardware is None or way.required < ran.memory.required]
-        return [f"{way.change} ({way.needs}; {'resume takes it' if _is_free(way) else 'a new run'})" for way in ways]
+        request = _plan_request(config, plan.hardware, (plan.layout,))
+        failed_plan = make_plan(request)
+        earlier = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        alternatives = [suggestion for suggestion in find_suggestions(replace(request, measured_runs=earlier)) if suggestion.fits]
+        alternatives = [suggestion for suggestion in alternatives if suggestion.hardware is None or suggestion.required < failed_plan.memory.required]
+        return [f"{suggestion.change} ({suggestion.needs}; {'resume takes it' if _can_resume_with(suggestion) else 'a new run'})" for suggestion in alternatives]
     return []
 
 
-def _is_free(way: Suggestion) -> bool:
-    return way.setting is not None and {word.partition("=")[0] for word in way.setting.split()} <= FREE_TO_CHANGE
+def _can_resume_with(suggestion: Suggestion) -> bool:
+    return suggestion.setting is not None and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE
 
 
-def refuse_early(config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...]) -> None:
-    """Raises as `plan_for` does what no length of the rows changes, without a plan."""
-    check_plan_request(_request(config, hardware, only))
+def check_without_rows(config: RunConfig, hardware: Hardware, *, layouts: tuple[LayoutName, ...]) -> None:
+    """Raises as `plan_run` does what no length of the rows changes, without a plan."""
+    check_plan_request(_plan_request(config, hardware, layouts))
 
 
-def _request(
-    config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...], *, rows: RowTokens | None = None
+def _plan_request(
+    config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...], *, rows: RowTokens | None = None
 ) -> PlanRequest:
-    hardware = machine_for(config, hardware)
-    config = _as_trained(config, trained_by(config, hardware, only))
+    hardware = restrict_to_device(config, hardware)
+    config = _apply_backend_fallback(config, training_backend(config, hardware, layouts))
     return PlanRequest(
         config,
-        shape_for(config),
+        load_model_shape(config),
         hardware,
-        only,
+        layouts,
         has_eval(config),
         measured_runs=[] if hardware.named else calibration.load_measured_runs(),  # runs here say nothing about a machine that is named
-        row_tokens=rows or known_rows(config),
+        row_tokens=rows or cached_row_tokens(config),
         missing_packages=missing_kernel_packages(),
         libraries=cuda_libraries(),
     )
 
 
-def _tracer(config: RunConfig, shape: ModelShape) -> TraceCandidate:
+def _trace_confirmation(config: RunConfig, shape: ModelShape) -> TraceCandidate:
 
     def confirm(candidate: Candidate) -> TracePrediction:
         from sft_play.trace.confirm import trace_candidate
@@ -301,40 +301,40 @@ def _tracer(config: RunConfig, shape: ModelShape) -> TraceCandidate:
     return confirm
 
 
-def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], RunLength | None]:
-    def work(effective: int) -> RunLength | None:
-        if known is not None:
-            per_epoch = math.ceil(known.rows / effective)
-            known_steps = config.train.max_steps or max(1, math.ceil(per_epoch * config.train.epochs))
-            return RunLength(known_steps, round(known.rows * known.mean * known_steps / per_epoch))
-        text = config.task_mode == "cpt"
-        size = rough_size(config.data, text_wanted=text)
+def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable[[int], RunLength | None]:
+    def estimate_work(effective_batch: int) -> RunLength | None:
+        if row_tokens is not None:
+            steps_per_epoch = math.ceil(row_tokens.rows / effective_batch)
+            known_steps = config.train.max_steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
+            return RunLength(known_steps, round(row_tokens.rows * row_tokens.mean * known_steps / steps_per_epoch))
+        is_plain_text = config.task_mode == "cpt"
+        size = rough_size(config.data, text_wanted=is_plain_text)
         steps = config.train.max_steps
         if size is None:
             return RunLength(steps, None) if steps else None
-        full = text or config.data.packing != "none"  # blocks and packs: every row has max_seq_len tokens
-        rows = max(1, size.tokens // config.model.max_seq_len) if full else size.rows
-        per_epoch = math.ceil(rows / effective)
-        steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
+        has_full_rows = is_plain_text or config.data.packing != "none"  # blocks and packs: every row has max_seq_len tokens
+        rows = max(1, size.tokens // config.model.max_seq_len) if has_full_rows else size.rows
+        steps_per_epoch = math.ceil(rows / effective_batch)
+        steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
         tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
-        return RunLength(steps, int(tokens * steps / per_epoch))
+        return RunLength(steps, int(tokens * steps / steps_per_epoch))
 
-    return work
+    return estimate_work
 
 
 def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
     batch is said when it begins."""
-    shown = plan_details.batch_size_lines(plan, config) if stage is None else []
-    of_stage = "" if stage is None else f"Stage {stage}: "
+    visible_lines = plan_details.batch_size_lines(plan, config) if stage is None else []
+    stage_prefix = "" if stage is None else f"Stage {stage}: "
     for line in [
         plan_details.choice_line(plan),
         *plan_details.parameter_lines(plan, config),
         *plan_details.batch_lines(plan, config),
     ]:
-        logger.log(logging.INFO if line in shown else logging.DEBUG, "%s", line)
-    logger.info("%s%s", of_stage, fit_line(plan, config))
+        logger.log(logging.INFO if line in visible_lines else logging.DEBUG, "%s", line)
+    logger.info("%s%s", stage_prefix, fit_line(plan, config))
     for warning in plan_warnings(plan, config):
-        logger.warning("%s%s", of_stage, warning)
+        logger.warning("%s%s", stage_prefix, warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -14,14 +14,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.deepspeed.files import (
-    keeps_params,
-    layout_of,
+    keeps_params_on_gpu,
+    deepspeed_layout,
     read_deepspeed_file,
-    shipped_config,
-    translate,
-    with_batch,
+    shipped_deepspeed_config,
+    translate_deepspeed_keys,
+    merge_deepspeed_batch,
 )
-from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
+from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_obstacles, cpu_adam_compile_note, fill_auto_values
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
@@ -32,15 +32,15 @@ from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import (
-    kept_of,
+    resume_constraints,
     log_plan,
-    plan_for,
-    refuse_early,
-    refuse_resuming,
-    shape_for,
-    stopped_run,
+    plan_run,
+    check_without_rows,
+    require_resumable_layout,
+    load_model_shape,
+    read_previous_run,
 )
-from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
+from sft_play.starting.row_survey import count_row_tokens, has_variable_lengths, cached_row_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -54,79 +54,79 @@ def plan_stages(
 ) -> list[PlanWithDeepSpeed]:
     """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does. `resume_from`:
     the run that is resumed."""
-    given = given_deepspeed(resume_from) if resume_from is not None else None
+    original_deepspeed = given_deepspeed(resume_from) if resume_from is not None else None
     if loaded.stages and options.strategy is None and options.deepspeed is None:
-        options = dataclasses.replace(options, strategy=_layout_of_stages(loaded, hardware, resume_from))
-    planned = []
-    for part, place in _parts_of(loaded, resume_from):
+        options = dataclasses.replace(options, strategy=_select_stage_layout(loaded, hardware, resume_from))
+    stage_plans = []
+    for part, stage_folder in _match_stage_folders(loaded, resume_from):
         if part.stage is not None:
             logger.debug("Stage %s:", part.stage)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given))
-    return planned
+            stage_plans.append(plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed))
+    return stage_plans
 
 
-def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
-    stopped = stopped_run(resume_from) if resume_from is not None else None
-    if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED_LAYOUTS):
-        return stopped.layout
+def _select_stage_layout(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
+    previous = read_previous_run(resume_from) if resume_from is not None else None
+    if previous is not None and (previous.processes == hardware.ranks or previous.layout in DEEPSPEED_LAYOUTS):
+        return previous.layout
     return common_layout([stage.config for stage in loaded.stages], hardware, only=layout_choices(hardware.ranks))
 
 
-def _parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
     """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
     that has not begun, or is finished."""
     if not loaded.stages or folder is None:
         return [(part, folder) for part in loaded.parts]
-    places = [folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) for stage in loaded.stages]
+    stage_folders = [folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) for stage in loaded.stages]
     return [
-        (part, place if place.has_begun and not place.has_finished(adapter=part.config.tuning.mode != "full") else None)
-        for part, place in zip(loaded.parts, places, strict=True)
+        (part, stage_folder if stage_folder.has_begun and not stage_folder.has_finished(adapter=part.config.tuning.mode != "full") else None)
+        for part, stage_folder in zip(loaded.parts, stage_folders, strict=True)
     ]
 
 
-def count_before_planning(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_here: bool
+def count_rows_before_planning(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_in_process: bool
 ) -> None:
     """Count the tokens of the run's rows, so that its plan knows their lengths; what no length changes is refused
-    before, but where a DeepSpeed file or a stopped run decides the batch. `trains_here`: this process needs all
+    before, but where a DeepSpeed file or a stopped run decides the batch. `trains_in_process`: this process needs all
     libraries anyway. Raises SftPlayError as planning or reading the rows does."""
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
-    is_open = not is_resumed and options.deepspeed is None
-    for part in loaded.parts if is_open else ():
-        refuse_strategy(part.config, hardware, options.strategy)
-    if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in loaded.parts):
+    is_batch_open = not is_resumed and options.deepspeed is None
+    for part in loaded.parts if is_batch_open else ():
+        refuse_impossible_strategy(part.config, hardware, options.strategy)
+    if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.parts):
         return
-    for part in loaded.parts if is_open else ():
+    for part in loaded.parts if is_batch_open else ():
         with in_stage(part.stage):
-            refuse_early(part.config, hardware, only=_layouts(options.strategy, hardware))
+            check_without_rows(part.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
     prepare_libraries(loaded.config.model.name, hardware)
-    if trains_here:
+    if trains_in_process:
         with importing():
             importlib.import_module("sft_play.training.run")
-    count_rows(loaded)
+    count_row_tokens(loaded)
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
     """The fastest layout that fits every stage, of those that some stage would use by itself; else that of the stage
     with the longest rows, whose plan says what does not fit."""
 
-    def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
-        return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]
+    def make_plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
+        return [plan_run(config, hardware, layouts=layouts, include_suggestions=False) for config in configs]
 
-    alone = plans(only)
+    separate_plans = make_plans(only)
     # the longest rows first: their stage's layout is the answer where none fits them all
-    names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
+    names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
     if len(names) == 1:
         return next(iter(names))
-    fitting: dict[LayoutName, float] = {}
+    step_seconds: dict[LayoutName, float] = {}
     for name in names:
         with contextlib.suppress(SftPlayError):
-            together = plans((name,))
-            if all(plan.fits and plan.layout == name for plan in together):
-                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)  # hours: data of known size
-    return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
+            joint_plans = make_plans((name,))
+            if all(plan.fits and plan.layout == name for plan in joint_plans):
+                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)  # hours: data of known size
+    return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
 
 
 def plan_ranks(
@@ -135,7 +135,7 @@ def plan_ranks(
     options: LaunchOptions,
     *,
     resume_from: RunFolder | None = None,
-    given: dict[str, Any] | None = None,
+    original_deepspeed: dict[str, Any] | None = None,
 ) -> PlanWithDeepSpeed:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
@@ -143,69 +143,69 @@ def plan_ranks(
     cannot run the job, or contradicts DeepSpeed's config; RunFolderError where the run cannot be resumed in this layout
     or over these ranks; DoesNotFit where nothing fits, and the batch was left to the plan.
     """
-    stopped = stopped_run(resume_from) if resume_from else None
-    config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
-    if stopped is not None and strategy is None and deepspeed is None:
+    previous = read_previous_run(resume_from) if resume_from else None
+    config, strategy, deepspeed_request = loaded.config, options.strategy, options.deepspeed
+    if previous is not None and strategy is None and deepspeed_request is None:
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
-        strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED_LAYOUTS else None
-    raw, name = None, "DeepSpeed"
-    if deepspeed is not None:
-        raw, strategy, name = read_deepspeed(deepspeed, strategy)
-    elif given is not None and strategy in DEEPSPEED_LAYOUTS and layout_of(given, planned=strategy) == strategy:
-        raw = given
+        strategy = previous.layout if previous.processes == hardware.ranks or previous.layout in DEEPSPEED_LAYOUTS else None
+    deepspeed_config, name = None, "DeepSpeed"
+    if deepspeed_request is not None:
+        deepspeed_config, strategy, name = read_deepspeed_config(deepspeed_request, strategy)
+    elif original_deepspeed is not None and strategy in DEEPSPEED_LAYOUTS and deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy:
+        deepspeed_config = original_deepspeed
     if resume_from and strategy:
-        refuse_resuming(resume_from, stopped, strategy)
-    if raw is not None:
-        config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
+        require_resumable_layout(resume_from, previous, strategy)
+    if deepspeed_config is not None:
+        config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
-    kept = kept_of(config, stopped, batches_of(config, stopped, hardware))
-    if stopped is not None and kept.batch not in (None, stopped.batch):
-        words = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
-        logger.info(words, *dataclasses.astuple(kept.batch), stopped.batch.ranks, kept.batch.effective_batch)
-    refuse_strategy(config, hardware, strategy)
-    only = _layouts(strategy, hardware)
-    if stopped is not None and strategy is None:
-        only = tuple(name for name in only if stopped.resume_obstacle(name) is None)
-    weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
+    constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
+    if previous is not None and constraints.batch not in (None, previous.batch):
+        message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+        logger.info(message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch)
+    refuse_impossible_strategy(config, hardware, strategy)
+    layouts = _strategy_layouts(strategy, hardware)
+    if previous is not None and strategy is None:
+        layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
+    keeps_weights = deepspeed_config is not None and strategy is not None and keeps_params_on_gpu(deepspeed_config, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
-    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
+    plan = plan_run(config, hardware, layouts=layouts, trace=trace, keeps_params=keeps_weights, constraints=constraints)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
-    require_fit(plan, config, is_resumed=kept.batch is not None)
+    require_fit(plan, config, is_resumed=constraints.batch is not None)
     log_plan(plan, config, stage=loaded.stage)
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
-    raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
-    return dataclasses.replace(plan, deepspeed=raw), _resolved_deepspeed(plan, config, raw, name)
+    deepspeed_config = deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
+    return dataclasses.replace(plan, deepspeed=deepspeed_config), _resolve_deepspeed_config(plan, config, deepspeed_config, name)
 
 
-def _layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
+def _strategy_layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
     return (strategy,) if strategy else layout_choices(hardware.ranks)
 
 
-def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:
+def read_deepspeed_config(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:
     """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
     in messages."""
-    planned = strategy or "zero2"
+    planned_layout = strategy or "zero2"
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
-    raw, notes = translate(read_deepspeed_file(request.file) if request.file else shipped_config(planned), name=name)
-    layout = layout_of(raw, name=name, planned=planned)
+    deepspeed_config, notes = translate_deepspeed_keys(read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name)
+    layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
     _log_deepspeed(notes)
-    return raw, layout, name
+    return deepspeed_config, layout, name
 
 
-def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
     """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
-    train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
-    _log_deepspeed(of_batch)
+    train, batch_notes = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
+    _log_deepspeed(batch_notes)
     return config.model_copy(update={"train": train})
 
 
-def batches_of(config: RunConfig, stopped: PreviousRun | None, hardware: Hardware) -> int:
+def count_data_parallel_ranks(config: RunConfig, previous: PreviousRun | None, hardware: Hardware) -> int:
     """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
         return mesh.data_parallel_ranks
-    return stopped.batch.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
+    return previous.batch.ranks if previous is not None and previous.processes == hardware.ranks else hardware.ranks
 
 
 def _log_deepspeed(lines: Iterable[str]) -> None:
@@ -213,27 +213,27 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
         logger.debug("DeepSpeed: %s", line)
 
 
-def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
-    numbers = PlanNumbers.of(plan, config, hidden_size=shape_for(config).hidden_size)
+def _resolve_deepspeed_config(plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str) -> dict[str, Any]:
+    numbers = PlanValues.from_plan(plan, config, hidden_size=load_model_shape(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
-    obstacles = adam_obstacles() if offloads else ()
-    resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
+    obstacles = cpu_adam_obstacles() if offloads else ()
+    resolved, lines = fill_auto_values(deepspeed_config, numbers, name=name, adam_obstacle="; ".join(obstacles) or None)
     _log_deepspeed(lines)
-    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (words := compiling_words()):
-        logger.info("DeepSpeed: %s", words)  # a wait of minutes
+    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
+        logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
     return resolved
 
 
-def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
     """Raises ConfigError for a named layout that cannot run."""
     if strategy is None:
         return
-    possible, refused = find_layouts(config, shape_for(config), hardware, named=strategy)
+    possible, refused = find_layouts(config, load_model_shape(config), hardware, named=strategy)
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
-    because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
+    reason = next((refused_layout.because for refused_layout in refused if refused_layout.name == strategy), f"{hardware.ranks} rank(s)")
     if config.model.mesh_shape is not None:
-        because = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
+        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
     others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; {others}")
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")

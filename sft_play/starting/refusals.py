@@ -17,13 +17,13 @@ from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayErr
 from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda_version
-from sft_play.launch.machine import require_machine
+from sft_play.launch.machine import require_usable_hardware
 from sft_play.planner.attention import require_attention_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable, resumes
-from sft_play.starting.plan_run import shape_for
+from sft_play.starting.plan_run import load_model_shape
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import size_of
 
@@ -44,10 +44,10 @@ def refusals(
         needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
         plans: the plan of the run, or of each stage, as far as there are any; None before there are.
     """
-    checks: list[Callable[[], object]] = [partial(require_here, part.config, hardware) for part in loaded.parts]
-    checks += [partial(_require_folder, loaded, hardware)] if makes_folder else []
-    checks += [partial(_require_rows, part, needs_rows=needs_rows) for part in loaded.parts]
-    checks += [] if plans is None else [partial(require_planned, loaded, hardware, plans, _resumed(loaded))]
+    checks: list[Callable[[], object]] = [partial(require_capable_machine, part.config, hardware) for part in loaded.parts]
+    checks += [partial(_require_writable_folder, loaded, hardware)] if makes_folder else []
+    checks += [partial(_require_readable_rows, part, needs_rows=needs_rows) for part in loaded.parts]
+    checks += [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
     for check in checks:
         try:
             check()
@@ -55,17 +55,17 @@ def refusals(
             yield error
 
 
-def require_here(config: RunConfig, hardware: Hardware) -> None:
+def require_capable_machine(config: RunConfig, hardware: Hardware) -> None:
     """Raise an error where this machine cannot train a run: HardwareError, or for a package that is not installed."""
     if hardware.named:
         return
-    require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
+    require_usable_hardware(config, hardware, os.environ, count_params=lambda: load_model_shape(config).params)
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
         require_attention_package(config.model.attn_implementation)
 
 
-def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
+def _require_writable_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
     output = loaded.config.output
     if output.name is not None:
         checked_name(output.name, key="output.name")
@@ -73,7 +73,7 @@ def _require_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
         require_writable(new_folder(output, config_path=loaded.path))
 
 
-def _resumed(loaded: LoadedConfig) -> RunFolder | None:
+def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
     """The run that a start with this config resumes; None where it begins one, or is refused."""
     output = loaded.config.output
     with contextlib.suppress(SftPlayError):
@@ -82,7 +82,7 @@ def _resumed(loaded: LoadedConfig) -> RunFolder | None:
     return None
 
 
-def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
+def _require_readable_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
     with in_stage(part.stage):
         try:
             paths = find_data_paths(part.config.data)
@@ -93,7 +93,7 @@ def _require_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
         check_first_rows(part.config.data, paths, task_mode=part.config.task_mode)
 
 
-def require_planned(
+def require_gpus_and_disk(
     loaded: LoadedConfig, hardware: Hardware, plans: Sequence[Plan], folder: RunFolder | None = None
 ) -> None:
     """Raise an error where a run cannot begin as it is planned: HardwareError, where torch cannot use the GPUs;
@@ -105,12 +105,12 @@ def require_planned(
         raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.parts, plans, strict=False):
-        place = folder if part.stage is None else folder.of_stage(part.stage)
-        use, free = disk_use(part.config, shape_for(part.config), plan), free_bytes(folder.path)
-        needed = use.least(existing=len(list(place.checkpoints.glob("checkpoint-*"))))
-        if free is not None and free < needed:
+        stage_folder = folder if part.stage is None else folder.of_stage(part.stage)
+        disk, free_disk = disk_use(part.config, load_model_shape(part.config), plan), free_bytes(folder.path)
+        needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints.glob("checkpoint-*"))))
+        if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
-                f"{folder.path}: there is no room for what the run writes ({use.count or 'all its'} checkpoints at "
-                f"once, and the final weights): at least {needed:,} bytes ({size_of(needed)}) are needed, and "
+                f"{folder.path}: there is no room for what the run writes ({disk.count or 'all its'} checkpoints at "
+                f"once, and the final weights): at least {needed_bytes:,} bytes ({size_of(needed_bytes)}) are needed, and "
                 f"{free_words(folder.path)}; {LARGER}"
             )

@@ -33,73 +33,73 @@ logger = logging.getLogger(__name__)
 
 # Bytes of data that a plan reads to count their tokens: a few seconds.
 QUICK_BYTES = 32 * MIB
-_TOKENIZERS = ("tokenizer*", "vocab*")
-_OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
+_TOKENIZER_PATTERNS = ("tokenizer*", "vocab*")
+_TOKENIZER_FILE_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 # Options of the data section that decide neither which rows there are nor their tokens.
-_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
+_OPTIONS_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
 # What this process has counted, for a cache that cannot be written.
-_counted: dict[str, RowTokens | None] = {}
+_counted_rows: dict[str, RowTokens | None] = {}
 
 
-def has_own_lengths(config: RunConfig) -> bool:
+def has_variable_lengths(config: RunConfig) -> bool:
     """Whether rows differ in length: blocks of text and packs are full."""
     return config.task_mode == "sft" and config.data.packing == "none"
 
 
-def known_rows(config: RunConfig) -> RowTokens | None:
+def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     """The lengths of the rows where they were counted before; nothing is tokenised, and no error is raised."""
-    if not has_own_lengths(config):
+    if not has_variable_lengths(config):
         return None
     with contextlib.suppress(OSError, SftPlayError, ValueError, KeyError, TypeError):
-        key = _key(config)
-        if key in _counted:
-            return _counted[key]
-        return TypeAdapter(RowTokens).validate_json(_note(key).read_bytes())
+        key = _cache_key(config)
+        if key in _counted_rows:
+            return _counted_rows[key]
+        return TypeAdapter(RowTokens).validate_json(_note_path(key).read_bytes())
     return None
 
 
-def count_rows(loaded: LoadedConfig) -> None:
+def count_row_tokens(loaded: LoadedConfig) -> None:
     """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
     for part in loaded.parts:
-        if has_own_lengths(part.config) and known_rows(part.config) is None:
+        if has_variable_lengths(part.config) and cached_row_tokens(part.config) is None:
             with in_stage(part.stage):
-                _count(part.config)
+                _count_tokens(part.config)
 
 
-def count_if_quick(
+def count_row_tokens_if_quick(
     loaded: LoadedConfig,
     *,
     on_error: Callable[[SftPlayError], object] = lambda error: logger.warning("Rows: not counted: %s", error),
 ) -> list[str]:
     """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
     are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
-    absent: list[str] = []
+    missing_data_lines: list[str] = []
     for part in loaded.parts:
         config = part.config
         with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
             for line in missed_columns(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
-        if not has_own_lengths(config) or known_rows(config) is not None:
+        if not has_variable_lengths(config) or cached_row_tokens(config) is not None:
             continue
         with contextlib.suppress(OSError):
             try:
-                size = sum(size for _, size, _ in _data_states(config))
+                data_bytes = sum(size for _, size, _ in _data_file_states(config))
             except SftPlayError as error:
-                absent.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
+                missing_data_lines.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
                 continue
             folder = find_model_folder(config.model.name)
-            if folder is None or size > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZERS):
+            if folder is None or data_bytes > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
                 continue
             try:
                 with in_stage(part.stage):
-                    _count(config)
+                    _count_tokens(config)
             except SftPlayError as error:
                 on_error(error)
-    return absent
+    return missing_data_lines
 
 
-def _count(config: RunConfig) -> None:
+def _count_tokens(config: RunConfig) -> None:
     with importing():
         import numpy as np
 
@@ -108,73 +108,73 @@ def _count(config: RunConfig) -> None:
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
     logger.debug("Rows: counting their tokens before the plan is made")
-    limit, positions = _limit(config)
+    length_limit, positions = _length_limit(config)
     splits = build_splits(
-        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
+        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=length_limit, positions=positions,
         today=date.today(),
     )  # fmt: skip
     lengths = row_lengths(to_dataset(splits.train.rows))
     held_out = [row_lengths(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
-    found = summarize_row_tokens(
+    counted = summarize_row_tokens(
         dict(zip(*(found.tolist() for found in np.unique(lengths, return_counts=True)), strict=True)),
-        limit=limit,
-        held_out=max((int(one.max()) for one in held_out if len(one)), default=0),
+        limit=length_limit,
+        held_out=max((int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)), default=0),
     )
-    found = dataclasses.replace(found, cut=splits.train.report.cut_rows) if found else None
-    key = _key(config)
-    _counted[key] = found
-    if found is None:
+    counted = dataclasses.replace(counted, cut=splits.train.report.cut_rows) if counted else None
+    key = _cache_key(config)
+    _counted_rows[key] = counted
+    if counted is None:
         return
-    note = _note(key)
+    note_path = _note_path(key)
     with contextlib.suppress(OSError):
-        atomic.write(note, json.dumps(dataclasses.asdict(found)))
+        atomic.write(note_path, json.dumps(dataclasses.asdict(counted)))
 
 
-def _limit(config: RunConfig) -> tuple[int, int | None]:
+def _length_limit(config: RunConfig) -> tuple[int, int | None]:
     positions = load_max_positions(config.model.name, revision=config.model.revision)
-    wish = config.model.max_seq_len
-    return min(wish, positions or wish), positions
+    requested_length = config.model.max_seq_len
+    return min(requested_length, positions or requested_length), positions
 
 
-def _note(key: str) -> Path:
+def _note_path(key: str) -> Path:
     return cache_dir() / "row_tokens" / f"{key}.json"
 
 
-def _key(config: RunConfig) -> str:
+def _cache_key(config: RunConfig) -> str:
     folder = find_model_folder(config.model.name)
-    tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
+    tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_tokenizer_file_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
-    decides: dict[str, Any] = {
-        "options": {name: value for name, value in _options(config).items() if name not in _NOT_IN_KEY},
+    key_parts: dict[str, Any] = {
+        "options": {name: value for name, value in _data_options(config).items() if name not in _OPTIONS_NOT_IN_KEY},
         "limit": config.model.max_seq_len,
         "tokenizer": tokenizer,
-        "files": sorted(_data_states(config)),
-        "code": sorted(_state(path) for path in code.rglob("*.py")),
+        "files": sorted(_data_file_states(config)),
+        "code": sorted(_file_state(path) for path in code.rglob("*.py")),
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _options(config: RunConfig) -> dict[str, Any]:
+def _data_options(config: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = config.data.model_dump(mode="json")
     return options | {"task_mode": config.task_mode, "seed": config.train.seed}
 
 
-def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for pattern in _OF_TOKENIZERS:
-        yield from (_state(path) for path in folder.glob(pattern))
+def _tokenizer_file_states(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for pattern in _TOKENIZER_FILE_PATTERNS:
+        yield from (_file_state(path) for path in folder.glob(pattern))
 
 
-def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
+def _data_file_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
     paths = find_data_paths(config.data)
     for _, source in paths.named_paths():
         for part in list_parts(source):
             if part.kind == "hub":  # it has no state here: counted once a day
                 yield part.name, 0, date.today().toordinal()
                 continue
-            where = part.path
-            yield from (_state(path) for path in (where.rglob("*") if where.is_dir() else [where]) if path.is_file())
+            data_path = part.path
+            yield from (_file_state(path) for path in (data_path.rglob("*") if data_path.is_dir() else [data_path]) if path.is_file())
 
 
-def _state(path: Path) -> tuple[str, int, int]:
-    state = path.stat()
-    return str(path.resolve()), state.st_size, state.st_mtime_ns
+def _file_state(path: Path) -> tuple[str, int, int]:
+    stat = path.stat()
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns

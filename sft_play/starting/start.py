@@ -16,17 +16,17 @@ from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
-from sft_play.launch.command import Launch
-from sft_play.launch.exported import OF_RENDEZVOUS, Ranks, refuse_lone_node
+from sft_play.launch.command import LaunchCommand
+from sft_play.launch.exported import RENDEZVOUS_VARIABLES, RankInfo, refuse_lone_node
 from sft_play.launch.launch_options import (
     LaunchOptions,
-    as_accelerate_says,
-    as_the_mesh_says,
-    overridden_lines,
-    take_choices,
-    with_accelerate,
+    apply_accelerate_config,
+    apply_mesh,
+    override_lines,
+    pop_accelerate_launch_config,
+    fill_from_accelerate,
 )
-from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu
+from sft_play.launch.machine import hide_gpus, warn_idle_gpus, restrict_to_device, select_hardware, use_one_gpu
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner import plan_details
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS
@@ -40,316 +40,316 @@ from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resume
 from sft_play.runs.manifest import as_started, first_day, other_settings, refuse_mixing
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import (
-    Decided,
-    count_nodes,
+    LaunchPlan,
+    resolve_exported_nodes,
     launch_ranks,
-    machine_of_ranks,
-    placed,
-    received,
-    refused,
+    gather_rank_hardware,
+    setup_rank_environment,
+    receive_launch_plan,
+    refusal_to_json,
 )
-from sft_play.starting.plan_run import layout_in_unsloth, stopped_run
-from sft_play.starting.plan_stages import count_before_planning, plan_stages
-from sft_play.starting.refusals import refusals, require_planned
-from sft_play.starting.train_here import train_here
+from sft_play.starting.plan_run import find_unsloth_layout, read_previous_run
+from sft_play.starting.plan_stages import count_rows_before_planning, plan_stages
+from sft_play.starting.refusals import refusals, require_gpus_and_disk
+from sft_play.starting.train_here import train_in_process
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LaunchRequest:
     """A run that a command asks for, and which processes train it."""
 
     loaded: LoadedConfig
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
-    over_ranks: bool = False
-    """Whether ranks are launched; else this process trains, alone or as one of `ranks`."""
-    watched: bool = False
+    launches_ranks: bool = False
+    """Whether ranks are launched; else this process trains, alone or as one of `rank_info`."""
+    is_supervised: bool = False
     """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
-    ranks: Ranks | None = None
-    resume: bool = False
+    rank_info: RankInfo | None = None
+    should_resume: bool = False
     """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run`."""
     folder: RunFolder | None = None
-    run: str | None = None
-    accelerate: AccelerateConfig | None = None
+    run_name: str | None = None
+    accelerate_config: AccelerateConfig | None = None
     """The choices of `accelerate launch`, or of accelerate's file, over some of which the plan wins."""
 
     @property
-    def tells(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """Whether this process speaks for the run: not a rank that has a parent of ours, or is not the first."""
-        return self.ranks is None or (self.ranks.is_first and self.ranks.folder is None)
+        return self.rank_info is None or (self.rank_info.is_first and self.rank_info.run_folder is None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Started:
+class LaunchResult:
     """How a start ended: sft-play's exit code, and what was started. `folder` is None on several nodes, where rank 0
     names it; `launch` is None where no launcher starts the ranks."""
 
-    code: int
+    exit_code: int
     folder: RunFolder | None
     plan: Plan | None = None
-    launch: Launch | None = None
+    launch: LaunchCommand | None = None
 
 
-def start(asked: Asked) -> Started:
+def start_run(request: LaunchRequest) -> LaunchResult:
     """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
     with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
     before a library is imported."""
-    signals.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
-    restarts = Restarts(asked.options.restarts)
-    if restarts.most and asked.ranks is None and not asked.over_ranks:
-        options = dataclasses.replace(asked.options, processes=1)
-        asked = dataclasses.replace(asked, options=options, over_ranks=True, watched=True)
-    started = _start(asked)
-    while started.code and started.folder is not None and restarts.wanted(started.folder, asked.loaded):
-        started = _start(dataclasses.replace(asked, resume=True, folder=started.folder))
-    return started
+    signals.note_beginning(anew=request.rank_info is None)  # train.max_hours is the limit of all starts together
+    restarts = RestartBudget(request.options.max_restarts)
+    if restarts.limit and request.rank_info is None and not request.launches_ranks:
+        options = dataclasses.replace(request.options, processes=1)
+        request = dataclasses.replace(request, options=options, launches_ranks=True, is_supervised=True)
+    result = _start_once(request)
+    while result.exit_code and result.folder is not None and restarts.should_restart(result.folder, request.loaded):
+        result = _start_once(dataclasses.replace(request, should_resume=True, folder=result.folder))
+    return result
 
 
-def _start(asked: Asked) -> Started:
+def _start_once(request: LaunchRequest) -> LaunchResult:
     """Start a run once; what is cheap to refuse comes first. Outside the training's steps a request to stop unwinds the
     stack."""
-    with contextlib.ExitStack() as held:
-        if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
-            held.enter_context(signals.StopSignals(signals.interrupt))
-        buffer = start_log_buffer() if asked.ranks is None or asked.ranks.is_first else None
-        if asked.tells:
-            _log_base(asked.loaded)
-        asked = _settled(asked)
-        held.enter_context(about(asked.options.nodes.exported_rank or None))
-        decided = _decide(asked, held) if asked.ranks is None else _decide_for_ranks(asked, asked.ranks, held)
-        folder, planned = decided.folder, decided.planned
-        if not planned:
-            return Started(0, folder)
-        plan = planned[0][0]
-        if asked.accelerate is not None and asked.tells:
-            for line in overridden_lines(
-                asked.accelerate, mixed_precision=MIXED_PRECISION.get(plan.precision.compute, "no"),
-                grad_accum=plan.batch.grad_accum, max_grad_norm=asked.loaded.config.train.max_grad_norm,
+    with contextlib.ExitStack() as exit_stack:
+        if request.rank_info is None:  # a rank that waits for the others is ended by its launcher
+            exit_stack.enter_context(signals.StopSignals(signals.interrupt))
+        buffer = start_log_buffer() if request.rank_info is None or request.rank_info.is_first else None
+        if request.is_reporting_rank:
+            _log_base_model(request.loaded)
+        request = _resolve_launch_request(request)
+        exit_stack.enter_context(about(request.options.nodes.exported_rank or None))
+        launch_plan = _plan_launch(request, exit_stack) if request.rank_info is None else _plan_launch_as_rank(request, request.rank_info, exit_stack)
+        folder, stage_plans = launch_plan.folder, launch_plan.stage_plans
+        if not stage_plans:
+            return LaunchResult(0, folder)
+        plan = stage_plans[0][0]
+        if request.accelerate_config is not None and request.is_reporting_rank:
+            for line in override_lines(
+                request.accelerate_config, mixed_precision=MIXED_PRECISION.get(plan.precision.compute, "no"),
+                grad_accum=plan.batch.grad_accum, max_grad_norm=request.loaded.config.train.max_grad_norm,
             ):  # fmt: skip
                 logger.info("%s", line)
-        if folder is None or not decided.trains_here:
-            run = str(folder.path) if asked.resume and folder is not None else None
-            code, launch = launch_ranks(
-                asked.loaded, asked.options, planned, folder,
-                is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder), log_buffer=buffer,
+        if folder is None or not launch_plan.trains_in_process:
+            resumed_run = str(folder.path) if request.should_resume and folder is not None else None
+            exit_code, launch = launch_ranks(
+                request.loaded, request.options, stage_plans, folder,
+                is_resumed=launch_plan.is_resumed, resumed_run=resumed_run, sidecar=_tensorboard_sidecar(request, folder), log_buffer=buffer,
             )  # fmt: skip
-            return Started(code, asked.folder if asked.options.nodes.count > 1 else folder, plan, launch)
-        if asked.over_ranks:
+            return LaunchResult(exit_code, request.folder if request.options.nodes.count > 1 else folder, plan, launch)
+        if request.launches_ranks:
             ranks = plan.choice.layout.ranks
             logger.debug("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
-        if not asked.options.show_only:
-            train_here(
-                asked.loaded, planned, folder, ranks=asked.ranks, gpus=asked.options.gpus, beside=_board(asked, folder),
-                resume=decided.is_resumed, log_buffer=buffer, has_folder=decided.has_folder, lock=decided.mark,
-                today=decided.today,
+        if not request.options.dry_run:
+            train_in_process(
+                request.loaded, stage_plans, folder, rank_info=request.rank_info, gpus=request.options.gpus, sidecar=_tensorboard_sidecar(request, folder),
+                resume=launch_plan.is_resumed, log_buffer=buffer, has_folder=launch_plan.has_folder, lock=launch_plan.lock,
+                today=launch_plan.today,
             )  # fmt: skip
-        if asked.ranks is not None and asked.tells:
+        if request.rank_info is not None and request.is_reporting_rank:
             report_at_end(folder)
-        return Started(0, folder, plan)
+        return LaunchResult(0, folder, plan)
 
 
-def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None, trusts: Trust) -> Asked:
+def resume_request(loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: Trust) -> LaunchRequest:
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
     """
-    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
-    loaded, stopped = as_started(loaded, folder, trusts=trusts), stopped_run(folder)
+    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
+    loaded, previous = as_started(loaded, folder, trusts=trusts), read_previous_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
-        gpus, ranks = len(machine_for(loaded.config, detect_hardware()).gpus), stopped.processes if stopped else 1
-        options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
-    has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED_LAYOUTS)  # a single rank's too
-    is_single = options.processes == 1 and options.nodes.count == 1 and not has_engine
-    over_ranks = not (is_single and options.strategy in (None, "single"))
-    return Asked(loaded, options, over_ranks=over_ranks, resume=True, folder=folder)
+        gpu_count, rank_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus), previous.processes if previous else 1
+        options = dataclasses.replace(options, processes=min(rank_count, gpu_count) if gpu_count else rank_count)
+    has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)  # a single rank's too
+    is_one_rank = options.processes == 1 and options.nodes.count == 1 and not has_engine
+    launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
+    return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
 
 
 # --- what was asked ---------------------------------------------------------------------------------------------------
 
 
-def _log_base(loaded: LoadedConfig) -> None:
+def _log_base_model(loaded: LoadedConfig) -> None:
     name = loaded.config.model.name
-    base = f"{name} ({loaded.path})"
+    description = f"{name} ({loaded.path})"
     if name == BASE_NAME:
-        base = f"{name}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
-    logger.info("Base model: %s", one_line(base, limit=400))
+        description = f"{name}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
+    logger.info("Base model: %s", one_line(description, limit=400))
 
 
-def _settled(asked: Asked) -> Asked:
+def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
     """What was asked, with what the launcher, accelerate and the mesh say where the command line is silent; the
     environment of this process is made that of its part."""
-    loaded, options, ranks = asked.loaded, asked.options, asked.ranks
+    loaded, options, rank_info = request.loaded, request.options, request.rank_info
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
-    if asked.over_ranks and not asked.watched:
+    if request.launches_ranks and not request.is_supervised:
         # what the command line leaves open, accelerate's file fills in, then the mesh
-        options, accelerate = as_accelerate_says(options, loaded.config)
+        options, accelerate_config = apply_accelerate_config(options, loaded.config)
         if options.nodes.exported_rank:
-            options = count_nodes(options, loaded.config)
-        options = as_the_mesh_says(options, loaded.config)
+            options = resolve_exported_nodes(options, loaded.config)
+        options = apply_mesh(options, loaded.config)
         refuse_lone_node(options.nodes)
     else:
-        ranks = placed(loaded.config, ranks) if ranks is not None else None
-        accelerate = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
-        if ranks is None:
+        rank_info = setup_rank_environment(loaded.config, rank_info) if rank_info is not None else None
+        accelerate_config = pop_accelerate_launch_config()  # now: the plan decides, and accelerate would act on the same variables later
+        if rank_info is None:
             options = dataclasses.replace(options, strategy="single")
-            for name in OF_RENDEZVOUS:  # torch and accelerate would wait for others, as a notebook or a guide asked
+            for name in RENDEZVOUS_VARIABLES:  # torch and accelerate would wait for others, as a notebook or a guide asked
                 os.environ.pop(name, None)
-        elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
-            options = with_accelerate(options, accelerate, parse_mesh(loaded.config.model.mesh_shape))
-    refuse_restarts(loaded, options, ranks)
-    loaded = tensorboard.with_curves(loaded) if options.board else loaded
-    return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)
+        elif accelerate_config is not None and rank_info.run_folder is None:  # under a parent of ours: left from another launch
+            options = fill_from_accelerate(options, accelerate_config, parse_mesh(loaded.config.model.mesh_shape))
+    refuse_restarts(loaded, options, rank_info)
+    loaded = tensorboard.add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded
+    return dataclasses.replace(request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
 
 
-def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
-    if folder is None or not asked.options.board or not asked.tells:
+def _tensorboard_sidecar(request: LaunchRequest, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
+    if folder is None or not request.options.uses_tensorboard or not request.is_reporting_rank:
         return contextlib.nullcontext()
-    return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
+    return tensorboard.sidecar(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
 
 
 # --- what is decided before anything is made --------------------------------------------------------------------------
 
 
-def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
-    loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
-    hardware = _machine(asked)
-    if asked.over_ranks:
-        log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
-    folder, is_resumed = _folder(asked)
-    if folder is not None and is_resumed and starts:
+def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
+    loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
+    hardware = _launch_hardware(request)
+    if request.launches_ranks:
+        warn_idle_gpus(hardware, options, request.accelerate_config.path if request.accelerate_config else None)
+    folder, is_resumed = _run_folder(request)
+    if folder is not None and is_resumed and starts_run:
         oom.take(folder)  # of a run whose launcher did not start it again
-        take_death(folder)
+        pop_crash_record(folder)
     if folder is not None and is_resumed and is_finished(folder):
-        return Decided(folder, is_resumed)
+        return LaunchPlan(folder, is_resumed)
     if folder is not None and is_resumed and folder.has_trained:
         refuse_mixing(folder, list(other_settings(folder, loaded.config).values()))
     # a command that is only shown may be typed on another machine
-    machine = hardware if starts else dataclasses.replace(hardware, named=True)
+    machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
     # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
     for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1):
         raise error
-    unsloths = layout_in_unsloth(loaded, options, hardware)
-    trains_here, mark = unsloths is not None or not asked.over_ranks, None
-    if starts and folder is not None and asked.ranks is None:
-        held.enter_context(reported(folder))
+    unsloth_layout = find_unsloth_layout(loaded, options, hardware)
+    trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
+    if starts_run and folder is not None and request.rank_info is None:
+        exit_stack.enter_context(reported(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            mark = held.enter_context(lock(folder, by=None if trains_here else LAUNCHER))
-    options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
-    if starts:
-        count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
-    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
-    if starts:  # the folder is rank 0's where there are several nodes
-        require_planned(loaded, hardware, [plan for plan, _ in planned] if folder is not None else [], folder)
+            run_lock = exit_stack.enter_context(lock(folder, by=None if trains_in_process else LAUNCHER))
+    options = dataclasses.replace(options, strategy=unsloth_layout) if unsloth_layout is not None else options
+    if starts_run:
+        count_rows_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_in_process=trains_in_process)
+    stage_plans = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
+    if starts_run:  # the folder is rank 0's where there are several nodes
+        require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
     today = first_day(folder) if folder is not None else date.today()
-    return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
+    return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today)
 
 
-def _machine(asked: Asked) -> Hardware:
-    here = detect_hardware() if asked.over_ranks else machine_for(asked.loaded.config, detect_hardware())
-    if asked.ranks is not None and not asked.over_ranks:
-        return machine_of_ranks(here, asked.ranks)
-    for line in plan_details.detected_lines(here):
+def _launch_hardware(request: LaunchRequest) -> Hardware:
+    detected = detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
+    if request.rank_info is not None and not request.launches_ranks:
+        return gather_rank_hardware(detected, request.rank_info)
+    for line in plan_details.detected_lines(detected):
         logger.info("%s", line)
-    return machine_of(asked.options, here) if asked.over_ranks else one_gpu(here)
+    return select_hardware(request.options, detected) if request.launches_ranks else use_one_gpu(detected)
 
 
-def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
-    output, path = asked.loaded.config.output, asked.loaded.path
-    if asked.folder is not None:
-        return asked.folder, True
-    if asked.over_ranks and asked.options.nodes.count > 1:
+def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
+    output, path = request.loaded.config.output, request.loaded.path
+    if request.folder is not None:
+        return request.folder, True
+    if request.launches_ranks and request.options.nodes.count > 1:
         return None, False
-    if asked.resume:
-        return find_resumable(output, config_path=path, name=asked.run), True
+    if request.should_resume:
+        return find_resumable(output, config_path=path, name=request.run_name), True
     folder = new_folder(output, config_path=path)
     return folder, resumes(folder, output)
 
 
-def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) -> Decided:
-    handed = received(asked.loaded.config, ranks)
-    if handed is not None:
-        return handed
+def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack: contextlib.ExitStack) -> LaunchPlan:
+    received_plan = receive_launch_plan(request.loaded.config, rank_info)
+    if received_plan is not None:
+        return received_plan
     from sft_play.training.ranks.distributed import broadcast_text
 
     try:
-        decided = _decide(asked, held)
+        launch_plan = _plan_launch(request, exit_stack)
     except SftPlayError as error:
-        broadcast_text(refused(error))
+        broadcast_text(refusal_to_json(error))
         raise
-    broadcast_text(decided.text(made=False))  # the others wait; without a plan there is nothing left to do
-    return decided
+    broadcast_text(launch_plan.to_json(made=False))  # the others wait; without a plan there is nothing left to do
+    return launch_plan
 
 
 # --- started again ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Restarts:
+class RestartBudget:
     """The restarts of one command: at most `most` after a process died."""
 
-    most: int
-    done: int = 0
+    limit: int
+    used: int = 0
 
-    def wanted(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
+    def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
         """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
         if event := oom.take(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True
-        died = take_death(folder) if self.most else None
-        if died is None:
+        crash = pop_crash_record(folder) if self.limit else None
+        if crash is None:
             return False
-        with _logged(folder):
-            if self.done == self.most:
-                logger.error("MAX_RESTARTS=%d is used up: the run ends", self.most)
+        with _log_to_run(folder):
+            if self.used == self.limit:
+                logger.error("MAX_RESTARTS=%d is used up: the run ends", self.limit)
                 return False
-            self.done += 1
-            step, where = _goes_on(folder, loaded)
-            logger.warning("Restart %d of %d: %s; the run goes on from %s", self.done, self.most, died, where)
-        entry = {"after": died, "from_step": step, "number": self.done, "of": self.most}
+            self.used += 1
+            step, resume_text = _resume_point(folder, loaded)
+            logger.warning("Restart %d of %d: %s; the run goes on from %s", self.used, self.limit, crash, resume_text)
+        entry = {"after": crash, "from_step": step, "number": self.used, "of": self.limit}
         folder.update_manifest(**{RESTARTS: [*folder.manifest().get(RESTARTS, []), entry]})
         return True
 
 
-def take_death(folder: RunFolder) -> str | None:
+def pop_crash_record(folder: RunFolder) -> str | None:
     """How a process of a run died, which the manifest says no more afterwards; None where none did."""
     with contextlib.suppress(RunFolderError):  # an unused folder was removed again
-        died = folder.manifest().get(DIED)
-        if isinstance(died, str):
+        crash = folder.manifest().get(DIED)
+        if isinstance(crash, str):
             folder.update_manifest(**{DIED: None})
-            return died
+            return crash
     return None
 
 
-def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
+def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
     from sft_play.training.checkpoints.checkpoints import checkpoint_step, last_complete_checkpoint
 
-    begun = [stage for one in loaded.config.curriculum if (stage := folder.of_stage(one.name)).has_begun]
-    part = begun[-1] if begun else folder
-    last, of = last_complete_checkpoint(part.checkpoints), f" of stage {part.stage}" if part.stage else ""
-    if last is None:
-        return 0, f"the beginning{of}: there is no checkpoint"
-    return checkpoint_step(last), f"the checkpoint of step {checkpoint_step(last)}{of}"
+    begun_stages = [stage_folder for stage_config in loaded.config.curriculum if (stage_folder := folder.of_stage(stage_config.name)).has_begun]
+    last_folder = begun_stages[-1] if begun_stages else folder
+    checkpoint, stage_suffix = last_complete_checkpoint(last_folder.checkpoints), f" of stage {last_folder.stage}" if last_folder.stage else ""
+    if checkpoint is None:
+        return 0, f"the beginning{stage_suffix}: there is no checkpoint"
+    return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"
 
 
 @contextlib.contextmanager
-def _logged(folder: RunFolder) -> Iterator[None]:
-    file = write_log_to(folder.log_path)
+def _log_to_run(folder: RunFolder) -> Iterator[None]:
+    handler = write_log_to(folder.log_path)
     try:
         yield
     finally:
-        logging.getLogger().removeHandler(file)
-        file.close()
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
-def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, ranks: Ranks | None) -> None:
+def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: RankInfo | None) -> None:
     """Raises ConfigError where MAX_RESTARTS= is given and this command could not start the run again."""
-    if not options.restarts:
+    if not options.max_restarts:
         return
-    asked = f"MAX_RESTARTS={options.restarts}"
-    if ranks is not None or options.nodes.count > 1:
+    request_text = f"MAX_RESTARTS={options.max_restarts}"
+    if rank_info is not None or options.nodes.count > 1:
         raise ConfigError(
-            f"{asked} starts processes again that this command has started on one machine: let the launcher or the "
+            f"{request_text} starts processes again that this command has started on one machine: let the launcher or the "
             "scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
         )
     if loaded.config.tuning.backend == "unsloth":
-        raise ConfigError(f"{asked} does not watch the processes of tuning.backend=unsloth; leave it out")
+        raise ConfigError(f"{request_text} does not watch the processes of tuning.backend=unsloth; leave it out")

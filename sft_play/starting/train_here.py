@@ -10,9 +10,9 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.launch.command import timeout_of, visible_only
-from sft_play.launch.exported import Ranks
-from sft_play.launch.machine import check_gpu, prepare_libraries
+from sft_play.launch.command import rank_timeout_s, visible_gpu_variables
+from sft_play.launch.exported import RankInfo
+from sft_play.launch.machine import check_rank_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed
@@ -20,19 +20,19 @@ from sft_play.process import signals
 from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
-from sft_play.starting.plan_run import advised
+from sft_play.starting.plan_run import add_oom_advice
 from sft_play.training.measure.recorded import measured_run
 
 
-def train_here(
+def train_in_process(
     loaded: LoadedConfig,
-    planned: Sequence[PlanWithDeepSpeed],
+    stage_plans: Sequence[PlanWithDeepSpeed],
     folder: RunFolder,
     *,
-    ranks: Ranks | None,
+    rank_info: RankInfo | None,
     gpus: Sequence[int],
-    beside: contextlib.AbstractContextManager[object],
-    **start: Any,
+    sidecar: contextlib.AbstractContextManager[object],
+    **job_fields: Any,
 ) -> None:
     """Import the libraries and run; what was measured is remembered.
 
@@ -42,66 +42,66 @@ def train_here(
         beside: what runs beside the training.
         start: how the run starts; fields of `training.job.RunJob`.
     """
-    plan, configs = planned[0][0], [part.config for part in loaded.parts]
-    if gpus and ranks is None:
-        os.environ.update(visible_only(",".join(str(gpu) for gpu in gpus)))
+    plan, configs = stage_plans[0][0], [part.config for part in loaded.parts]
+    if gpus and rank_info is None:
+        os.environ.update(visible_gpu_variables(",".join(str(gpu) for gpu in gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)
-    if ranks is not None:
-        check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
+    if rank_info is not None:
+        check_rank_gpu(plan, rank_info)  # asks the driver, so that nothing is loaded for a GPU that is refused
     with importing():
         from sft_play.training.job import build_run_job
         from sft_play.training.run import run_training
 
-    is_alone = ranks is None and plan.choice.layout.ranks == 1
-    timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
-    by = WRITER if ranks is not None and ranks.folder is not None else None
-    job = build_run_job(loaded, planned, folder, lock_role=by, timeout_s=timeout_s, **start)
-    with signals.StopSignals(signals.interrupt), beside, advised(loaded.config, plan):
+    is_alone = rank_info is None and plan.choice.layout.ranks == 1
+    timeout_s = loaded.config.distributed.timeout_s if is_alone else rank_timeout_s(loaded.config, os.environ)
+    lock_name = WRITER if rank_info is not None and rank_info.run_folder is not None else None
+    job = build_run_job(loaded, stage_plans, folder, lock_role=lock_name, timeout_s=timeout_s, **job_fields)
+    with signals.StopSignals(signals.interrupt), sidecar, add_oom_advice(loaded.config, plan):
         summary = run_training(job)
-    if ranks is None or ranks.is_first:
+    if rank_info is None or rank_info.is_first:
         # the configs have the starter's name, as plans look it up
-        remember([(config, plan) for config, (plan, _) in zip(configs, planned, strict=True)], summary)
+        record_measurements([(config, plan) for config, (plan, _) in zip(configs, stage_plans, strict=True)], summary)
 
 
-def remember(planned: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
+def record_measurements(stage_plans: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
     """Keep what was measured; of stages only those on GPUs, since a CPU's peak is that of the whole process."""
-    of_stages = summary.get("stages")
-    if of_stages is None:
-        _remember_one(*planned[0], summary)
+    stage_summaries = summary.get("stages")
+    if stage_summaries is None:
+        _record_stage(*stage_plans[0], summary)
         return
-    for (config, plan), one in zip(planned, of_stages, strict=False):
+    for (config, plan), stage_summary in zip(stage_plans, stage_summaries, strict=False):
         if plan.hardware.gpus:
-            _remember_one(config, plan, one)
+            _record_stage(config, plan, stage_summary)
 
 
-def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
+def _record_stage(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
     if summary.get("backend") == "unsloth":
         return  # plans predict the other backend
-    compiled = summary.get("compile") is not None
-    if compiled != config.train.compile:
+    is_compiled = summary.get("compile") is not None
+    if is_compiled != config.train.compile:
         return  # the plan's speed is that of compiled blocks, and the plain code ran
     # The run's highest of the moments whose batch the plan chooses, predicted and measured, whichever moments they are:
     # it is what a plan compares. What loading and saving take says nothing of a batch.
-    moments = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
-    predicted = [plan.memory.by_moment[name] for name in moments if name in plan.memory.by_moment]
-    measured = [summary["peak_bytes_by_moment"][name] for name in moments]
+    phases = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
+    predicted = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
+    measured = [summary["peak_bytes_by_moment"][name] for name in phases]
     key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
-    reserved = max((peak[key] or 0 for peak in measured), default=0)
-    if not reserved or not predicted or not summary["tokens_per_s"] or summary.get("ran_out"):
+    reserved_bytes = max((peak[key] or 0 for peak in measured), default=0)
+    if not reserved_bytes or not predicted or not summary["tokens_per_s"] or summary.get("ran_out"):
         return  # it stopped before a step was measured, or its steps were smaller than planned
     # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
-    used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
-    counted = plan.kernels or CountedKernels()
-    found = {
+    used_kernels: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
+    counted_kernels = plan.kernels or CountedKernels()
+    figures = {
         "predicted_allocated": max(allocated for allocated, _ in predicted),
         "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted),
         "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured),
-        "measured_reserved": reserved,
-        "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s if counted.speed == used else 0.0,
+        "measured_reserved": reserved_bytes,
+        "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s if counted_kernels.speed == used_kernels else 0.0,
         "measured_tokens_per_s": summary["tokens_per_s"],
-        "compiled": compiled,
-        "kernels": used,
+        "compiled": is_compiled,
+        "kernels": used_kernels,
     }
-    if counted.memory != used:
-        found |= {"predicted_allocated": 0, "predicted_reserved": 0}
-    calibration.add_measured_run(measured_run(config, plan, **found))
+    if counted_kernels.memory != used_kernels:
+        figures |= {"predicted_allocated": 0, "predicted_reserved": 0}
+    calibration.add_measured_run(measured_run(config, plan, **figures))

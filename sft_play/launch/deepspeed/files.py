@@ -27,33 +27,33 @@ from sft_play.planner.layout import LayoutName
 from sft_play.spelling import nearest
 
 # Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.
-STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
+ZERO_STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
     "zero1": (1, False, False),
     "zero2": (2, False, False),
     "zero3": (3, False, False),
     "zero2_offload": (2, True, False),
     "zero3_offload": (3, True, True),
 }
-LAYOUTS = {(stage, states): name for name, (stage, states, _) in STAGES.items()} | {(1, True): "zero1"}
-WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
+ZERO_LAYOUTS = {(stage, states): name for name, (stage, states, _) in ZERO_STAGES.items()} | {(1, True): "zero1"}
+DEEPSPEED_FILE_DESCRIPTION = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 
 
-def shipped_config(layout: LayoutName) -> Config:
+def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
     """The configuration of a ZeRO layout of `STAGES`, its values "auto"; `configs/deepspeed/` holds the same. Raises
     ConfigError where the layout is not one that DeepSpeed runs."""
-    if layout not in STAGES:
-        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(STAGES)}")
-    stage, states, weights = STAGES[layout]
-    zero: Config = {
+    if layout not in ZERO_STAGES:
+        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(ZERO_STAGES)}")
+    stage, offloads_states, offloads_weights = ZERO_STAGES[layout]
+    zero: DeepspeedConfig = {
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": True,  # reduce a bucket while the backward pass goes on with the next
         "reduce_scatter": True,
         "reduce_bucket_size": AUTO,
     }
-    if states:
+    if offloads_states:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if weights:
+    if offloads_weights:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         zero |= {
@@ -74,33 +74,33 @@ def shipped_config(layout: LayoutName) -> Config:
     }
 
 
-def read_deepspeed_file(path: Path) -> Config:
+def read_deepspeed_file(path: Path) -> DeepspeedConfig:
     """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
-    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=WANTED)
-    bare = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
-    is_json = bare.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
+    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=DEEPSPEED_FILE_DESCRIPTION)
+    json_text = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
+    is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
     try:
-        data = yaml_io.parse_value(bare if is_json else text, name=one_line(str(path)))
+        data = yaml_io.parse_value(json_text if is_json else text, name=one_line(str(path)))
     except ConfigError:
         if is_json:
-            _refuse_json(bare, name=one_line(str(path)))
+            _raise_json_error(json_text, name=one_line(str(path)))
         raise
     if not isinstance(data, dict):
-        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.show(data)}; expected {WANTED}")
+        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.show(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
     return data
 
 
-def _refuse_json(text: str, *, name: str) -> None:
+def _raise_json_error(text: str, *, name: str) -> None:
     """Raise ConfigError in the words of JSON where a text is none; a comma behind the last item is allowed."""
     try:
         json.loads(re.sub(r"(?<!,),(?=\s*[}\]])", " ", text))
     except json.JSONDecodeError as error:
         # what lacks a comma may end lines above
-        before = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
-        where = f" behind line {before}" if "delimiter" in error.msg else ""
+        previous_line = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
+        position = f" behind line {previous_line}" if "delimiter" in error.msg else ""
         raise ConfigError(
-            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{where}; not valid YAML either"
+            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{position}; not valid YAML either"
         ) from None
 
 
@@ -109,31 +109,31 @@ def _refuse_json(text: str, *, name: str) -> None:
 _NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
 
 
-def layout_of(
-    config: Config, *, name: str = "the DeepSpeed configuration", planned: LayoutName = "zero2"
+def deepspeed_layout(
+    config: DeepspeedConfig, *, name: str = "the DeepSpeed configuration", default_layout: LayoutName = "zero2"
 ) -> LayoutName:
     """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of `planned`.
     Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not shard."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", AUTO)
-    stage = STAGES[planned][0] if stage in (AUTO, None) else int(stage)
-    states, weights = offloads(zero, "offload_optimizer"), offloads(zero, "offload_param")
+    stage = ZERO_STAGES[default_layout][0] if stage in (AUTO, None) else int(stage)
+    offloads_states, offloads_weights = is_offloaded(zero, "offload_optimizer"), is_offloaded(zero, "offload_param")
     if stage == 0:
         raise ConfigError(
             f"{name}: zero_optimization.stage 0 shards nothing: every GPU would hold the whole model; "
             "set stage 1, 2 or 3, or ask for STRATEGY=ddp"
         )
-    if weights and stage < 3:
+    if offloads_weights and stage < 3:
         raise ConfigError(f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or remove it")
-    return LAYOUTS[stage, states]
+    return ZERO_LAYOUTS[stage, offloads_states]
 
 
-def keeps_params(config: Config, layout: LayoutName) -> bool:
+def keeps_params_on_gpu(config: DeepspeedConfig, layout: LayoutName) -> bool:
     """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
-    return layout == "zero3_offload" and not offloads(config.get("zero_optimization") or {}, "offload_param")
+    return layout == "zero3_offload" and not is_offloaded(config.get("zero_optimization") or {}, "offload_param")
 
 
-def offloads(zero: Config, key: str) -> bool:
+def is_offloaded(zero: DeepspeedConfig, key: str) -> bool:
     """Whether the section `key` of `zero_optimization` moves something off the GPUs."""
     section = zero.get(key)
     return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")
@@ -146,46 +146,46 @@ BATCH_KEYS = {
 }
 
 
-def with_batch(
-    train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
+def merge_deepspeed_batch(
+    train: TrainConfig, config: DeepspeedConfig, *, ranks: int, name: str = "the DeepSpeed configuration"
 ) -> tuple[TrainConfig, tuple[str, ...]]:
     """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
     and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
     where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
     once."""
-    given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
-    if not given_batch:
+    file_values = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
+    if not file_values:
         return train, ()
-    given = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
+    run_values = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
     # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
     if "effective_batch_size" in train.model_fields_set:
-        given["effective_batch_size"] = train.effective_batch_size
-    taken: dict[str, int] = {}
-    sources = {field: f"train.{field}={value}" for field, value in given.items()}
+        run_values["effective_batch_size"] = train.effective_batch_size
+    taken_values: dict[str, int] = {}
+    sources = {field: f"train.{field}={value}" for field, value in run_values.items()}
     lines, problems = [], []
-    for key, value in given_batch.items():
+    for key, value in file_values.items():
         field = BATCH_KEYS[key]
-        if given.get(field, value) != value:
-            problems.append(f'{key}: {value} contradicts train.{field}={given[field]}; keep one of them ("auto" here)')
-        elif field not in given:
-            taken[field], sources[field] = value, f"{key}: {value}"
+        if run_values.get(field, value) != value:
+            problems.append(f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)')
+        elif field not in run_values:
+            taken_values[field], sources[field] = value, f"{key}: {value}"
             lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
     if not problems:
-        numbers = given | taken
-        micro, accum = (numbers.get(field) for field in ("batch_size", "grad_accum"))
-        if "effective_batch_size" not in numbers and micro and accum:
-            taken["effective_batch_size"] = micro * accum * ranks
-            lines.append(f"train.effective_batch_size → {micro} × {accum} × {ranks} ranks = {micro * accum * ranks}, "
+        merged_values = run_values | taken_values
+        micro_batch, grad_accum = (merged_values.get(field) for field in ("batch_size", "grad_accum"))
+        if "effective_batch_size" not in merged_values and micro_batch and grad_accum:
+            taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
+            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = {micro_batch * grad_accum * ranks}, "
                          "which neither file gives")  # fmt: skip
         # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
-        if not (is_single_rank_batch(train) and given_batch.keys() == {"train_batch_size"}):
-            by_default = f"train.effective_batch_size={train.effective_batch_size} (its default)"
-            said = {"effective_batch_size": by_default, **sources}
-            problem = batch_product_problem(train.model_copy(update=taken), ranks=ranks, option_texts=said)
+        if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
+            default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
+            source_texts = {"effective_batch_size": default_text, **sources}
+            problem = batch_product_problem(train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts)
             problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return train.model_copy(update=taken), tuple(lines)
+    return train.model_copy(update=taken_values), tuple(lines)
 
 
 # Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
@@ -196,113 +196,113 @@ SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 # --- in current keys --------------------------------------------------------------------------------------------------
 
 
-Config = dict[str, Any]
+DeepspeedConfig = dict[str, Any]
 
 # Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
-# (`AUTO_IS_A_VALUE`).
+# (`PATHS_WITH_AUTO`).
 AUTO = "auto"
 
-_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("keys.json").read_text(encoding="utf-8"))
+_KEY_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("keys.json").read_text(encoding="utf-8"))
 
 
-def _keys_of(section: dict[str, str]) -> frozenset[str]:
+def _section_keys(section: dict[str, str]) -> frozenset[str]:
     """A section's keys. Some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)."""
-    both = section.get("with_and_without_stage3_", "").split()
-    return frozenset([*section["keys"].split(), *both, *(f"stage3_{key}" for key in both)])
+    prefixable_keys = section.get("with_and_without_stage3_", "").split()
+    return frozenset([*section["keys"].split(), *prefixable_keys, *(f"stage3_{key}" for key in prefixable_keys)])
 
 
 # The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
 # contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
 # ZeRO-3 loading.
-KNOWN: dict[str, frozenset[str]] = {path: _keys_of(section) for path, section in _TABLE["sections"].items()}
+KNOWN_KEYS: dict[str, frozenset[str]] = {path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()}
 
 # Paths where DeepSpeed itself understands "auto".
-AUTO_IS_A_VALUE: tuple[str, ...] = tuple(_TABLE["auto_is_a_value"])
+PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
 
-_COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
+_COMMENT_KEY = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 
-def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tuple[Config, tuple[str, ...]]:
+def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration") -> tuple[DeepspeedConfig, tuple[str, ...]]:
     """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
     where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
     the wrong kind. All of them at once."""
     config = copy.deepcopy(raw)
     notes: list[str] = []
-    for path, section in sections_of(config):
-        for key in [key for key in section if _COMMENT.fullmatch(str(key))]:
+    for path, section in walk_sections(config):
+        for key in [key for key in section if _COMMENT_KEY.fullmatch(str(key))]:
             del section[key]
-            notes.append(f"{_join(path, key)} is read as a comment")
-    problems = [*_rename(config, notes), *_drop_removed(config, notes), *_unknown(config)]
+            notes.append(f"{_join_path(path, key)} is read as a comment")
+    problems = [*_rename_old_keys(config, notes), *_drop_removed_keys(config, notes), *_unknown_key_problems(config)]
     if not problems:  # a value under a wrong key would be reported twice
-        problems = _wrong_values(config)
+        problems = _value_problems(config)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config, tuple(notes)
 
 
-def _rename(config: Config, notes: list[str]) -> Iterator[str]:
-    for old, new in _TABLE["renamed"].items():
-        holder, key = holder_of(config, old)
-        if holder is None or key not in holder:
+def _rename_old_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
+    for old, new in _KEY_TABLE["renamed"].items():
+        parent, key = find_parent(config, old)
+        if parent is None or key not in parent:
             continue
-        value = meaning = holder.pop(key)
+        value = new_value = parent.pop(key)
         if "cpu_offload" in old:
-            meaning = {"device": "cpu"} if value is True else None if value is False else value
-        present = value_at(config, new)
-        if meaning is None or present == meaning:
+            new_value = {"device": "cpu"} if value is True else None if value is False else value
+        present_value = get_value_at(config, new)
+        if new_value is None or present_value == new_value:
             notes.append(f"{old}: {show(value)} is an old key that says nothing more; left out")
-        elif present is None:
-            put_at(config, new, meaning)
-            notes.append(f"{old}: {show(value)} is an old key; read as {new}: {show(meaning)}")
+        elif present_value is None:
+            set_value_at(config, new, new_value)
+            notes.append(f"{old}: {show(value)} is an old key; read as {new}: {show(new_value)}")
         else:
-            yield f"{old}: {show(value)} (an old key) and {new}: {show(present)} disagree; keep {new} only"
+            yield f"{old}: {show(value)} (an old key) and {new}: {show(present_value)} disagree; keep {new} only"
 
 
-def _drop_removed(config: Config, notes: list[str]) -> Iterator[str]:
-    for path, reason in _TABLE["removed"].items():
-        holder, key = holder_of(config, path)
-        if holder is None or key not in holder:
+def _drop_removed_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
+    for path, reason in _KEY_TABLE["removed"].items():
+        parent, key = find_parent(config, path)
+        if parent is None or key not in parent:
             continue
-        value = holder.pop(key)
-        switched = value.get("enabled", bool(value)) if isinstance(value, dict) else value
-        if switched in (False, None, -1):  # -1 is how sizes such as mics_shard_size were switched off
+        value = parent.pop(key)
+        switch = value.get("enabled", bool(value)) if isinstance(value, dict) else value
+        if switch in (False, None, -1):  # -1 is how sizes such as mics_shard_size were switched off
             notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
         else:
             yield f"{path} was removed from DeepSpeed: {reason}; remove the key"
 
 
-def _unknown(config: Config) -> Iterator[str]:
-    for path, section in sections_of(config):
-        for key in section if path in KNOWN else ():
-            if key not in KNOWN[path]:
-                yield f"{_join(path, key)} is not a DeepSpeed key; {_nearest(path, str(key))}"
+def _unknown_key_problems(config: DeepspeedConfig) -> Iterator[str]:
+    for path, section in walk_sections(config):
+        for key in section if path in KNOWN_KEYS else ():
+            if key not in KNOWN_KEYS[path]:
+                yield f"{_join_path(path, key)} is not a DeepSpeed key; {_suggest_key(path, str(key))}"
 
 
-def _nearest(path: str, key: str) -> str:
-    homes = sorted((one for one, names in KNOWN.items() if key in names), key=lambda section: section.count("."))
-    if homes:
-        return f"it belongs at {' or '.join(_join(home, key) for home in homes[:3])}"
-    return f"the nearest is {_join(path, nearest(key, KNOWN[path], alike=0.0) or '')}"
+def _suggest_key(path: str, key: str) -> str:
+    sections = sorted((section_path for section_path, names in KNOWN_KEYS.items() if key in names), key=lambda section: section.count("."))
+    if sections:
+        return f"it belongs at {' or '.join(_join_path(home, key) for home in sections[:3])}"
+    return f"the nearest is {_join_path(path, nearest(key, KNOWN_KEYS[path], alike=0.0) or '')}"
 
 
 # --- values, checked before ranks start: DeepSpeed itself raises late, on every rank ----------------------------------
 
 
-def _whole(value: Any, *, least: int = 0) -> bool:
+def _is_whole_number(value: Any, *, minimum: int = 0) -> bool:
     """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
-    return _number(value) and value == int(value) and bool(value >= least)
+    return _is_number(value) and value == int(value) and bool(value >= minimum)
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
-_BATCH = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
+_BATCH_KEYS_PATTERN = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
 # Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
-_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
-    (_BATCH, lambda value: isinstance(value, int) and _whole(value, least=1), 'a whole number from 1, or "auto"'),
-    (re.compile("gradient_clipping"), _number, 'a number from 0 (0: no clipping), or "auto"'),
-    (re.compile(r"zero_optimization\.stage"), lambda value: _whole(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
+_VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
+    (_BATCH_KEYS_PATTERN, lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1), 'a whole number from 1, or "auto"'),
+    (re.compile("gradient_clipping"), _is_number, 'a number from 0 (0: no clipping), or "auto"'),
+    (re.compile(r"zero_optimization\.stage"), lambda value: _is_whole_number(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
     (
         re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
         lambda value: value in ("none", "cpu", "nvme"),
@@ -315,32 +315,32 @@ _CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
     ),
     (
         re.compile(r"zero_optimization\.\w*_(size|threshold|parameters|distance)"),
-        _whole,
+        _is_whole_number,
         'a whole number without quotes, or "auto"',
     ),
 )
 
 
-def _wrong_values(config: Config) -> list[str]:
+def _value_problems(config: DeepspeedConfig) -> list[str]:
     problems = []
-    for path, value in leaves_of(config):
-        if value is not None and (path in KNOWN or path in ("optimizer.params", "scheduler.params")):
-            inside = f" with {', '.join(sorted(KNOWN[path]))}" if path in KNOWN else ""
-            problems.append(f"{path}: {show(value)} is not a section; expected {{…}}{inside}")
+    for path, value in walk_values(config):
+        if value is not None and (path in KNOWN_KEYS or path in ("optimizer.params", "scheduler.params")):
+            known_keys_text = f" with {', '.join(sorted(KNOWN_KEYS[path]))}" if path in KNOWN_KEYS else ""
+            problems.append(f"{path}: {show(value)} is not a section; expected {{…}}{known_keys_text}")
             continue
-        check = next((check for check in _CHECKS if check[0].fullmatch(path)), None)
+        check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)
         if check is not None and value not in (AUTO, None) and not check[1](value):
             problems.append(f"{path}: {show(value)} is not valid; expected {check[2]}")
     # These change which ranks hold what: the run would not be the planned one.
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
-        if _number(size := value_at(config, path)) and size > 1:
-            what = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
-            problems.append(f"{path}: {size} {what}")
+        if _is_number(size := get_value_at(config, path)) and size > 1:
+            explanation = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
+            problems.append(f"{path}: {size} {explanation}")
     for path, field in DTYPE_KEYS.items():
-        if value_at(config, path) not in (None, AUTO):
+        if get_value_at(config, path) not in (None, AUTO):
             problems.append(f'{path} is distributed.mixed_precision.{field} of the run YAML; set it there, "auto" here')
     for path in ("expert_parallel", "autotuning", "data_efficiency"):
-        if value_at(config, f"{path}.enabled") is True:
+        if get_value_at(config, f"{path}.enabled") is True:
             problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
     return problems
 
@@ -348,42 +348,42 @@ def _wrong_values(config: Config) -> list[str]:
 # --- dotted paths -----------------------------------------------------------------------------------------------------
 
 
-def _join(path: str, key: object) -> str:
+def _join_path(path: str, key: object) -> str:
     return one_line(f"{path}.{key}" if path else str(key))
 
 
-def sections_of(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
+def walk_sections(config: DeepspeedConfig, path: str = "") -> Iterator[tuple[str, DeepspeedConfig]]:
     """Every mapping with its dotted path, the outer ones first."""
     yield path, config
     for key, value in list(config.items()):
         if isinstance(value, dict):
-            yield from sections_of(value, f"{path}.{key}" if path else str(key))
+            yield from walk_sections(value, f"{path}.{key}" if path else str(key))
 
 
-def leaves_of(config: Config) -> Iterator[tuple[str, Any]]:
+def walk_values(config: DeepspeedConfig) -> Iterator[tuple[str, Any]]:
     """Every value that is not a mapping, with its dotted path."""
-    for path, section in sections_of(config):
+    for path, section in walk_sections(config):
         for key, value in list(section.items()):
             if not isinstance(value, dict):
                 yield f"{path}.{key}" if path else str(key), value
 
 
-def holder_of(config: Config, path: str) -> tuple[Config | None, str]:
+def find_parent(config: DeepspeedConfig, path: str) -> tuple[DeepspeedConfig | None, str]:
     """The mapping that would hold the last key of a path, None where it does not exist, and that key."""
     *outer, key = path.split(".")
-    holder: Any = config
+    parent: Any = config
     for part in outer:
-        holder = holder.get(part) if isinstance(holder, dict) else None
-    return (holder if isinstance(holder, dict) else None), key
+        parent = parent.get(part) if isinstance(parent, dict) else None
+    return (parent if isinstance(parent, dict) else None), key
 
 
-def value_at(config: Config, path: str) -> Any:
+def get_value_at(config: DeepspeedConfig, path: str) -> Any:
     """The value at a path; None where there is none."""
-    holder, key = holder_of(config, path)
-    return None if holder is None else holder.get(key)
+    parent, key = find_parent(config, path)
+    return None if parent is None else parent.get(key)
 
 
-def put_at(config: Config, path: str, value: Any) -> None:
+def set_value_at(config: DeepspeedConfig, path: str, value: Any) -> None:
     """Set the value at a path; sections that are missing are added."""
     *outer, key = path.split(".")
     for part in outer:
