@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 
 Progress = Callable[[str], None]
 
 
-def bench(request: Request, progress: Progress) -> Answer:
+def bench(request: Request, progress: Progress) -> CommandResult:
     """A run's real steps, in turns with those of PEER."""
     from benchmarks.steps import bench
 
@@ -25,57 +25,57 @@ def bench(request: Request, progress: Progress) -> Answer:
         rounds=request.rounds or bench.ROUNDS,
         progress=progress,
     )
-    return Answer(compared.as_json(), compared.lines())
+    return CommandResult(compared.as_json(), compared.lines())
 
 
-def memory_model_score(request: Request, progress: Progress) -> Answer:
+def memory_model_score(request: Request, progress: Progress) -> CommandResult:
     """The errors of every measured peak; OUT is written as they come."""
     if request.peaks is None:
         raise ConfigError("PEAKS= names no file; give the CSV of measured peaks: make memory-model-score PEAKS=FILE")
     from benchmarks.memory_model.score import score
 
     report = score(request.peaks, out=request.out, progress=progress)
-    return Answer(report.as_json(), report.table_lines(), to_out=False)
+    return CommandResult(report.as_json(), report.table_lines(), is_written_to_out=False)
 
 
-def verify_layouts(request: Request, progress: Progress) -> Answer:
+def verify_layouts(request: Request, progress: Progress) -> CommandResult:
     """Each layout's losses and weights beside those of one process; exit code 1 where one differs."""
     from benchmarks.verify import layouts
 
     table = layouts.verify(
-        request.config if request.config_given else None,
+        request.config if request.is_config_given else None,
         request.overrides,
         layouts=request.layouts,
         modes=request.modes,
         steps=request.steps or layouts.STEPS,
         progress=progress,
     )
-    return Answer(table.as_json(), table.lines(), 0 if table.ok else 1)
+    return CommandResult(table.as_json(), table.lines(), 0 if table.ok else 1)
 
 
-def gpu_selftest(request: Request, progress: Progress) -> Answer:
+def gpu_selftest(request: Request, progress: Progress) -> CommandResult:
     """What this machine's GPUs do, beside what is planned; exit code 2 where they differ."""
     from benchmarks.gpu_selftest.report import result_lines
     from benchmarks.gpu_selftest.selftest import selftest
 
     book = selftest(request.out, minutes=request.minutes, progress=progress)
-    return Answer(
-        book.as_json(), ["\n".join(result_lines(book))], 0 if book.ok else ConfigError.exit_code, to_out=False
+    return CommandResult(
+        book.as_json(), ["\n".join(result_lines(book))], 0 if book.ok else ConfigError.exit_code, is_written_to_out=False
     )
 
 
-def mask_score(request: Request, _: Progress) -> Answer:
+def mask_score(request: Request, _: Progress) -> CommandResult:
     """The masks of templates."""
     if request.templates is None or request.tokenizer is None:
         raise ConfigError("mask-score needs both: TEMPLATES=FOLDER (.jinja files) and TOKENIZER=FOLDER (or a hub id)")
     from benchmarks.mask_score.score import score
 
-    return answer_of(score(request.templates, request.tokenizer))
+    return command_result(score(request.templates, request.tokenizer))
 
 
-def generate(_: Request, __: Progress) -> Answer:
+def generate(_: Request, __: Progress) -> CommandResult:
     """The files that were written."""
     from benchmarks.generate import generate as write
 
     written = write()
-    return Answer({"ok": True, "written": written}, [f"wrote {path}" for path in written])
+    return CommandResult({"ok": True, "written": written}, [f"wrote {path}" for path in written])

@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks.resident import Sampler
 from sft_play.facts.hardware import detect_hardware
-from sft_play.process.signals import ends_with_me, leave_with_starter
+from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
@@ -257,7 +257,7 @@ def measure(job: Job) -> Run:
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            words, env=ends_with_me(environment), stdout=subprocess.PIPE, stderr=errors, text=True
+            words, env=child_environment(environment), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert process.stdout is not None
         with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.stage:
-        leave_with_starter()
+        watch_parent()
         run_stage(Job(**json.loads(given.stage)))
         return
     tokenizer = given.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")

@@ -26,7 +26,7 @@ from typing import Any
 
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
-from sft_play.process.signals import ends_with_me
+from sft_play.process.signals import child_environment
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
@@ -82,7 +82,7 @@ def run(row: tuple[str, str, str], scratch: Path, *, seq_len: int) -> dict[str, 
     words = [sys.executable, "-m", "sft_play"]
     words += ["train"] if engine == "single" else ["train-distributed", "--strategy", engine, "--nproc", "1"]
     began = time.monotonic()
-    environment = ends_with_me(os.environ)
+    environment = child_environment(os.environ)
     answer = subprocess.run(
         [*words, "--config", str(config)], env=environment, capture_output=True, text=True, check=False
     )

@@ -14,7 +14,7 @@ from benchmarks import starter_language, what_fits
 from sft_play.config.options import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
-from sft_play.process.variables import MAINTAINING, VARIABLES
+from sft_play.process.variables import MAINTENANCE_TARGETS, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
@@ -79,7 +79,7 @@ def help_lines(*, maintaining: bool) -> list[str]:
     """
     lines = []
     for name, variable in VARIABLES.items():
-        if set(variable.commands).issubset(MAINTAINING) is not maintaining:
+        if set(variable.commands).issubset(MAINTENANCE_TARGETS) is not maintaining:
             continue
         few = variable.commands != ("*",) and len(variable.commands) <= _FEW
         takers = f"{', '.join(variable.commands)}: " if few else ""

@@ -277,9 +277,9 @@ def _watched(tree: Path, seen: Path | None) -> Iterator[None]:
 
 def _leave_with(parent: int) -> None:
     """Have this process end with its parent, a killed one included."""
-    from sft_play.process.signals import leave_with
+    from sft_play.process.signals import die_with_parent
 
-    leave_with(parent, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
 
 
 def _preload() -> None:

@@ -35,7 +35,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.process.signals import leave_with
+from sft_play.process.signals import die_with_parent
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import versions
@@ -327,7 +327,7 @@ def in_child(work: Any, *args: Any) -> dict[str, Any]:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        leave_with(parent, signal.SIGKILL)
+        die_with_parent(parent, signal.SIGKILL)
         os.close(read)
         try:
             answer = work(*args)

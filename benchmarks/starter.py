@@ -29,7 +29,7 @@ import yaml
 from benchmarks.starter_base import digest
 from benchmarks.starter_language import FOLDER
 from sft_play.facts.hardware import detect_hardware
-from sft_play.process.environment import for_another_run, waiting_threads
+from sft_play.process.environment import independent_environment, openmp_wait_variables
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.starter import BASE, CONFIG
@@ -46,7 +46,7 @@ def recipe() -> str:
 
 def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
     """One fine-tuning: exact match, the loss, seconds, load."""
-    environment = for_another_run(os.environ) | waiting_threads(os.environ) | {"OMP_NUM_THREADS": str(threads)}
+    environment = independent_environment(os.environ) | openmp_wait_variables(os.environ) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"SFT_PLAY_CACHE": str(place / "cache")}
     began = time.monotonic()
     words = [f"train.seed={seed}", "eval.before_training=false"]

@@ -30,7 +30,7 @@ import yaml
 from benchmarks import starter_language as language
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.starter import BASE, BASE_NAME
@@ -80,7 +80,7 @@ def make_base(out: Path) -> dict[str, Any]:
         overrides = {"model.name": str(start), "data.train_path": str(corpus), "output.dir": place, "train.seed": SEED}
         words = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
         train = [sys.executable, "-m", "sft_play", "train", "--config", str(RECIPE), "output.name=base", *words]
-        subprocess.run(train, cwd=ROOT, env=for_another_run(os.environ), check=True)
+        subprocess.run(train, cwd=ROOT, env=independent_environment(os.environ), check=True)
         return _shipped(Path(place) / "base" / "model", out)
 
 

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sft_play.facts.hardware import detect_hardware
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
@@ -143,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_inputs(folder)
-        environment = {**for_another_run(os.environ), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**independent_environment(os.environ), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         for number in range(given.rounds + 1):
             for command in given.commands:

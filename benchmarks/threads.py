@@ -26,15 +26,15 @@ from pathlib import Path
 import psutil
 
 from sft_play.facts.hardware import detect_hardware
-from sft_play.process.environment import SLEEPING, SPINNING
+from sft_play.process.environment import NO_SPIN, SHORT_SPIN
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SETTINGS: dict[str, dict[str, str]] = {
     "torch's own": {},
-    "busy: passive": SLEEPING,
-    "quiet: spin 3,000": SPINNING,
+    "busy: passive": NO_SPIN,
+    "quiet: spin 3,000": SHORT_SPIN,
     "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
     "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},

@@ -14,7 +14,7 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.files import ROOT
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 
 CARDS = ("RTX3060", "RTX4090", "RTX5090", "L4", "L40S", "A100-80GB", "H100", "H200", "B200")
 MODELS = (
@@ -64,7 +64,7 @@ def cell(model: str, mode: str, card: str) -> Cell:
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
-    request = PlanRequest(config, load_model_shape(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False)
+    request = PlanRequest(config, load_run_model_shape(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False)
     longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None or not (plan := make_plan(request)).fits:

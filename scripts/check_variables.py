@@ -12,21 +12,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sft_play.exit_codes import EXIT_USER, write_ending
-from sft_play.process.variables import about, refusal
+from sft_play.exit_codes import EXIT_USER, write_missing_answer
+from sft_play.process.variables import target_help, command_line_problem
 
 
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
     if words[:1] == ["--about"]:
-        sys.stdout.write("\n".join(about(Path("Makefile").read_text(encoding="utf-8"), words[1])) + "\n")
+        sys.stdout.write("\n".join(target_help(Path("Makefile").read_text(encoding="utf-8"), words[1])) + "\n")
         return 0
     is_json = words[-1:] == ["--json"]
     words = words[: len(words) - is_json]
     here, given, empty = (words.index(option) for option in ("--targets", "--given", "--empty"))
-    text = refusal(words[:here], words[given + 1 : empty], words[empty + 1 :], words[here + 1 : given])
+    text = command_line_problem(words[:here], words[given + 1 : empty], words[empty + 1 :], words[here + 1 : given])
     if text and is_json:
-        write_ending(EXIT_USER, text)
+        write_missing_answer(EXIT_USER, text)
     elif text:
         sys.stdout.write(text + "\n")
     return 0

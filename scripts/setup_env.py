@@ -35,7 +35,7 @@ from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
-from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending  # noqa: E402
+from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_missing_answer  # noqa: E402
 
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
 EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added
@@ -526,7 +526,7 @@ def ended(code: int, text: str) -> int:
 def answer(code: int, error: str) -> None:
     """With JSON=1 the object that the command would have written."""
     if wants_json(()):
-        write_ending(code, error)
+        write_missing_answer(code, error)
 
 
 if __name__ == "__main__":

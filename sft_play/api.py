@@ -19,7 +19,7 @@ from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.launch.launch_options import mesh_hardware
 from sft_play.launch.machine import restrict_to_device
 from sft_play.planner.plan import Plan
-from sft_play.process.environment import allocator_setting, waiting_threads
+from sft_play.process.environment import allocator_variables, openmp_wait_variables
 from sft_play.starting.plan_run import plan_run
 from sft_play.starting.start import LaunchRequest, start_run
 
@@ -42,8 +42,8 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     The folder is named by `output.name`, or by config and time; `output.if_exists` decides about an existing one.
     Raises SftPlayError for anything a user can fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was
     saved."""
-    os.environ.update(waiting_threads(os.environ))
-    os.environ.update(allocator_setting(os.environ))
+    os.environ.update(openmp_wait_variables(os.environ))
+    os.environ.update(allocator_variables(os.environ))
     folder = start_run(LaunchRequest(run)).folder
     assert folder is not None
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))

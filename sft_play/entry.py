@@ -9,16 +9,16 @@ import os
 import signal
 import sys
 
-from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_ending
+from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_missing_answer
 
 TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
 if TYPE_CHECKING:
     from typing import Any, Optional, Sequence
 
 # As `requires-python` in pyproject.toml says.
-OLDEST = (3, 11)
+MIN_PYTHON = (3, 11)
 # Packages, as they are imported, that only an extra of pyproject.toml installs.
-EXTRAS = {
+EXTRA_PACKAGES = {
     "documents": ("bs4", "lxml_html_clean", "markitdown", "trafilatura"),
     "eval": ("rapidfuzz", "sacrebleu"),
     "tasks": ("lm_eval",),
@@ -29,75 +29,75 @@ EXTRAS = {
 
 def main(command: "Optional[str]" = None) -> int:
     """Run `sft-play` with this process's words (`command` put before them); returns its exit code."""
-    words = [command, *sys.argv[1:]] if command else sys.argv[1:]
-    name = next((word for word in words if not word.startswith("-")), "sft-play")[:20]
-    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    if is_heard:
+    argv = [command, *sys.argv[1:]] if command else sys.argv[1:]
+    name = next((word for word in argv if not word.startswith("-")), "sft-play")[:20]
+    handles_interrupt = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if handles_interrupt:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
         early = "stopped by the user before anything was started"
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(_end(name, words, early, EXIT_STOPPED)))
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(name, argv, early, EXIT_STOPPED)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
-    if sys.version_info < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        return _end(
-            name, words, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
+    if sys.version_info < MIN_PYTHON:
+        version_text = ".".join(map(str, MIN_PYTHON))
+        return _exit_with_message(
+            name, argv, f"{sys.executable} is {_python_version()}, and sft_play needs {version_text} or newer; {_install_hint(argv)}"
         )
     try:
-        from sft_play.cli import main as run
-        from sft_play.cli import prepare
+        from sft_play.cli import main as run_program
+        from sft_play.cli import import_command
         from sft_play.log import output_failure, survive_lost_output
-        from sft_play.process.signals import ctrl_c
+        from sft_play.process.signals import handle_interrupt
 
-        prepare(words)
+        import_command(argv)
     except ModuleNotFoundError as error:
-        text = missing_package(error, words)
+        text = missing_package_message(error, argv)
         if text is None:
             raise
-        return _end(name, words, text)
+        return _exit_with_message(name, argv, text)
     except MemoryError:
-        return _end(name, words, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE)
+        return _exit_with_message(name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE)
     except Exception as error:
-        _answer(words, EXIT_FAULT, repr(error))
+        _write_missing_answer(argv, EXIT_FAULT, repr(error))
         raise
     survive_lost_output()
-    sys.unraisablehook = _unraisable
-    sys.excepthook = _redacted
-    if is_heard:
-        signal.signal(signal.SIGINT, ctrl_c)
-    code = _guarded(run, words, name)
-    if is_heard:
+    sys.unraisablehook = _repeat_lost_interrupt
+    sys.excepthook = _write_redacted_traceback
+    if handles_interrupt:
+        signal.signal(signal.SIGINT, handle_interrupt)
+    code = _run_guarded(run_program, argv, name)
+    if handles_interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
-    lost = output_failure()
-    if lost and code == 0:
-        return _end(name, words, lost)
-    _answer(words, code, f"exit code {code}; standard error says why")
+    output_error = output_failure()
+    if output_error and code == 0:
+        return _exit_with_message(name, argv, output_error)
+    _write_missing_answer(argv, code, f"exit code {code}; standard error says why")
     return code
 
 
-def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
+def _run_guarded(run_program: "Any", argv: "Sequence[str]", name: str) -> int:
     try:
-        code = run(words)
+        code = run_program(argv)
         assert isinstance(code, int)
         return code
     except ModuleNotFoundError as error:
-        text = missing_package(error, words)
+        text = missing_package_message(error, argv)
         if text is None:
             raise
-        return _end(name, words, text)
+        return _exit_with_message(name, argv, text)
     except SystemExit as error:  # of --help, or of a library
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
-        _answer(words, code, f"a library ended the command: {error}")
+        _write_missing_answer(argv, code, f"a library ended the command: {error}")
         raise
     except BaseException as error:
-        if not _was_stopped(error):
+        if not _is_interrupt(error):
             from sft_play.commands.answer import error_text
 
-            _answer(words, EXIT_FAULT, error_text(error))
+            _write_missing_answer(argv, EXIT_FAULT, error_text(error))
             raise
-        return _end(name, words, "stopped by the user", EXIT_STOPPED)
+        return _exit_with_message(name, argv, "stopped by the user", EXIT_STOPPED)
 
 
-def _was_stopped(error: "Optional[BaseException]") -> bool:
+def _is_interrupt(error: "Optional[BaseException]") -> bool:
     """Whether an exception is a Ctrl-C, or was raised while one was handled: libraries reword what breaks an import."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
@@ -106,17 +106,17 @@ def _was_stopped(error: "Optional[BaseException]") -> bool:
     return False
 
 
-def _unraisable(caught: "Any") -> None:
+def _repeat_lost_interrupt(unraisable: "Any") -> None:
     """Repeat a Ctrl-C that came where nothing can be raised (in a weak reference's callback)."""
-    if issubclass(caught.exc_type, KeyboardInterrupt):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         import threading  # from a thread, a moment later: raised in this hook it would be lost again
 
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
-        sys.__unraisablehook__(caught)
+        sys.__unraisablehook__(unraisable)
 
 
-def _redacted(kind: "Any", error: "Any", trace: "Any") -> None:
+def _write_redacted_traceback(kind: "Any", error: "Any", trace: "Any") -> None:
     """The traceback of a fault of ours, without the tokens that an error may quote: it ends in a batch system's log."""
     import traceback
 
@@ -125,7 +125,7 @@ def _redacted(kind: "Any", error: "Any", trace: "Any") -> None:
     sys.stderr.write(redact(escape_control("".join(traceback.format_exception(kind, error, trace)))))
 
 
-def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
+def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
     """The message for a package that this Python does not have; None for a module of ours, or of a package that is
     there: that is a bug, and keeps its traceback."""
     import contextlib
@@ -137,47 +137,47 @@ def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Opti
     with contextlib.suppress(ImportError, ValueError):
         if find_spec(package) is not None:
             return None
-    return f"{sys.executable} ({_version()}) has no package {package}, which sft_play needs; {_way_out(words, package)}"
+    return f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs; {_install_hint(argv, package)}"
 
 
-def _version() -> str:
+def _python_version() -> str:
     return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _way_out(words: "Sequence[str]", package: str = "") -> str:
+def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     """How to run the same with the project's environment, or how to install the package here with its extra."""
     from pathlib import Path
 
     root = Path(__file__).resolve().parent.parent
-    here = os.path.relpath(str(root))
-    extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
-    target = f"'{here}[{extra}]'" if extra else here
+    checkout = os.path.relpath(str(root))
+    extra = next((name for name, packages in EXTRA_PACKAGES.items() if package in packages), None)
+    target = f"'{checkout}[{extra}]'" if extra else checkout
     install = f"install what it needs there: {sys.executable} -m pip install -e {target}"
     if not (root / "requirements.lock").exists():
-        return "install it into another Python" if sys.version_info < OLDEST else install
-    python, command = os.path.join(here, ".venv", "bin", "python"), next(iter(words), "train")  # noqa: PTH118
+        return "install it into another Python" if sys.version_info < MIN_PYTHON else install
+    python, command = os.path.join(checkout, ".venv", "bin", "python"), next(iter(argv), "train")  # noqa: PTH118
     run = f"run it in the project's environment: make {command}, or make setup and then {python} -m sft_play {command}"
-    return run if sys.version_info < OLDEST else f"{run}; or {install}"
+    return run if sys.version_info < MIN_PYTHON else f"{run}; or {install}"
 
 
-def _end(name: str, words: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
-    _answer(words, code, text)
-    _say(f"[{name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
+def _exit_with_message(name: str, argv: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
+    _write_missing_answer(argv, code, text)
+    _write_stderr(f"[{name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
     return code
 
 
-def _answer(words: "Sequence[str]", code: int, error: str) -> None:
+def _write_missing_answer(argv: "Sequence[str]", code: int, error: str) -> None:
     """With JSON=1 the object of a command that has written none. Of a launcher's ranks the first answers, and of ours,
     which have an agent, the agent or its parent."""
     is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
-    if code and is_first and wants_json(words):
-        write_ending(code, error)
+    if code and is_first and wants_json(argv):
+        write_missing_answer(code, error)
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     """One line on standard error; errors of writing it are ignored."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
     try:
-        os.write(2, (shown + "\n").encode("utf-8", "replace"))
+        os.write(2, (printable + "\n").encode("utf-8", "replace"))
     except OSError:
         return

@@ -77,7 +77,7 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def rephrased() -> Iterator[None]:
+def translate_library_errors() -> Iterator[None]:
     """Within it, two errors of libraries that are no fault of ours are errors of this tree: TokenizerError, where the
     tokenizer's library panics over a text (no Exception in Python), and DoesNotFit, where the host's memory ran out."""
     try:
@@ -90,8 +90,8 @@ def rephrased() -> Iterator[None]:
                 f"the tokenizer cannot split a text: its library stopped ({error}); where a regular expression of its "
                 "tokenizer.json backtracks, correct it there, or take the tokenizer of another model"
             ) from error
-        is_lack = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)  # of an import, reworded
-        if is_lack or re.search("failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE):
+        is_memory_error = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)  # of an import, reworded
+        if is_memory_error or re.search("failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE):
             raise DoesNotFit(
                 f"the memory of this machine ran out ({str(error) or type(error).__name__}): end other programs, or "
                 "raise the limit of this process (ulimit -v, the container's, the job's)"
@@ -100,19 +100,19 @@ def rephrased() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_stage(name: str | None) -> Iterator[None]:
+def stage_context(name: str | None) -> Iterator[None]:
     """Adds the name of a curriculum's stage to errors about it; None: the run has none."""
-    with about(name and f"stage {name}"):
+    with error_prefix(name and f"stage {name}"):
         yield
 
 
 @contextlib.contextmanager
-def about(words: str | None) -> Iterator[None]:
+def error_prefix(prefix: str | None) -> Iterator[None]:
     """Puts words before the message of an error; None: nothing."""
     try:
         yield
     except SftPlayError as error:
-        if words is None:
+        if prefix is None:
             raise
         # the cause is read again: a plan that does not fit is on the first error (cli._refused_plan)
-        raise type(error)(f"{words}: {error}") from error
+        raise type(error)(f"{prefix}: {error}") from error

@@ -17,25 +17,25 @@ EXIT_USER = 2
 EXIT_TOO_LARGE = 3
 EXIT_STOPPED = 130
 # `kind` of an answer by its exit code; any other code is "failed".
-KINDS = {0: "done", EXIT_FAULT: "failed", EXIT_USER: "fix", EXIT_TOO_LARGE: "does_not_fit", EXIT_STOPPED: "stopped"}
+EXIT_KINDS = {0: "done", EXIT_FAULT: "failed", EXIT_USER: "fix", EXIT_TOO_LARGE: "does_not_fit", EXIT_STOPPED: "stopped"}
 # `kind` of a verdict of `ship` that is a no, with exit code 2.
 DO_NOT_SHIP = "do_not_ship"
 
 _has_answered = False
 
 
-def wants_json(words: "Sequence[str]") -> bool:
+def wants_json(argv: "Sequence[str]") -> bool:
     """Whether a command line or the environment asks for JSON; before either is read, which may be what fails."""
-    return "--json" in words or os.environ.get("JSON", "0") not in ("", "0")
+    return "--json" in argv or os.environ.get("JSON", "0") not in ("", "0")
 
 
-def with_ending(data: "Any", code: int, error: "str | None" = None) -> "dict[str, Any]":
+def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> "dict[str, Any]":
     """A command's JSON with how it ended: `ok`, `kind`, `exit`, and `error` where there is one. A list is `rows`."""
     answer = data if isinstance(data, dict) else {"rows": data}
-    ending = {"ok": code == 0, "kind": KINDS.get(code, KINDS[EXIT_FAULT]), "exit": code}  # type: dict[str, Any]
+    status = {"ok": exit_code == 0, "kind": EXIT_KINDS.get(exit_code, EXIT_KINDS[EXIT_FAULT]), "exit": exit_code}  # type: dict[str, Any]
     if error is not None:
-        ending["error"] = error
-    return {**ending, **answer}
+        status["error"] = error
+    return {**status, **answer}
 
 
 def write_json_line(data: "Any") -> None:
@@ -44,19 +44,19 @@ def write_json_line(data: "Any") -> None:
 
     global _has_answered
     _has_answered = True
-    sys.stdout.write(json.dumps(_finite(data), allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(_replace_non_finite(data), allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
-def write_ending(code: int, error: str) -> None:
+def write_missing_answer(exit_code: int, error: str) -> None:
     """The object of a command whose process has written none."""
     if not _has_answered:
-        write_json_line(with_ending({}, code, error))
+        write_json_line(add_exit_status({}, exit_code, error))
 
 
-def _finite(value: "Any") -> "Any":
+def _replace_non_finite(value: "Any") -> "Any":
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

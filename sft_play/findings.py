@@ -26,21 +26,21 @@ class Finding:
         assert self.remedy or self.verdict in ("PASS", "SKIP"), f"{self.name}: {self.verdict} without a remedy"
 
 
-def passed(name: str, found: str) -> Finding:
+def pass_finding(name: str, found: str) -> Finding:
     """A check that found nothing wrong."""
     return Finding(name, "PASS", found)
 
 
-def skipped(name: str, why: str) -> Finding:
+def skip_finding(name: str, reason: str) -> Finding:
     """A check that was not made, and why."""
-    return Finding(name, "SKIP", why)
+    return Finding(name, "SKIP", reason)
 
 
-def warned(name: str, found: str, remedy: str, *sources: str) -> Finding:
+def warn_finding(name: str, found: str, remedy: str, *sources: str) -> Finding:
     """Something that runs, but slower, less safely or differently than intended."""
     return Finding(name, "WARN", found, remedy, sources)
 
 
-def failed(name: str, found: str, remedy: str, *sources: str) -> Finding:
+def fail_finding(name: str, found: str, remedy: str, *sources: str) -> Finding:
     """Something that would stop or spoil a run."""
     return Finding(name, "FAIL", found, remedy, sources)

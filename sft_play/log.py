@@ -47,8 +47,8 @@ def escape_control(text: str) -> str:
 
 def one_line(text: str, *, limit: int = 120) -> str:
     """Text fit for a message: one line, escaped, cut at `limit` characters."""
-    flat = escape_control(text).replace("\n", "\\n").replace("\t", "\\t")
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+    escaped = escape_control(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
@@ -95,24 +95,24 @@ class _PlainFormatter(logging.Formatter):
         return redact(f"{self._prefix}{level} {escape_control(message)}")
 
 
-class _Once(logging.Filter):
+class _OnceFilter(logging.Filter):
     """Lets a library's warning through once: repeated at every step, it would bury other messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: set[str] = set()
+        self._seen_messages: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
             return True
         message = record.getMessage()
-        if message in self._seen:
+        if message in self._seen_messages:
             return False
-        self._seen.add(message)
+        self._seen_messages.add(message)
         return True
 
 
-class _OnceOverRanks(logging.Filter):
+class _OncePerNodeFilter(logging.Filter):
     """Lets a warning through on the first rank of a node that has it; the others would repeat it."""
 
     def __init__(self, folder: Path) -> None:
@@ -134,9 +134,9 @@ class _OnceOverRanks(logging.Filter):
 _make_record = logging.getLogRecordFactory()
 
 
-def _escaped_record(*facts: Any, **more: Any) -> logging.LogRecord:
+def _escaped_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     """A record whose text is safe to show: libraries have handlers of their own, and quote a stranger's files."""
-    record = _make_record(*facts, **more)
+    record = _make_record(*args, **kwargs)
     with contextlib.suppress(Exception):  # values that do not fit into the text: its handler reports it
         record.msg, record.args = escape_control(record.getMessage()), None
     return record
@@ -155,14 +155,14 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     """Send this process's log to `stream` (standard output by default), replacing earlier handlers."""
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
-    handler.addFilter(_Once())
+    handler.addFilter(_OnceFilter())
     handler.setLevel(logging.INFO if os.environ.get("WHY", "0") in ("", "0") else logging.DEBUG)  # ranks inherit it
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and Path(file).parent.parent.is_dir():  # torch's launcher gives each rank of this node a folder below it
-        handler.addFilter(_OnceOverRanks(Path(file).parent.parent))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and Path(error_file).parent.parent.is_dir():  # torch's launcher gives each rank of this node a folder below it
+        handler.addFilter(_OncePerNodeFilter(Path(error_file).parent.parent))
     root = logging.getLogger()
-    for old in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
-        root.removeHandler(old)
+    for old_handler in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
+        root.removeHandler(old_handler)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("sft_play").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
@@ -175,11 +175,11 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
 # --- output without a reader ------------------------------------------------------------------------------------------
 
 # Errors of a write after the reader of a pipe has left, or a terminal was closed.
-_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
-_lost: dict[int, OSError] = {}
+_READER_GONE_ERRORS = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
+_lost_streams: dict[int, OSError] = {}
 
 
-class _Output(io.FileIO):
+class _SurvivingOutput(io.FileIO):
     """Output that outlives its reader (`plan | head` finishes the plan): after the first failed write it goes to the
     null device, also that of libraries and children."""
 
@@ -188,29 +188,29 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            _lose(self.fileno(), error)
+            _redirect_to_null(self.fileno(), error)
             return memoryview(data).nbytes
 
 
-def _lose(number: int, error: OSError) -> None:
-    _lost.setdefault(number, error)
+def _redirect_to_null(descriptor: int, error: OSError) -> None:
+    _lost_streams.setdefault(descriptor, error)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, number)
+    os.dup2(null, descriptor)
     os.close(null)
 
 
 def survive_lost_output() -> None:
     """Keep writes to standard output and error from failing: a command whose reader leaves (`make plan | head`)
     finishes, writes its files and exits with its own code."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed at the start (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
-        if not isinstance(stream, io.TextIOWrapper) or not _is_descriptor(stream, number):
+        if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream, descriptor):
             continue
         stream.flush()
-        raw = _Output(number, "w", closefd=False)
+        raw = _SurvivingOutput(descriptor, "w", closefd=False)
         is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
         wrapper = io.TextIOWrapper(
             raw if is_unbuffered else io.BufferedWriter(raw),
@@ -222,24 +222,24 @@ def survive_lost_output() -> None:
         setattr(sys, name, wrapper)
 
 
-def _is_descriptor(stream: io.TextIOWrapper, number: int) -> bool:
+def _has_descriptor(stream: io.TextIOWrapper, descriptor: int) -> bool:
     try:
-        return stream.fileno() == number
+        return stream.fileno() == descriptor
     except OSError:
         return False
 
 
-def output_is_lost() -> bool:
+def is_output_lost() -> bool:
     """Whether standard output has lost its reader, so that a command that only displays something may end."""
-    return 1 in _lost
+    return 1 in _lost_streams
 
 
 def output_failure() -> str | None:
     """Why standard output could not be written; None where it could, or where only its reader left."""
     with contextlib.suppress(ValueError):
         sys.stdout.flush()
-    error = _lost.get(1)
-    if error is None or error.errno in _GONE:
+    error = _lost_streams.get(1)
+    if error is None or error.errno in _READER_GONE_ERRORS:
         return None
     return f"standard output cannot be written: {error.strerror}; the output is incomplete"
 
@@ -251,11 +251,11 @@ def start_log_buffer() -> MemoryHandler:
     return buffer
 
 
-def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
+def start_log_file(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
     """Append the log to `path` from now on, starting with what `buffer` kept."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_TimedFormatter())
-    handler.addFilter(_Once())
+    handler.addFilter(_OnceFilter())
     root = logging.getLogger()
     if buffer is not None:
         root.removeHandler(buffer)

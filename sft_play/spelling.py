@@ -8,36 +8,36 @@ import difflib
 from typing import Iterable, Optional
 
 # How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight.
-LIKE_A_TYPO = 0.75
+TYPO_SIMILARITY = 0.75
 # The same for names of three letters.
-LIKE_A_SHORT_ONE = 0.66
+SHORT_NAME_SIMILARITY = 0.66
 # Letters of a name that was not written to its end, at least: such a name is nearer than any slip.
-A_BEGINNING = 4
+MIN_PREFIX_LETTERS = 4
 
 
-def nearest(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> Optional[str]:
-    """The most similar name, from the first of the lists that has one which begins so, or is at least so `alike`; None
+def nearest_name(name: str, *choices: Iterable[str], min_similarity: Optional[float] = None) -> Optional[str]:
+    """The most similar name, from the first of the lists that has one which begins so, or is at least so similar; None
     where none has.
 
-    Case, hyphens and underscores do not count. `alike` is that of a slip where it is not given.
+    Case, hyphens and underscores do not count. `min_similarity` is that of a slip where it is not given.
     """
-    wanted = plain(name[:100])
-    least = alike if alike is not None else LIKE_A_SHORT_ONE if len(wanted) <= 3 else LIKE_A_TYPO
+    normalized = normalize_name(name[:100])
+    cutoff = min_similarity if min_similarity is not None else SHORT_NAME_SIMILARITY if len(normalized) <= 3 else TYPO_SIMILARITY
     for names in choices:
-        forms = {plain(one): one for one in sorted(names, reverse=True)}
-        longer = [form for form in forms if form.startswith(wanted)] if len(wanted) >= A_BEGINNING else []
-        near = difflib.get_close_matches(wanted, longer or list(forms), n=1, cutoff=0.0 if longer else least)
-        if near:
-            return forms[near[0]]
+        forms = {normalize_name(choice): choice for choice in sorted(names, reverse=True)}
+        completions = [form for form in forms if form.startswith(normalized)] if len(normalized) >= MIN_PREFIX_LETTERS else []
+        matches = difflib.get_close_matches(normalized, completions or list(forms), n=1, cutoff=0.0 if completions else cutoff)
+        if matches:
+            return forms[matches[0]]
     return None
 
 
-def did_you_mean(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> str:
+def did_you_mean(name: str, *choices: Iterable[str], min_similarity: Optional[float] = None) -> str:
     """`did you mean …?` with the nearest name; empty where none is near."""
-    near = nearest(name, *choices, alike=alike)
-    return f"did you mean {near}?" if near else ""
+    suggestion = nearest_name(name, *choices, min_similarity=min_similarity)
+    return f"did you mean {suggestion}?" if suggestion else ""
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name in capitals without hyphens and underscores."""
     return name.upper().replace("_", "").replace("-", "")

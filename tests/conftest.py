@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.process.environment import OF_MAKE, waiting_threads
+from sft_play.process.environment import MAKE_COMMAND_VARIABLES, openmp_wait_variables
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SFT_PLAY_SHARED") or ROOT.parent / "shared" / "data")
@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # three processes share the cores
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False  # a hundred processes of tests would each compile the package anew, for two seconds
-os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
+os.environ.update(openmp_wait_variables(os.environ))  # commands run in this process, which loads torch before them
 os.environ["WHY"] = "1"  # tests read everything that commands have to say; test_screens.py reads what a person sees
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -93,7 +93,7 @@ def pytest_runtest_setup() -> None:
 
 
 VARIABLES = (
-    *(name for name in OF_MAKE if name not in ("TESTS", "TORCH", "WHY")),
+    *(name for name in MAKE_COMMAND_VARIABLES if name not in ("TESTS", "TORCH", "WHY")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE"),
     *(
         "SFT_PLAY_RUN",

@@ -86,8 +86,8 @@ def main() -> None:
     """Read cases from standard input, and write a line on what became of each."""
     from sft_play import commands
 
-    for command in commands.FILES:
-        commands.load(command)
+    for command in commands.COMMAND_FILES:
+        commands.load_module(command)
     assert not [name for name in HEAVY if name in sys.modules]
     for case in json.load(sys.stdin):
         ended = json.dumps({"code": None, "said": "", "loaded": None})

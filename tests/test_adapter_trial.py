@@ -23,7 +23,7 @@ from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.files import cache_dir
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.confirm import _peft_config
 from sft_play.training.class_checks import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat
@@ -174,7 +174,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     config = run_with(tmp_path)
     precision = Precision("float32", "float32", "float32", "for this test")
     spec = build_model_spec(config, precision, tokenizer_size=100)
-    targets, shape = set(spec.peft_config.target_modules), load_model_shape(config)
+    targets, shape = set(spec.peft_config.target_modules), load_run_model_shape(config)
     assert set(_peft_config(config, shape)["target_modules"]) == targets
     places = shape.adapter_placement
     if kind not in MODEL_FAMILIES:

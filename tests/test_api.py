@@ -104,7 +104,7 @@ def test_the_hosted_notebook_calls_targets_and_variables_that_there_are():
         for command in re.findall(r"\bmake (.*)", line):
             target, *words = shlex.split(command, comments=True)
             names = [word.partition("=")[0] for word in words]
-            assert variables.refusal([target], names, []) is None, line
+            assert variables.command_line_problem([target], names, []) is None, line
             called.append((target, dict(word.split("=", 1) for word in words)))
     assert [target for target, _ in called] == ["setup", "gpu-info", "new", "plan", "train", "chat", "eval"]
     asked = dict(called)
@@ -115,7 +115,7 @@ def test_the_hosted_notebook_calls_targets_and_variables_that_there_are():
     assert any(f"outputs/{asked['chat']['RUN']}" in line for line in lines if line.startswith("!tar"))
     for word in re.findall(r"`(make [^`]*)`", "".join(line for cell in cells for line in cell["source"])):
         target, *words = shlex.split(word)[1:]
-        assert variables.refusal([target], [one.partition("=")[0] for one in words], []) is None, word
+        assert variables.command_line_problem([target], [one.partition("=")[0] for one in words], []) is None, word
 
 
 def test_the_example_notebook_plans_and_trains_the_starter(capsys, monkeypatch):

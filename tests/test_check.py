@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.answer import Answer
+from sft_play.commands.answer import CommandResult
 from sft_play.commands.diagnosing import check as check_run
 from sft_play.commands.preparing import full_pipeline
 from sft_play.commands.rows import preview, render
@@ -440,7 +440,7 @@ def test_what_comes_from_files_is_escaped_on_the_page():
 # --- render -----------------------------------------------------------------------------------------------------------
 
 
-def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> Answer:
+def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> CommandResult:
     return render(load_config(config, overrides=words), out=out, force=force)
 
 
@@ -514,8 +514,8 @@ def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
     return path
 
 
-def piped(config: Path, *, style: str | None = None, force: bool = False, why: bool = False) -> Answer:
-    return full_pipeline(load_config(config), detect_hardware(), style=style, force=force, why=why)
+def piped(config: Path, *, style: str | None = None, force: bool = False, why: bool = False) -> CommandResult:
+    return full_pipeline(load_config(config), detect_hardware(), style=style, force=force, is_full=why)
 
 
 def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):

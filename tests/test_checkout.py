@@ -48,7 +48,7 @@ def test_the_tool_of_this_checkout_is_found_from_any_folder(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".", str(ROOT))])
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
-    assert callable(developing.tool("mask_score.score", command="mask-score").score)
+    assert callable(developing.benchmark_module("mask_score.score", command="mask-score").score)
     assert sys.path[0] == str(ROOT)
     with pytest.raises(ConfigError, match="make nothing in a clone"):
-        developing.tool("nothing", command="nothing")
+        developing.benchmark_module("nothing", command="nothing")

@@ -324,7 +324,7 @@ def test_comparing_large_weights_says_so(of_all_kinds, monkeypatch, caplog):
     from sft_play.process import waiting
 
     real = checkpoints._file_digests
-    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.01)
     monkeypatch.setattr(checkpoints, "_file_digests", lambda *given: time.sleep(0.3) or real(*given))
     with caplog.at_level(logging.INFO):
         checkpoints.require_unchanged(of_all_kinds)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -113,7 +112,7 @@ def test_exit_codes_belong_to_the_error_tree():
 
 
 def test_a_fault_of_ours_is_not_turned_into_a_message(monkeypatch):
-    monkeypatch.setattr(commands.load("plan"), "run", lambda request: 1 / 0)
+    monkeypatch.setattr(commands.load_module("plan"), "run_plan", lambda request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan"])
 
@@ -315,7 +314,7 @@ def test_memory_that_runs_out_while_something_is_imported_is_a_message(command, 
     def fails(request):
         raise error
 
-    monkeypatch.setattr(commands, "load", lambda _: SimpleNamespace(run=fails))
+    monkeypatch.setattr(commands, "command_function", lambda _: fails)
     code, said = command("plan", "--config", "x.yaml")
     assert (code, "error: the memory of this machine ran out" in said) == (3, True), said
     code, said = command("plan", "--config", "x.yaml", "--json")
@@ -326,7 +325,7 @@ def test_another_fault_keeps_its_traceback(command, monkeypatch):
     def fails(request):
         raise ImportError("cannot import name 'x' from 'y'")
 
-    monkeypatch.setattr(commands, "load", lambda _: SimpleNamespace(run=fails))
+    monkeypatch.setattr(commands, "command_function", lambda _: fails)
     with pytest.raises(ImportError, match="cannot import name"):
         command("plan", "--config", "x.yaml")
 
@@ -335,7 +334,7 @@ def test_memory_that_runs_out_while_the_program_is_loaded_is_a_message():
     code = (
         "import sys, sft_play.cli as cli; from sft_play.entry import main\n"
         "def out(_): raise MemoryError\n"
-        "cli.prepare = out; sys.exit(main())"
+        "cli.import_command = out; sys.exit(main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "plan"], capture_output=True, text=True, cwd=ROOT, env=clean_environment(),

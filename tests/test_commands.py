@@ -18,9 +18,9 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from sft_play import entry, exit_codes
 from sft_play.cli import main
-from sft_play.commands import FILES, help_line, load
-from sft_play.commands.answer import Answer, stdout_to_stderr
-from sft_play.commands.request import OF_VARIABLES, Request, read_request
+from sft_play.commands import COMMAND_FILES, command_function, help_line, load_module
+from sft_play.commands.answer import CommandResult, stdout_to_stderr
+from sft_play.commands.request import REQUEST_VARIABLES, Request, read_request
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.process.variables import VARIABLES, flag_commands
 from tests import warm
@@ -122,9 +122,9 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_and_a_schema_for_every_command():
-    assert len(FILES) == 47
-    assert set(CASES) == set(FILES)
-    assert set(schemas()) == {*FILES, "ending"}
+    assert len(COMMAND_FILES) == 47
+    assert set(CASES) == set(COMMAND_FILES)
+    assert set(schemas()) == {*COMMAND_FILES, "ending"}
     for schema in schemas().values():
         Draft202012Validator.check_schema(schema)
 
@@ -155,12 +155,12 @@ def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
 def test_kinds_are_those_of_the_schema():
     kinds = schemas()["ending"]["properties"]["kind"]["enum"]
     assert set(kinds) == {
-        *exit_codes.KINDS.values(),
+        *exit_codes.EXIT_KINDS.values(),
         exit_codes.DO_NOT_SHIP,
     }
-    assert exit_codes.with_ending([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
-    assert exit_codes.with_ending({}, 77)["kind"] == "failed"
-    assert exit_codes.with_ending({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
+    assert exit_codes.add_exit_status([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
+    assert exit_codes.add_exit_status({}, 77)["kind"] == "failed"
+    assert exit_codes.add_exit_status({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
 
 
 def test_json_has_no_nan(capfd):
@@ -170,7 +170,7 @@ def test_json_has_no_nan(capfd):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", COMMAND_FILES)
 def test_every_command_takes_json_as_a_flag_and_from_make(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert name in flag_commands("JSON")
@@ -179,17 +179,17 @@ def test_every_command_takes_json_as_a_flag_and_from_make(name, monkeypatch):
     assert read_request([name, *config], {"JSON": "1"}).json
     assert not read_request([name, *config], {"JSON": "0"}).json
     assert not read_request([name, *config], {"JSON": ""}).json
-    assert callable(load(name).run)
+    assert callable(command_function(name))
     assert help_line(name)
 
 
 def test_a_request_has_a_field_for_every_flag_of_the_kind_that_the_table_says():
     read_alone = {name for name, one in VARIABLES.items() if one.has_flag and one.kind != "launch"}
-    assert {*OF_VARIABLES.values(), "CONFIG"} == read_alone | {"OUTPUT"}  # whose flag, --output, means output.dir
+    assert {*REQUEST_VARIABLES.values(), "CONFIG"} == read_alone | {"OUTPUT"}  # whose flag, --output, means output.dir
     types = {"text": str | None, "path": Path | None, "names": tuple[str, ...], "count": int | None,
              "number": float | None, "switch": bool}  # fmt: skip
     hints = get_type_hints(Request)
-    for field, name in OF_VARIABLES.items():
+    for field, name in REQUEST_VARIABLES.items():
         assert hints[field] == types[VARIABLES[name].kind], field
 
 
@@ -312,19 +312,19 @@ def _small_machine() -> Any:
 
 
 def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
-    with stdout_to_stderr(wanted=True):
+    with stdout_to_stderr(enabled=True):
         sys.stdout.write("ours\n")
         sys.stdout.flush()
         subprocess.run(["echo", "a child's"], check=True)
     sys.stdout.write("after\n")
-    with stdout_to_stderr(wanted=False):
+    with stdout_to_stderr(enabled=False):
         sys.stdout.write("unasked\n")
     assert capfd.readouterr() == ("after\nunasked\n", "ours\na child's\n")
 
 
 def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
-    answer = Answer({"number": 7}, ["the number is 7"], exit_code=3)
-    monkeypatch.setattr(load("gpu-info"), "run", lambda request: answer)
+    answer = CommandResult({"number": 7}, ["the number is 7"], exit_code=3)
+    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", lambda request: answer)
     assert main(["gpu-info"]) == 3
     assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
     assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
@@ -371,13 +371,13 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
         (Interrupted("stopped; resume it"), "stopped"), (KeyboardInterrupt(), "stopped"),
         (DoesNotFit("no"), "does_not_fit"), (ConfigError("x hf_" + "a" * 34), "fix"),
     ):  # fmt: skip
-        monkeypatch.setattr(load("gpu-info"), "run", raising(raised))
+        monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(raised))
         main(["gpu-info", "--json"])
         answer = json.loads(capfd.readouterr().out)
         assert (answer["ok"], answer["kind"]) == (False, kind)
         assert answer["error"]
         assert "hf_aaa" not in answer["error"]
-    monkeypatch.setattr(load("gpu-info"), "run", raising(ZeroDivisionError("ours")))
+    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(ZeroDivisionError("ours")))
     monkeypatch.setattr(sys, "argv", ["sft-play", "gpu-info", "--json"])
     monkeypatch.setattr(exit_codes, "_has_answered", False)
     with pytest.raises(ZeroDivisionError):
@@ -391,28 +391,28 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
         except KeyboardInterrupt:
             raise ImportError("a library's word for Ctrl-C") from None
 
-    monkeypatch.setattr(load("gpu-info"), "run", reworded)
+    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", reworded)
     assert entry.main() == 130
     answer = json.loads(capfd.readouterr().out)
     assert (answer["kind"], answer["exit"]) == ("stopped", 130)
     monkeypatch.setattr(exit_codes, "_has_answered", False)
-    monkeypatch.setattr(load("gpu-info"), "run", raising(SystemExit("a library gave up")))
+    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(SystemExit("a library gave up")))
     with pytest.raises(SystemExit):
         entry.main()
     answer = json.loads(capfd.readouterr().out)
     assert (answer["kind"], answer["exit"]) == ("failed", 1)
     assert "a library gave up" in answer["error"]
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
-    monkeypatch.setattr(load("gpu-info"), "run", raising(ConfigError("no")))
+    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(ConfigError("no")))
     assert main(["gpu-info", "--json"]) == 2
     assert capfd.readouterr().out == ""
 
 
 def test_a_command_imports_its_own_file_alone():
     code = (
-        "import sys; from sft_play.cli import prepare; prepare(['plan', '--config', 'x']); "
+        "import sys; from sft_play.cli import import_command; import_command(['plan', '--config', 'x']); "
         "found = sorted(name for name in sys.modules if name.startswith('sft_play.commands.')); print(*found)"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    own = {f"sft_play.commands.{name}" for name in set(FILES.values())} & set(ended.stdout.split())
+    own = {f"sft_play.commands.{name}" for name in set(COMMAND_FILES.values())} & set(ended.stdout.split())
     assert own == {"sft_play.commands.plan"}

@@ -37,7 +37,7 @@ def work(request):
         subprocess.run(["sh", "-c", f"sh -c '{compiler}' & wait"], check=True)
     return 0
 
-cli.commands.load = lambda name: type("File", (), {"run": staticmethod(work)})
+cli.commands.command_function = lambda name: work
 cli.read_request = lambda *_: type("Request", (), {"command": "train", "json": False, "trust": False, "out": None})
 sys.exit(cli.main(["train"]))
 '''
@@ -147,11 +147,11 @@ DEAF = """
 import datetime, sys
 from torch.distributed import TCPStore
 from sft_play.process import signals, failures
-signals.DEAF_S = 0.5
-signals.StopSignals(signals.interrupt).__enter__()
-signals.end_where_deaf(failures.leave_stopped)
+signals.UNHEARD_STOP_S = 0.5
+signals.StopSignals(signals.raise_interrupt).__enter__()
+signals.end_when_unresponsive(failures.exit_stopped)
 if sys.argv[1] == "begun":
-    signals.has_begun.set()
+    signals.training_begun.set()
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print("waits", flush=True)
 store.wait(["what nobody sets"], datetime.timedelta(seconds=float(sys.argv[2])))
@@ -309,7 +309,7 @@ def test_a_lock_whose_owner_cannot_be_seen_stays_and_the_line_says_how_to_remove
     """Another user's, or one on a disk that other machines write to: the kernel gives no lease."""
     from sft_play.process import waiting
 
-    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
 
     def refused(*_: object) -> int:
         raise OSError(22, os.strerror(22))

@@ -18,7 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.spelling import nearest, plain
+from sft_play.spelling import nearest_name, normalize_name
 from sft_play.units import GIB
 from tests.bundled import ORIGINS, bad_inputs
 from tests.conftest import ROOT
@@ -362,10 +362,10 @@ def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
         others = {"".join(chance.choices("lmnopq", k=6)) for _ in range(4)}
         names = [*longer, *others, beginning[1:], beginning[:-1] + "x"]
         chance.shuffle(names)
-        least = min(len(plain(name)) for name in longer)
-        found = nearest(beginning, names)
+        least = min(len(normalize_name(name)) for name in longer)
+        found = nearest_name(beginning, names)
         assert found in longer
-        assert len(plain(found)) == least
+        assert len(normalize_name(found)) == least
 
 
 def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, monkeypatch):

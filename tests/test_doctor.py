@@ -34,7 +34,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import PlanRequest, RunLength
@@ -65,10 +65,10 @@ def verdicts(findings: list[Finding]) -> list[str]:
 def test_the_report_lists_what_fails_and_how_to_mend_it():
     report = DoctorReport(
         (
-            passed("shared memory", "12.0 GiB at /dev/shm"),
-            failed("disk", "full", "free space", "https://example.org/thread"),
-            warned("IOMMU", "on", "iommu=pt"),
-            skipped("bandwidth", "one rank"),
+            pass_finding("shared memory", "12.0 GiB at /dev/shm"),
+            fail_finding("disk", "full", "free space", "https://example.org/thread"),
+            warn_finding("IOMMU", "on", "iommu=pt"),
+            skip_finding("bandwidth", "one rank"),
         ),
         3.2,
     )
@@ -91,12 +91,12 @@ def test_the_report_lists_what_fails_and_how_to_mend_it():
 
 
 def test_a_warning_does_not_fail_the_report():
-    assert DoctorReport((warned("IOMMU", "on", "iommu=pt"),), 0.0).ok
+    assert DoctorReport((warn_finding("IOMMU", "on", "iommu=pt"),), 0.0).ok
 
 
 def test_a_failure_without_a_remedy_cannot_be_made():
     with pytest.raises(AssertionError):
-        failed("disk", "full", "")
+        fail_finding("disk", "full", "")
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

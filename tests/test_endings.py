@@ -22,7 +22,7 @@ from sft_play.process import signals
 from tests.conftest import ROOT, clean_environment
 
 WAIT_S = 150
-WAITS = "import time; from sft_play.process.signals import leave_with_starter; leave_with_starter(); time.sleep(300)"
+WAITS = "import time; from sft_play.process.signals import watch_parent; watch_parent(); time.sleep(300)"
 
 
 def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
@@ -72,7 +72,7 @@ def test_each_of_the_four_is_a_request_of_its_own(said, number):
 def test_a_sighup_that_is_ignored_stays_ignored():
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
     try:
-        with signals.StopSignals(signals.interrupt):
+        with signals.StopSignals(signals.raise_interrupt):
             signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -162,8 +162,8 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
 
 STARTS = """
 import os, subprocess, sys, time
-from sft_play.process.signals import ends_with_me
-child = subprocess.Popen(sys.argv[1:], env=ends_with_me(os.environ))
+from sft_play.process.signals import child_environment
+child = subprocess.Popen(sys.argv[1:], env=child_environment(os.environ))
 sys.stdout.write(f"{child.pid}\\n"); sys.stdout.flush()
 time.sleep(300)
 """
@@ -193,15 +193,15 @@ def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
     monkeypatch.setenv(signals.PARENT_VARIABLE, f"{os.getppid()}:SIGTERM")
     monkeypatch.setenv(signals.MAKE_VARIABLE, "1:1")
     told = []
-    monkeypatch.setattr(signals, "leave_with", lambda *words: told.append(words))
-    signals.leave_with_starter()
+    monkeypatch.setattr(signals, "die_with_parent", lambda *words: told.append(words))
+    signals.watch_parent()
     assert told == [(os.getppid(), signal.SIGTERM)]
     assert not {signals.PARENT_VARIABLE, signals.MAKE_VARIABLE} & set(os.environ)
     monkeypatch.setenv(signals.MAKE_VARIABLE, f"123456789:{os.getpid()}")
-    signals.leave_with_starter()
+    signals.watch_parent()
     assert told[1:] == [(123456789, signal.SIGTERM)]
     monkeypatch.setenv(signals.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
-    signals.leave_with_starter()
+    signals.watch_parent()
     assert len(told) == 2
 
 
@@ -237,9 +237,9 @@ def test_a_ctrl_c_that_reached_the_command_too_is_not_passed_on(tmp_path):
         "import os, signal, sys, time\n"
         "from sft_play.process import signals\n"
         "got = []\n"
-        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(signals, '_heard', sys.argv[1] == 'heard')))\n"
+        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(signals, '_has_received_signal', sys.argv[1] == 'heard')))\n"
         "os.environ[signals.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"
-        "signals.leave_with_starter()\n"
+        "signals.watch_parent()\n"
         "os.kill(os.getpid(), signal.SIGINT) if sys.argv[1] == 'heard' else None\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(3)\n"
@@ -293,7 +293,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
     whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
-        assert "signals.ends_with_me(" in starting[name]
+        assert "signals.child_environment(" in starting[name]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
     assert len(starting) > 10
 
@@ -322,7 +322,7 @@ def test_a_process_beside_this_one_is_asked_to_stop_and_waited_for(tmp_path, ask
 
     if asked:
         threading.Thread(target=ask, daemon=True).start()
-    ended = signals.run_beside(
+    ended = signals.run_child(
         "saves_here", [str(ready), "300" if asked else "0"], environment=environment, stdout=subprocess.PIPE
     )
-    assert ended == signals.Beside(code, written, was_stopped=asked)
+    assert ended == signals.ChildResult(code, written, was_stopped=asked)

@@ -150,11 +150,11 @@ def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
 def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capfd):
     import logging
 
-    from sft_play.log import write_log_to
+    from sft_play.log import start_log_file
 
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    handler = write_log_to(Path("/dev/full"))
+    handler = start_log_file(Path("/dev/full"))
     for _ in range(3):
         logging.getLogger("sft_play.x").warning("a line")
     logging.getLogger().removeHandler(handler)
@@ -203,12 +203,12 @@ def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
 def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
     scope: dict[str, object] = {}
     exec(f"def run(words):\n {raised}", scope)
-    assert entry._guarded(scope["run"], ["plan"], "plan") == 130
+    assert entry._run_guarded(scope["run"], ["plan"], "plan") == 130
     assert capfd.readouterr().err == "[plan] stopped by the user\n"
     with pytest.raises(ImportError):
-        entry._guarded(lambda words: exec("import sft_play.no_such_module"), ["plan"], "plan")
+        entry._run_guarded(lambda words: exec("import sft_play.no_such_module"), ["plan"], "plan")
     with pytest.raises(ZeroDivisionError):
-        entry._guarded(lambda words: 1 // 0, ["plan"], "plan")
+        entry._run_guarded(lambda words: 1 // 0, ["plan"], "plan")
 
 
 def test_ctrl_c_in_a_callback_is_given_again():
@@ -246,14 +246,14 @@ def test_a_package_of_an_extra_is_installed_with_its_extra():
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     distributions = {"bs4": "beautifulsoup4", "lm_eval": "lm-eval"}
-    for extra, packages in entry.EXTRAS.items():
+    for extra, packages in entry.EXTRA_PACKAGES.items():
         named = {re.split(r"[\[<>=]", one)[0] for one in extras[extra]}
         assert {distributions.get(package, package) for package in packages} == named
         for package in packages:
-            said = entry._way_out(["export"], package)
+            said = entry._install_hint(["export"], package)
             assert f"pip install -e '{os.path.relpath(ROOT)}[{extra}]'" in said
-    assert set(entry.EXTRAS) == set(extras) - {"dev"}
-    assert "[" not in entry._way_out(["train"], "pydantic")
+    assert set(entry.EXTRA_PACKAGES) == set(extras) - {"dev"}
+    assert "[" not in entry._install_hint(["train"], "pydantic")
 
 
 WITHOUT = """
@@ -313,11 +313,11 @@ def test_what_any_python_reads_is_old_syntax():
 
 
 def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
-    assert entry.missing_package(ModuleNotFoundError("x", name="sft_play.nowhere"), []) is None
-    assert entry.missing_package(ModuleNotFoundError("x", name="json.nowhere"), []) is None
-    assert entry.missing_package(ModuleNotFoundError("x", name="pydantic.nowhere"), []) is None
+    assert entry.missing_package_message(ModuleNotFoundError("x", name="sft_play.nowhere"), []) is None
+    assert entry.missing_package_message(ModuleNotFoundError("x", name="json.nowhere"), []) is None
+    assert entry.missing_package_message(ModuleNotFoundError("x", name="pydantic.nowhere"), []) is None
     assert "no package nowhere_at_all" in (
-        entry.missing_package(ModuleNotFoundError("x", name="nowhere_at_all.a"), []) or ""
+        entry.missing_package_message(ModuleNotFoundError("x", name="nowhere_at_all.a"), []) or ""
     )
 
 

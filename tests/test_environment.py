@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from sft_play.process.environment import (
-    ALLOCATOR,
-    GROWING,
-    OLDER_ALLOCATOR,
-    SLEEPING,
-    SPINNING,
-    allocator_setting,
-    allocator_words,
-    for_another_run,
-    waiting_threads,
+    ALLOCATOR_VARIABLE,
+    EXPANDABLE_SEGMENTS,
+    OLDER_ALLOCATOR_VARIABLES,
+    NO_SPIN,
+    SHORT_SPIN,
+    allocator_variables,
+    format_allocator,
+    independent_environment,
+    openmp_wait_variables,
 )
 from tests.conftest import ROOT
 
@@ -46,7 +46,7 @@ def test_the_openmp_that_torch_loads_sleeps_while_it_waits_on_a_busy_machine():
 
 
 def test_it_spins_for_a_bounded_time_on_a_quiet_machine():
-    assert f"GOMP_SPINCOUNT = '{SPINNING['GOMP_SPINCOUNT']}'" in openmp_says(0.1)
+    assert f"GOMP_SPINCOUNT = '{SHORT_SPIN['GOMP_SPINCOUNT']}'" in openmp_says(0.1)
 
 
 def test_what_the_user_exported_about_waiting_stands():
@@ -55,13 +55,13 @@ def test_what_the_user_exported_about_waiting_stands():
 
 @pytest.mark.parametrize("name", ABOUT_WAITING)
 def test_any_word_of_the_user_about_waiting_leaves_all_to_the_user(name):
-    assert waiting_threads({name: ""}, measured=lambda: 2.0) == {}
+    assert openmp_wait_variables({name: ""}, measure_busy_cores=lambda: 2.0) == {}
 
 
 def test_one_busy_core_of_many_is_a_busy_machine():
     """Torch has a thread a core: each piece of work waits for the one thread that shares its core."""
-    assert waiting_threads({"OMP_NUM_THREADS": "4"}, measured=lambda: 1.0) == SLEEPING
-    assert waiting_threads({}, measured=lambda: 0.2) == SPINNING
+    assert openmp_wait_variables({"OMP_NUM_THREADS": "4"}, measure_busy_cores=lambda: 1.0) == NO_SPIN
+    assert openmp_wait_variables({}, measure_busy_cores=lambda: 0.2) == SHORT_SPIN
 
 
 def test_no_command_loads_torch_before_it_has_said_how_threads_wait():
@@ -70,8 +70,8 @@ def test_no_command_loads_torch_before_it_has_said_how_threads_wait():
 
 
 def test_the_users_number_of_threads_reaches_other_runs_and_a_launchers_does_not():
-    assert for_another_run({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in for_another_run({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"})
+    assert independent_environment({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in independent_environment({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"})
 
 
 # --- the allocator ----------------------------------------------------------------------------------------------------
@@ -86,39 +86,39 @@ def machine(folder: Path, *devices: str) -> Path:
 @pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
 def test_segments_grow_on_linux_with_a_card_of_nvidia(tmp_path, monkeypatch, device):
     monkeypatch.setattr(sys, "platform", "linux")
-    assert allocator_setting({}, root=machine(tmp_path, device)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_variables({}, root=machine(tmp_path, device)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("devices", [(), ("dxg",), ("dxg", "nvidiactl"), ("kfd",)])
 def test_without_one_under_wsl_and_on_amd_nothing_is_set(tmp_path, monkeypatch, devices):
     monkeypatch.setattr(sys, "platform", "linux")
-    assert allocator_setting({}, root=machine(tmp_path, *devices)) == {}
+    assert allocator_variables({}, root=machine(tmp_path, *devices)) == {}
 
 
 @pytest.mark.parametrize("system", ["win32", "darwin"])
 def test_other_systems_have_no_such_segments(tmp_path, monkeypatch, system):
     monkeypatch.setattr(sys, "platform", system)
-    assert allocator_setting({}, root=machine(tmp_path, "nvidia0")) == {}
+    assert allocator_variables({}, root=machine(tmp_path, "nvidia0")) == {}
 
 
-@pytest.mark.parametrize("name", [ALLOCATOR, *OLDER_ALLOCATOR])
+@pytest.mark.parametrize("name", [ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES])
 @pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:128"])
 def test_what_the_user_said_of_the_allocator_stands(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(sys, "platform", "linux")
-    assert allocator_setting({name: value}, root=machine(tmp_path, "nvidia0")) == {}
+    assert allocator_variables({name: value}, root=machine(tmp_path, "nvidia0")) == {}
 
 
 def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
-    assert allocator_words({}) == "Allocator: PyTorch's default, segments of fixed size"
-    assert allocator_words({ALLOCATOR: GROWING}) == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
-    others = {ALLOCATOR: "max_split_size_mb:64,backend:native", "PYTORCH_CUDA_ALLOC_CONF": GROWING}
-    said = allocator_words(others)
+    assert format_allocator({}) == "Allocator: PyTorch's default, segments of fixed size"
+    assert format_allocator({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS}) == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
+    others = {ALLOCATOR_VARIABLE: "max_split_size_mb:64,backend:native", "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE_SEGMENTS}
+    said = format_allocator(others)
     assert said.startswith("Allocator: PYTORCH_ALLOC_CONF=max")  # which torch reads first
     assert said.endswith("the plan's bound covers expandable_segments alone")
 
 
 def test_a_rank_and_another_run_inherit_the_allocators_setting():
-    assert for_another_run({ALLOCATOR: GROWING})[ALLOCATOR] == GROWING
+    assert independent_environment({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS})[ALLOCATOR_VARIABLE] == EXPANDABLE_SEGMENTS
 
 
 def test_a_command_sets_it_before_torch_is_loaded(tmp_path):
@@ -126,11 +126,11 @@ def test_a_command_sets_it_before_torch_is_loaded(tmp_path):
     root = machine(tmp_path, "nvidia0")
     code = (
         "import functools, os, sys, pathlib, sft_play.cli as cli; "
-        f"cli.allocator_setting = functools.partial(cli.allocator_setting, root=pathlib.Path({str(root)!r})); "
+        f"cli.allocator_variables = functools.partial(cli.allocator_variables, root=pathlib.Path({str(root)!r})); "
         "cli.main(['no-such-command']); print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
     )
-    kept = {name: value for name, value in os.environ.items() if name not in (ALLOCATOR, *OLDER_ALLOCATOR)}
+    kept = {name: value for name, value in os.environ.items() if name not in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)}
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env=kept
     )
-    assert answer.stdout.split() == ["False", GROWING if sys.platform == "linux" else "None"]
+    assert answer.stdout.split() == ["False", EXPANDABLE_SEGMENTS if sys.platform == "linux" else "None"]

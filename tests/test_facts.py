@@ -20,7 +20,7 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models import architecture
 from sft_play.facts.models.architecture import load_config_json, is_hub_reachable, find_model_folder, refuse_remote_code, load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.block_meter import load_planned_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
@@ -112,7 +112,7 @@ def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, pa
     monkeypatch.setattr(architecture, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
     architecture._fetch_published_params.cache_clear()
     run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
-    shape, _ = load_model_shape(run), load_model_shape(run)
+    shape, _ = load_run_model_shape(run), load_run_model_shape(run)
     assert shape.published_note == said
     assert asked == [("someone/else", "v1", ["safetensors"])]
     reasons = make_plan(PlanRequest(run, shape, parse_hardware("1xH100"))).reasons

@@ -73,7 +73,7 @@ def turn_for_ever():
     while True:
         time.sleep(0.1)
 
-cli.commands.load = lambda name: type("File", (), {"run": staticmethod(work)})
+cli.commands.command_function = lambda name: work
 cli.read_request = lambda *_: type("Request", (), {"command": "train", "json": False, "trust": False, "out": None})
 sys.exit(cli.main(["train"]))
 '''
@@ -117,7 +117,7 @@ class Started:
         """Fails where a process of the ranks is alive."""
         assert self.agent is not None
         agent = self.agent
-        wait_for(lambda: not is_alive(agent) and not list(failures.ranks_of_agent(agent)), self, within_s=within_s)
+        wait_for(lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)), self, within_s=within_s)
 
 
 def is_alive(pid: int) -> bool:
@@ -150,8 +150,8 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
     yield begin
     for started in running:
         agent = started.agent or started.process.pid
-        failures.end_at_once(agent)
-        failures.end_at_once(started.process.pid)
+        failures.kill_process_tree(agent)
+        failures.kill_process_tree(started.process.pid)
         started.process.wait(20)
 
 
@@ -590,26 +590,26 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
     ],
 )
 def test_what_follows_from_another_rank_is_told_from_what_does_not(error, kind):
-    assert failures.kind_of(error) == kind
+    assert failures.failure_kind(error) == kind
 
 
 def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(failures, "_written", None)
+    monkeypatch.setattr(failures, "_recorded", None)
     monkeypatch.setenv(failures.ERROR_FILE_VARIABLE, str(tmp_path / "error.json"))
     monkeypatch.setenv("MY_TOKEN", "hidden-value-1")
     first = MemoryError("CUDA out of memory, hidden-value-1")
-    assert not failures.hand_over(first)  # no agent waits for it: it is to be printed
-    found = failures.read(tmp_path / "error.json")
+    assert not failures.report_to_agent(first)  # no agent waits for it: it is to be printed
+    found = failures.read_failure(tmp_path / "error.json")
     assert found is not None
     assert (found.kind, found.exit_code, found.message) == ("fault", 1, "CUDA out of memory, ***")
-    failures.hand_over(RuntimeError("gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
-    failures.hand_over(KeyboardInterrupt())
-    assert failures.read(tmp_path / "error.json") == found
+    failures.report_to_agent(RuntimeError("gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
+    failures.report_to_agent(KeyboardInterrupt())
+    assert failures.read_failure(tmp_path / "error.json") == found
     try:
         raise DoesNotFit("take a smaller batch") from first
     except DoesNotFit as worded:
-        failures.hand_over(worded)
-    again = failures.read(tmp_path / "error.json")
+        failures.report_to_agent(worded)
+    again = failures.read_failure(tmp_path / "error.json")
     assert again is not None
     assert (again.kind, again.exit_code, again.message, again.time) == ("user", 3, "take a smaller batch", found.time)
     written = json.loads((tmp_path / "error.json").read_text())  # as torch's launcher reads it
@@ -618,9 +618,9 @@ def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_p
 
 def test_a_process_that_no_launcher_started_writes_and_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(failures.ERROR_FILE_VARIABLE, raising=False)
-    assert not failures.hand_over(ValueError("x"))
+    assert not failures.report_to_agent(ValueError("x"))
     monkeypatch.setenv(failures.AGENT_VARIABLE, str(os.getppid() + 1))  # of another process's agent
-    assert not failures.under_agent()
+    assert not failures.is_under_agent()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts():

@@ -30,7 +30,7 @@ from sft_play.launch.accelerate import (
     write_accelerate_file,
 )
 from sft_play.launch.deepspeed.files import (
-    KNOWN_KEYS,
+    KNOWN_DEEPSPEED_KEYS,
     ZERO_STAGES,
     deepspeed_layout,
     read_deepspeed_file,
@@ -428,7 +428,7 @@ def test_the_table_is_that_of_the_installed_deepspeed():
     for section, row in table.items():
         if "class" in row:
             theirs = fields_of(ast.parse((folder / row["file"]).read_text(encoding="utf-8")), row["class"])
-            assert theirs == KNOWN_KEYS[section], (section, theirs ^ KNOWN_KEYS[section])
+            assert theirs == KNOWN_DEEPSPEED_KEYS[section], (section, theirs ^ KNOWN_DEEPSPEED_KEYS[section])
 
 
 def test_what_is_filled_loads_in_the_installed_deepspeed():
@@ -529,8 +529,8 @@ def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacle
     from sft_play.starting import plan_stages
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(plan_stages, "adam_obstacles", lambda: obstacles)
-    monkeypatch.setattr(plan_stages, "compiling_words", lambda: None if built else "compiles for minutes")
+    monkeypatch.setattr(plan_stages, "cpu_adam_obstacles", lambda: obstacles)
+    monkeypatch.setattr(plan_stages, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
     config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
     options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
     plan_stages.plan_ranks(config, parse_hardware("2xH100"), options)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from sft_play.cli import main
-from sft_play.commands.launch_file import SCHEDULERS, Job, job_name, text_of
+from sft_play.commands.launch_file import SCHEDULERS, SchedulerJob, job_name, render_job
 from tests.conftest import ROOT
 from tests.schemas import refuse_invalid
 from tests.test_nodes import FAKE_LAUNCH, FAKE_SCONTROL, FAKE_SRUN
@@ -30,9 +30,9 @@ VALIDATORS = os.environ.get("SFT_PLAY_VALIDATORS")
 """A Python that has skypilot and kubeflow-training."""
 
 
-def a_job(folder: Path, *words: str, nodes: int = 2) -> Job:
+def a_job(folder: Path, *words: str, nodes: int = 2) -> SchedulerJob:
     (folder / "my run.yaml").write_text("model: {name: größe}\n", encoding="utf-8")
-    return Job(
+    return SchedulerJob(
         name="my-run", config=folder / "my run.yaml", words=words, nodes=nodes, gpus_per_node=4, gpu="RTX 4090",
         checkout=folder / "home", folder=folder, bucket="sft-play-my-run-1",
         local={"rows.jsonl": folder / "rows.jsonl"},
@@ -69,13 +69,13 @@ def words_of(printed: str) -> list[str]:
     return shown.decode().split("\0")[:-1]
 
 
-def wanted(config: str, job: Job, *more: str) -> list[str]:
+def wanted(config: str, job: SchedulerJob, *more: str) -> list[str]:
     return ["--config", config, *job.words, "output.name=my-run", "output.if_exists=resume", *more]
 
 
 def test_slurm_runs_the_command_on_every_node_with_any_value(cluster):
     job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE))
-    text = text_of("slurm", job)
+    text = render_job("slurm", job)
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
     assert {name: asked[name] for name in ("nodes", "gpus-per-node", "ntasks-per-node", "signal", "requeue")} == {
         "nodes": "2", "gpus-per-node": "4", "ntasks-per-node": "1", "signal": "B:USR1@300", "requeue": "",
@@ -95,7 +95,7 @@ def test_slurm_runs_the_command_on_every_node_with_any_value(cluster):
 
 
 def test_slurm_saves_before_the_time_limit_and_is_queued_anew(cluster):
-    process = started(cluster, text_of("slurm", a_job(cluster)), SLURM_JOB_NUM_NODES="2", FAKE_WAITS="1")
+    process = started(cluster, render_job("slurm", a_job(cluster)), SLURM_JOB_NUM_NODES="2", FAKE_WAITS="1")
     tasks = [cluster / f"task-{node}" for node in (0, 1)]
     limit = time.monotonic() + 60
     while not all(task.exists() and "started" in task.read_text() for task in tasks) and time.monotonic() < limit:
@@ -110,7 +110,7 @@ def test_slurm_saves_before_the_time_limit_and_is_queued_anew(cluster):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_skypilot_runs_the_command_with_any_value_on_what_it_uploads(nodes, cluster, monkeypatch):
     job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE), nodes=nodes)
-    task = yaml.safe_load(text_of("skypilot", job))
+    task = yaml.safe_load(render_job("skypilot", job))
     assert (task["num_nodes"], task["resources"]) == (nodes, {"accelerators": "RTX4090:4", "use_spot": True})
     assert task["workdir"] == str(job.checkout)
     assert task["file_mounts"] == {
@@ -133,7 +133,7 @@ def test_skypilot_runs_the_command_with_any_value_on_what_it_uploads(nodes, clus
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_kubeflow_starts_one_pod_a_node_with_any_value(nodes, cluster):
     job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE), nodes=nodes)
-    config, task = yaml.safe_load_all(text_of("kubeflow", job))
+    config, task = yaml.safe_load_all(render_job("kubeflow", job))
     assert config["data"]["run.yaml"] == job.config.read_text(encoding="utf-8")
     replicas = task["spec"]["pytorchReplicaSpecs"]
     assert sum(one["replicas"] for one in replicas.values()) == nodes
@@ -173,7 +173,7 @@ def test_the_tools_own_validators_take_the_file(scheduler, nodes, tmp_path):
     job = a_job(tmp_path, "--strategy", "fsdp", "train.epochs=1", nodes=nodes)
     job = dataclasses.replace(job, gpu="H100")
     file = tmp_path / "job.yaml"
-    file.write_text(text_of(scheduler, job), encoding="utf-8")
+    file.write_text(render_job(scheduler, job), encoding="utf-8")
     words = [str(VALIDATORS), "-c", VALIDATE[scheduler], str(file)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
     assert ended.stdout.split() == ["my-run", str(nodes)], ended.stderr

@@ -165,7 +165,7 @@ def copy(tmp_path):
 
 def taker(name):
     """A target that runs the program and takes a variable; None where only the others do."""
-    return next((target for target in PROGRAM if variables.is_taken(name, target)), None)
+    return next((target for target in PROGRAM if variables.takes_variable(name, target)), None)
 
 
 # Help
@@ -397,7 +397,7 @@ def test_a_dry_run_and_help_run_no_value_either(value, fake, tmp_path):
     mark = tmp_path / "mark"
     value = value.replace("MARK", str(mark))
     target = "train-distributed-tb"  # takes most
-    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.is_taken(name, target)]
+    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.takes_variable(name, target)]
     assert make("-n", target, f"VENV={fake.folder}", *arguments).returncode == 0
     assert make("help", f"PYTHON={value}").returncode == 0
     assert make("help", *[f"{name}={value}" for name in VARIABLES]).returncode == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sft_play.commands import new
 from sft_play.commands.diagnosing import check
-from sft_play.commands.preparing import run as prepare
+from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 
 def written(**variables) -> Path:
     """The file that `make new` wrote."""
-    answer = new.run(Request(command="new", config=Path("-"), **variables))
+    answer = new.run_new(Request(command="new", config=Path("-"), **variables))
     assert answer.data["next"].startswith(f"make plan CONFIG={answer.data['path']}")
     return Path(answer.data["path"])
 
@@ -127,7 +127,7 @@ def test_a_folder_with_splits_is_read_by_them(tmp_path):
 def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError, ModelError), match=message):
-        new.run(Request(command="new", config=Path("-"), **variables))
+        new.run_new(Request(command="new", config=Path("-"), **variables))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -346,7 +346,7 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
         "model: {name: a/b}\ndata: {train_path: own.jsonl, process: {raw_path: own.jsonl, test_fraction: 0.0}}\n"
     )
     for command, folder in (("process", "data/processed"), ("style", "data/processed_with_style")):
-        answer = prepare(Request(command=command, config=Path("my.yaml"), config_given=True, style="Be terse."))
+        answer = prepare(Request(command=command, config=Path("my.yaml"), is_config_given=True, style="Be terse."))
         *_, warning, following = answer.lines
         assert (
             warning
@@ -362,7 +362,7 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
         )
     # a config that trains on what process writes needs no settings
     Path("my.yaml").write_text("model: {name: a/b}\ndata: {process: {raw_path: own.jsonl, test_fraction: 0.0}}\n")
-    answer = prepare(Request(command="process", config=Path("my.yaml"), config_given=True, force=True))
+    answer = prepare(Request(command="process", config=Path("my.yaml"), is_config_given=True, force=True))
     assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
 
 

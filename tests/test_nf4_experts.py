@@ -25,7 +25,7 @@ from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _build_empty_model
@@ -105,7 +105,7 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
         four_bit = dict(model.named_modules())[name]
         if type(four_bit).__name__ == "Linear4bit":
             module.weight.data = nf4_experts.functional.dequantize_4bit(four_bit.weight, four_bit.weight.quant_state)
-    assert found == sum(nf4 // 2 for nf4 in (n for kind in load_model_shape(run(folder)).layers for n in stack(kind)))
+    assert found == sum(nf4 // 2 for nf4 in (n for kind in load_run_model_shape(run(folder)).layers for n in stack(kind)))
     ids = torch.randint(0, 400, (2, 12))
     with torch.no_grad():
         ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
@@ -327,7 +327,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     for (path, module, name), (_, other, _) in pairs:
         assert torch.equal(getattr(module, name), getattr(other, name)), path
     assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
-    shape, packed = load_model_shape(config), load_model_shape(str(folder))
+    shape, packed = load_run_model_shape(config), load_model_shape(str(folder))
     stacks = sum(one.weights * kind.count for kind in packed.layers for one in kind.expert_weights)
     width = 4 if precision is FP32 else 2
     assert packed.packable_params - shape.packable_params == stacks > 0

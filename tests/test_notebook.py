@@ -40,7 +40,7 @@ def test_cells_are_read_in_order_with_lines_as_text_or_list(tmp_path):
     data = json.loads(path.read_text())
     data["cells"][1]["source"] = ["a = 1\n", "a += 1"]
     path.write_text(json.dumps(data))
-    cells = notebook.read(path)
+    cells = notebook.read_notebook(path)
     assert list(cells) == ["work.ipynb, cell 1", "work.ipynb, cell 4"]
     values: dict[str, Any] = {}
     for code in cells.values():
@@ -58,7 +58,7 @@ def test_cells_are_read_in_order_with_lines_as_text_or_list(tmp_path):
 )  # fmt: skip
 def test_what_is_not_python_is_refused_before_anything_runs(cell, line, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        notebook.read(book(tmp_path, "b = 7 % 4", cell))
+        notebook.read_notebook(book(tmp_path, "b = 7 % 4", cell))
     assert f"cell 2, {line} is not Python" in str(caught.value)
 
 
@@ -94,13 +94,13 @@ def test_a_folder_none_and_what_is_not_python(tmp_path, command):
 
 def test_ranks_are_the_gpus_or_two(tmp_path):
     path = book(tmp_path, "a = 1")
-    made = notebook.launch_of(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
+    made = notebook.notebook_launch(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
     assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.shell_line
     assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
-    made = notebook.launch_of(path, parse_hardware("4xH200"))
+    made = notebook.notebook_launch(path, parse_hardware("4xH200"))
     assert "--nproc-per-node 4 " in made.shell_line
     assert "OMP_NUM_THREADS" not in made.environment
-    made = notebook.launch_of(path, parse_hardware("2xH200"), gpus=(1, 3))
+    made = notebook.notebook_launch(path, parse_hardware("2xH200"), gpus=(1, 3))
     assert "--nproc-per-node 2 " in made.shell_line
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 
@@ -171,7 +171,7 @@ def test_the_example_notebook_is_valid_and_holds_no_outputs():
     code = [cell for cell in data["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert all(set(cell) == {"cell_type", "id", "metadata", "source"} for cell in data["cells"] if cell not in code)
-    assert len(notebook.read(EXAMPLES / "train_with_accelerator.ipynb")) == len(code)
+    assert len(notebook.read_notebook(EXAMPLES / "train_with_accelerator.ipynb")) == len(code)
 
 
 def check_example(answer: subprocess.CompletedProcess[str], folder: Path) -> list[float]:

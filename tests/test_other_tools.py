@@ -14,7 +14,7 @@ from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
 from sft_play.config.options import accepts, homes, leaves, sections
 from sft_play.errors import ConfigError
-from sft_play.process.variables import OF_OTHERS, VARIABLES, targets
+from sft_play.process.variables import FOREIGN_PREFIXES, VARIABLES, all_targets
 
 MINIMAL = "model: {name: gpt2}\n"
 
@@ -333,9 +333,9 @@ def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
             seen += 1
             assert key in leaves() or key in sections(), text
         for target in re.findall(r"(?<!before )\bmake ([a-z]+(?:-[a-z]+)*) (?:[A-Z(]|$)", text):
-            assert target in targets(), text
+            assert target in all_targets(), text
         for name in re.findall(r"\b([A-Z_]{3,})=", text):
-            assert name in VARIABLES or name.startswith(OF_OTHERS), text
+            assert name in VARIABLES or name.startswith(FOREIGN_PREFIXES), text
     assert seen > 60
 
 

@@ -541,8 +541,8 @@ def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_
 def test_a_check_of_what_is_predicted_not_to_fit_does_not_say_ready():
 
     from sft_play.diagnose.pages import CheckReport
-    from sft_play.findings import passed, warned
+    from sft_play.findings import pass_finding, warn_finding
 
-    fine, tried = passed("memory plan", "fits"), warned("memory plan", "does NOT fit", "make plan shows the ways out")
+    fine, tried = pass_finding("memory plan", "fits"), warn_finding("memory plan", "does NOT fit", "make plan shows the ways out")
     assert CheckReport((fine,)).lines()[-1].startswith("Ready to train: ")
     assert "Ready" not in CheckReport((tried,)).lines()[-1]

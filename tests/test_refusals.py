@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands import FILES
+from sft_play.commands import COMMAND_FILES
 from sft_play.config.load import load_config, resolved
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.runs.folder import FORMAT
@@ -203,7 +203,7 @@ def test_every_command_that_can_refuse_is_asked():
         "gpu-selftest",
         "generate",
     }
-    assert {command for command, _, _ in CASES} == set(FILES) - rest
+    assert {command for command, _, _ in CASES} == set(COMMAND_FILES) - rest
 
 
 def test_a_command_that_goes_on_is_stopped_where_it_would_load_a_library(answers):

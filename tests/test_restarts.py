@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.process import signals
-from sft_play.process.failures import Failure, Kind
+from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
 from sft_play.runs.oom import RanOut, leave
 from sft_play.starting import launch_ranks
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.build
 
 
 # --- whether, and how often -------------------------------------------------------------------------------------------
-KINDS: tuple[Kind | None, ...] = ("user", "stopped", "fault", "peer", "hung", None)
+KINDS: tuple[FailureKind | None, ...] = ("user", "stopped", "fault", "peer", "hung", None)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -84,13 +84,13 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
     folder.path.mkdir()
 
     def begin(asked: starting.LaunchRequest) -> starting.LaunchResult:
-        began.append((asked.should_resume, asked.launches_ranks, os.environ[signals.BEGAN_VARIABLE]))
+        began.append((asked.should_resume, asked.launches_ranks, os.environ[signals.START_TIME_VARIABLE]))
         dies = len(began) <= fails
         failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
         return starting.LaunchResult(1 if dies else 0, folder)
 
     monkeypatch.setattr(starting, "_start_once", begin)
-    monkeypatch.setenv(signals.BEGAN_VARIABLE, "0.0")
+    monkeypatch.setenv(signals.START_TIME_VARIABLE, "0.0")
     asked = starting.LaunchRequest(load_config(config), LaunchOptions(max_restarts=most))
     assert starting.start_run(asked).exit_code == (1 if fails > most else 0)
     assert len(began) == 1 + min(most, fails)

@@ -269,9 +269,9 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     """Without it the memory of check grew by 25 bytes a byte of plain text."""
     trimmed: list[int] = []
-    monkeypatch.setattr(imports, "give_back_free_memory", lambda: trimmed.append(0))
+    monkeypatch.setattr(imports, "release_free_memory", lambda: trimmed.append(0))
     for longest in (0, imports.LONG_CHARS, imports.LONG_CHARS + 1, 10 * imports.LONG_CHARS):
-        imports.give_back(longest)
+        imports.release_after_long_text(longest)
     assert trimmed == [0, 0]
 
 
@@ -279,7 +279,7 @@ def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
     from transformers import AutoTokenizer
 
     told: list[int] = []
-    monkeypatch.setattr(survey, "give_back", told.append)
+    monkeypatch.setattr(survey, "release_after_long_text", told.append)
     maker = RowMaker(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
     made: list[Any] = list(maker.outcomes(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))

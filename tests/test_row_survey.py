@@ -135,11 +135,11 @@ from sft_play.starting import row_survey
 found = []
 for name in (BASE_NAME, base):
     loaded = load_config(run, overrides=[f"model.name={json.dumps(name)}"])
-    assert row_survey.count_if_quick(loaded) == []
-    found.append(row_survey.known_rows(loaded.config).as_json())
+    assert row_survey.count_row_tokens_if_quick(loaded) == []
+    found.append(row_survey.cached_row_tokens(loaded.config).as_json())
     if name == BASE_NAME:
-        row_survey._counted.clear()
-        for note in pathlib.Path(row_survey._note("x")).parent.iterdir():
+        row_survey._counted_rows.clear()
+        for note in pathlib.Path(row_survey._note_path("x")).parent.iterdir():
             note.unlink()
 assert not asked, asked
 print(json.dumps(found))

@@ -185,9 +185,9 @@ def test_no_secret_reaches_a_file_of_the_run(tmp_path, monkeypatch):
 
 
 def runs_log(folder):
-    from sft_play.log import write_log_to
+    from sft_play.log import start_log_file
 
-    return write_log_to(folder.log_path)
+    return start_log_file(folder.log_path)
 
 
 @pytest.mark.parametrize(

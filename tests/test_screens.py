@@ -20,8 +20,8 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import Plan, PlanRequest, RunLength
 from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
-from sft_play.process.variables import VARIABLES, is_taken
-from sft_play.units import duration_of
+from sft_play.process.variables import VARIABLES, takes_variable
+from sft_play.units import format_duration
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 
@@ -70,7 +70,7 @@ def test_help_of_a_target_names_its_variables_and_runs_nothing():
         told = re.search(rf"^{target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
         assert told is not None
         assert lines[0] == f"make {target}: {told[1]}"
-        taken = [name for name in VARIABLES if is_taken(name, target)]
+        taken = [name for name in VARIABLES if takes_variable(name, target)]
         assert re.findall(r"^  ([A-Z_]+)=", "\n".join(lines[1:]), re.MULTILINE) == taken
         assert sorted(path.name for path in ROOT.iterdir()) == before
 
@@ -177,13 +177,13 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
     units = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
     for _ in range(500):
         seconds = 10 ** chance.uniform(-1, 7)
-        number, unit = duration_of(seconds).split()
+        number, unit = format_duration(seconds).split()
         size = units[unit.removesuffix("s")]
         assert float(number) * size == pytest.approx(max(1, seconds), rel=0.04, abs=0.5 * (size < 3600) * size)
         if unit != "days":
             assert float(number) < 91
         assert float(number) >= (1.5 if size > 1 else 1)
-    assert [duration_of(s) for s in (0, 1, 40, 480, 11520, 456 * 3600)] == [
+    assert [format_duration(s) for s in (0, 1, 40, 480, 11520, 456 * 3600)] == [
         "1 second", "1 second", "40 seconds", "8 minutes", "3.2 hours", "19.0 days",
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from sft_play.finished.export.merge import merge_run
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from sft_play.planner.precision import Precision
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -244,4 +244,4 @@ def test_the_plan_says_how_weights_are_stored(command):
     assert code == 0
     assert "stored in MXFP4: dequantised tensor by tensor while loading, and packed as NF4" in printed
     config = config_from_text("model: {name: openai/gpt-oss-20b}", name="run")
-    assert load_model_shape(config).stored_dtype == "mxfp4"
+    assert load_run_model_shape(config).stored_dtype == "mxfp4"

@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.cli import main
 from sft_play.commands import sweep
-from sft_play.commands.sweep import cell_name, cells_of, plan_cells, plan_lines
+from sft_play.commands.sweep import cell_name, expand_cells, plan_cells, sweep_lines
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
@@ -41,8 +41,8 @@ def world(tmp_path, tiny_llama, monkeypatch) -> Path:
     return tmp_path
 
 
-def cells(*words: str) -> list[sweep.Cell]:
-    return plan_cells(cells_of(Path("my run.yaml"), words))
+def cells(*words: str) -> list[sweep.SweepCell]:
+    return plan_cells(expand_cells(Path("my run.yaml"), words))
 
 
 # --- read -------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     monkeypatch.setattr(sweep, "detect_hardware", lambda: between)
     planned = cells(*words)
     assert [cell.state for cell in planned] == ["new", "new", "does_not_fit", "does_not_fit"]
-    lines = plan_lines(planned)
+    lines = sweep_lines(planned)
     assert lines[0].startswith("Sweep: 4 cells, 2 to train")
     rows = {line.split()[0]: line for line in reversed(lines) if line.startswith("my-run")}  # those of the table
     for cell in planned:
@@ -133,7 +133,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     given = cells("tuning.lora.r=4,64", *fixed, "train.batch_size=1", "train.grad_accum=1")
     assert [one.state for one in given] == ["new", "does_not_fit"]
     # where none fits, nothing is started and the code says so
-    monkeypatch.setattr(sweep.endings, "run_beside", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(sweep.signals, "run_child", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(sweep, "detect_hardware", lambda: dataclasses.replace(between, ram_free_bytes=small // 2))
     capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == 3
@@ -203,7 +203,7 @@ def test_a_config_that_changes_meanwhile_is_not_trained(world, monkeypatch):
     planned = cells(LISTED)
     path = world / "my run.yaml"
     path.write_text(path.read_text().replace("max_steps: 3", "max_steps: 4"))
-    monkeypatch.setattr(sweep.endings, "run_beside", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(sweep.signals, "run_child", lambda *_, **__: pytest.fail("started"))
     ended = sweep.train_cells(planned, {})
     assert {cell.state for cell in ended} == {"failed"}
     assert "has changed since the sweep began" in str(ended[0].error)
@@ -235,9 +235,9 @@ def test_what_a_cells_process_says_decides_its_state(world, monkeypatch, code, w
             folder = world / "outputs" / json.loads(name)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "manifest.json", {"format": "sft_play run 1", "status": status})
-        return sweep.endings.Beside(code, written, was_stopped=False)
+        return sweep.signals.ChildResult(code, written, was_stopped=False)
 
-    monkeypatch.setattr(sweep.endings, "run_beside", ended)
+    monkeypatch.setattr(sweep.signals, "run_child", ended)
     for cell in sweep.train_cells(planned, {}):
         assert cell.state == state
         assert (said is None and cell.error is None) or said in str(cell.error)
@@ -248,9 +248,9 @@ def test_every_cell_is_what_train_with_its_words_is(world, monkeypatch):
 
     def ended(module, words, **_):
         asked.append(list(words))
-        return sweep.endings.Beside(1, "", was_stopped=False)
+        return sweep.signals.ChildResult(1, "", was_stopped=False)
 
-    monkeypatch.setattr(sweep.endings, "run_beside", ended)
+    monkeypatch.setattr(sweep.signals, "run_child", ended)
     planned = cells(LISTED, "tuning.lora.target_modules=[q_proj, v_proj]", "train.seed=1,2")
     sweep.train_cells(planned, {})
     for cell, words in zip(planned, asked, strict=True):

@@ -238,8 +238,8 @@ def test_a_sidecar_that_hangs_is_ended(tmp_path, ends_with_me):
 FAKE = """#!{python}
 import http.server, json, sys
 if "sft_play.process.signals" in sys.argv:
-    from sft_play.process.signals import leave_with_starter
-    leave_with_starter()
+    from sft_play.process.signals import watch_parent
+    watch_parent()
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

@@ -156,7 +156,7 @@ def test_evaluations_and_answers_say_how_far_they_are(
     tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
     real, real_loss, rows_at_once = exact_match._generate, PlannedTrainer.compute_loss, 2
 
     def slow(*words: Any) -> Any:

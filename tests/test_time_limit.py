@@ -70,16 +70,16 @@ def test_without_a_limit_nothing_stops_it():
 
 
 def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(monkeypatch):
-    monkeypatch.delenv(signals.BEGAN_VARIABLE, raising=False)
+    monkeypatch.delenv(signals.START_TIME_VARIABLE, raising=False)
     assert signals.elapsed_s() == 0.0
-    monkeypatch.setenv(signals.BEGAN_VARIABLE, str(time.monotonic() - 100))
+    monkeypatch.setenv(signals.START_TIME_VARIABLE, str(time.monotonic() - 100))
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert 100 <= signals.elapsed_s() < 160
-    signals.note_beginning(anew=False)  # a rank keeps what its parent has noted
+    signals.record_start_time(anew=False)  # a rank keeps what its parent has noted
     assert 100 <= signals.elapsed_s() < 160
-    signals.note_beginning(anew=True)
+    signals.record_start_time(anew=True)
     assert signals.elapsed_s() < 60
-    assert signals.BEGAN_VARIABLE in os.environ
+    assert signals.START_TIME_VARIABLE in os.environ
 
 
 def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(tmp_path, tiny_llama, command):

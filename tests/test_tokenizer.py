@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import TokenizerError, rephrased
+from sft_play.errors import TokenizerError, translate_library_errors
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import chat
@@ -150,5 +150,5 @@ def test_a_regular_expression_that_backtracks_is_an_error_of_the_tokenizer(
 
 def test_nor_is_it_a_traceback_where_answers_are_asked_for(tmp_path, tiny_llama):
     tokenizer = load(backtracking(tmp_path, tiny_llama).parent / "model").tokenizer
-    with pytest.raises(TokenizerError, match="cannot split a text"), rephrased():
+    with pytest.raises(TokenizerError, match="cannot split a text"), translate_library_errors():
         tokenizer("a" * 50 + "!")

@@ -102,13 +102,13 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
 
-    from sft_play.launch.deepspeed.files import KNOWN_KEYS
+    from sft_play.launch.deepspeed.files import KNOWN_DEEPSPEED_KEYS
 
     assert len(training_options()) == 8
     for option in training_options():
         assert option.elsewhere.trainer in TrainingArguments.__dataclass_fields__
         path = option.elsewhere.deepspeed
-        assert path is None or path.startswith("optimizer.params.") or path in KNOWN_KEYS[""]
+        assert path is None or path.startswith("optimizer.params.") or path in KNOWN_DEEPSPEED_KEYS[""]
         assert set(option.elsewhere.optimizers) <= set(ADAMW)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
-from sft_play.commands.preparing import run as prepare
+from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import RunConfig
@@ -222,7 +222,7 @@ def test_the_rows_of_data_decide_what_trl_would_train(tmp_path, monkeypatch):
     for name, rows, loss_on in (("pairs", pairs, "completion"), ("chats", chats, "all")):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = Path(f"{name}.yaml")
-        new.run(Request(command="new", config=Path("-"), from_=Path("theirs.yaml"), data=f"{name}.jsonl", out=out))
+        new.run_new(Request(command="new", config=Path("-"), from_=Path("theirs.yaml"), data=f"{name}.jsonl", out=out))
         assert load_config(out).config.data.loss_on == loss_on
 
 
@@ -395,7 +395,7 @@ def test_columns_of_several_data_sets_name_the_command_that_writes_the_others(tm
     overrides = words.replace("FILE", "b.jsonl").split()
     Path("my.yaml").write_text("model: {name: a/b}\n")
     Path("b.jsonl").write_text(json.dumps({"instruction": "q", "b": "answer"}) + "\n")
-    request = Request(command="process", config=Path("my.yaml"), config_given=True, overrides=tuple(overrides))
+    request = Request(command="process", config=Path("my.yaml"), is_config_given=True, overrides=tuple(overrides))
     prepare(request)
     (file,) = [file for file in Path("data/processed").glob("*.jsonl") if file.stat().st_size]
     assert json.loads(file.read_text())["messages"][-1]["content"] == "answer"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.commands import FILES, INTERNAL
-from sft_play.commands.request import flags_of_commands, read_request, refuse_variables
+from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
+from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
 from sft_play.config.options import leaves
 from sft_play.errors import ConfigError
 from sft_play.process import variables
@@ -40,13 +40,13 @@ def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_table_speaks_of_every_target_and_command():
-    assert variables.targets() == set(EVERY)
-    assert set(MAINTAINING) - set(TARGETS) == set(variables.MAINTAINING)
-    programs = {variables.command_of(name) for name in EVERY} - set(variables.COMMANDS_OF_MAKE)
-    assert programs == set(FILES) == set(variables.COMMANDS)
+    assert variables.all_targets() == set(EVERY)
+    assert set(MAINTAINING) - set(TARGETS) == set(variables.MAINTENANCE_TARGETS)
+    programs = {variables.target_command(name) for name in EVERY} - set(variables.MAKE_ONLY_COMMANDS)
+    assert programs == set(COMMAND_FILES) == set(variables.COMMANDS)
     for name, variable in variables.VARIABLES.items():
         assert set(variable.commands) <= {*EVERY, "*"}, name
-        assert set(variable.ranks) <= {*FILES, *INTERNAL}, name
+        assert set(variable.ranks) <= {*COMMAND_FILES, *INTERNAL_COMMANDS}, name
         assert variable.kind in ("text", "path", "names", "count", "number", "list", "switch", "launch"), name
 
 
@@ -63,7 +63,7 @@ def test_every_command_that_the_papers_show_is_taken():
                 continue
             names = re.findall(r"(?:^| )([A-Z_]+)=", re.sub(r"=(\"[^\"]*\"|'[^']*'|\S*)", "=", rest))
             found += 1
-            assert variables.refusal([target], names, []) is None, (path, target, names)
+            assert variables.command_line_problem([target], names, []) is None, (path, target, names)
     assert found > 60
 
 
@@ -75,13 +75,13 @@ def test_no_target_takes_a_misspelt_variable(target):
     """One letter left out, added, doubled or changed, two swapped, or another case, of every variable that it takes."""
     chance, tried = random.Random(7), 0
     for name in variables.VARIABLES:
-        if not variables.is_taken(name, target):
+        if not variables.takes_variable(name, target):
             continue
-        assert variables.refusal([target], [name], []) is None
+        assert variables.command_line_problem([target], [name], []) is None
         for wrong in misspelt(name, chance):
-            if wrong not in variables.VARIABLES and wrong not in variables._OTHERS:
+            if wrong not in variables.VARIABLES and wrong not in variables._FOREIGN_VARIABLES:
                 tried += 1
-                said = variables.refusal([target], [wrong], [])
+                said = variables.command_line_problem([target], [wrong], [])
                 assert said is not None, wrong
                 assert wrong in said
                 if len(name) > 4:
@@ -100,9 +100,9 @@ def misspelt(name: str, chance: random.Random) -> list[str]:
 @pytest.mark.parametrize("target", ["train", "plan", "help", "setup", "clean", "test"])
 def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
     for name in OF_OTHERS:
-        assert variables.refusal([target], [name], []) is None, name
+        assert variables.command_line_problem([target], [name], []) is None, name
     for name in ("BATCH_SIZE", "MODEL_NAME", "TRAIN_DATASET", "MAX_STEPS", "FOO", "ACCELERATE_CONFG", "lr"):
-        said = variables.refusal([target], [name], [])
+        said = variables.command_line_problem([target], [name], [])
         assert said is not None, name
         assert said.startswith(f"{name}= is not a variable of make {target}")
 
@@ -110,34 +110,34 @@ def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
 @pytest.mark.parametrize("target", EVERY)
 def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(target):
     for name in variables.VARIABLES:
-        said = variables.refusal([target], [name], [])
-        if variables.is_taken(name, target):
+        said = variables.command_line_problem([target], [name], [])
+        if variables.takes_variable(name, target):
             assert said is None
         else:
             assert said is not None
             assert said.startswith(f"{name}= is not used by make {target}; it belongs to make ")
-            assert variables.is_taken(name, re.findall(r"belongs to make (?:-C benchmarks )?([a-z-]+)", said)[0])
+            assert variables.takes_variable(name, re.findall(r"belongs to make (?:-C benchmarks )?([a-z-]+)", said)[0])
 
 
 def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting():
     both = {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
     assert both == {"DATA", "MODEL", "OUTPUT"}
-    refuse_variables(["output={dir: elsewhere}"])
+    refuse_make_variables(["output={dir: elsewhere}"])
     with pytest.raises(ConfigError, match="variable of make"):
-        refuse_variables(["OUTPUT=answers.jsonl"])
+        refuse_make_variables(["OUTPUT=answers.jsonl"])
 
 
 def test_several_targets_take_what_one_of_them_takes():
-    assert variables.refusal(["process", "train"], ["FORCE", "CONFIG"], []) is None
-    assert "ROW= is not used by make process train" in (variables.refusal(["process", "train"], ["ROW"], []) or "")
+    assert variables.command_line_problem(["process", "train"], ["FORCE", "CONFIG"], []) is None
+    assert "ROW= is not used by make process train" in (variables.command_line_problem(["process", "train"], ["ROW"], []) or "")
 
 
 def test_an_empty_value_is_refused_where_it_would_mean_the_default():
     for name, variable in variables.VARIABLES.items():
-        target = next(one for one in EVERY if variables.is_taken(name, one))
-        said = variables.refusal([target], [name], [name])
+        target = next(one for one in EVERY if variables.takes_variable(name, one))
+        said = variables.command_line_problem([target], [name], [name])
         assert (said is None) == (variable.kind in ("list", "switch")), name
-    assert "CONFIG= is given and empty" in (variables.refusal(["train"], ["CONFIG"], ["CONFIG"]) or "")
+    assert "CONFIG= is given and empty" in (variables.command_line_problem(["train"], ["CONFIG"], ["CONFIG"]) or "")
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def words_of(flag: str) -> list[str]:
     return [flag] if is_switch else [flag, VALUES.get(name, "1")]
 
 
-@pytest.mark.parametrize("command_name", sorted(FILES))
+@pytest.mark.parametrize("command_name", sorted(COMMAND_FILES))
 def test_a_command_takes_its_own_flags_and_no_others(command_name):
     config = ["--config", STARTER] if command_name in variables.flag_commands("CONFIG") else []
     taken = 0
-    for flag, commands in flags_of_commands().items():
+    for flag, commands in flag_commands_table().items():
         if flag == "--config":
             continue
         if command_name in commands:
@@ -246,7 +246,7 @@ OWN = (
 HARMLESS = ("train.max_steps=2", "output.name=x", "model.max_seq_len=64", "data.val_path=null", "tuning.mode=lora")
 
 
-@pytest.mark.parametrize("name", [*variables.TRAINING, *variables.DESCRIBING])
+@pytest.mark.parametrize("name", [*variables.TRAINING_COMMANDS, *variables.DESCRIBING_COMMANDS])
 def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     for setting in OWN:
@@ -304,6 +304,6 @@ def test_the_flag_of_a_path_reads_as_a_path(tmp_path: Path):
 def test_a_setting_that_is_named_beside_a_variable_is_one():
     from sft_play.config.options import leaves
 
-    assert set(variables.SETTINGS.values()) <= set(leaves())
-    assert not any(variables.is_taken(name, "train") for name in variables.SETTINGS)
-    assert "the setting" not in (variables.refusal(["merge"], ["DATA"], []) or "the setting")
+    assert set(variables.SETTING_BY_VARIABLE.values()) <= set(leaves())
+    assert not any(variables.takes_variable(name, "train") for name in variables.SETTING_BY_VARIABLE)
+    assert "the setting" not in (variables.command_line_problem(["merge"], ["DATA"], []) or "the setting")

@@ -17,13 +17,13 @@ import pytest
 from sft_play.data.sources.examples import count_part_rows
 from sft_play.data.sources.files import list_parts, find_source
 from sft_play.process import waiting as module
-from sft_play.process.waiting import Waiting, waiting
+from sft_play.process.waiting import WaitProgress, report_wait
 
 
 @pytest.fixture
 def quickly(monkeypatch):
     """The first line after a hundredth of the time."""
-    monkeypatch.setattr(module, "FIRST_S", 0.03)
+    monkeypatch.setattr(module, "FIRST_LINE_S", 0.03)
 
 
 def said(caplog) -> list[str]:
@@ -41,28 +41,28 @@ def until(caplog, text: str) -> None:
 
 def test_what_is_quick_says_nothing_and_does_not_look_for_a_total(caplog):
     caplog.set_level(logging.INFO)
-    with waiting("Reading", unit="rows", total=lambda: pytest.fail("looked up")) as news:
+    with report_wait("Reading", unit="rows", count_total=lambda: pytest.fail("looked up")) as news:
         news.add()
     assert said(caplog) == []
-    assert module._open == []
+    assert module._open_waits == []
     assert not [one for one in threading.enumerate() if one.name == "waiting"]
 
 
 def test_the_innermost_speaks_and_then_the_one_around_it(caplog, quickly):
     caplog.set_level(logging.INFO)
-    with waiting("Checking"):
-        with waiting("Reading", unit="rows", total=lambda: 7) as news:
+    with report_wait("Checking"):
+        with report_wait("Reading", unit="rows", count_total=lambda: 7) as news:
             news.add(3)
             until(caplog, "Reading: 3 of 7 rows, ")
             assert set(said(caplog)) == {"Reading: 3 of 7 rows, S"}
         until(caplog, "Checking: S")
-    assert module._open == []
+    assert module._open_waits == []
 
 
 def test_it_ends_where_what_is_awaited_fails(quickly):
-    with pytest.raises(KeyError), waiting("Reading"):
+    with pytest.raises(KeyError), report_wait("Reading"):
         raise KeyError
-    assert module._open == []
+    assert module._open_waits == []
 
 
 def test_lines_become_rare(monkeypatch):
@@ -76,7 +76,7 @@ def test_lines_become_rare(monkeypatch):
         def set(self) -> None: ...
 
     monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Ended, Thread=threading.Thread))
-    with waiting("Reading"):
+    with report_wait("Reading"):
         pass
     assert pauses == [3, 6, 12, 24, 48, 60, 60, 60]
 
@@ -86,7 +86,7 @@ def test_a_total_is_said_where_it_can_be_right():
     for _ in range(300):
         total, done = chance.choice([None, chance.randint(0, 10**6)]), chance.randint(0, 10**6)
         asked = []
-        one = Waiting("Reading", "rows", lambda total=total, asked=asked: asked.append(1) or total)
+        one = WaitProgress("Reading", "rows", lambda total=total, asked=asked: asked.append(1) or total)
         one.add(done)
         lines = [re.sub(r"\d+ s so far$", "S", one.line()) for _ in range(2)]
         of = f" of {total:,}" if total is not None and total >= max(done, 1) else ""

@@ -46,7 +46,7 @@ from sft_play.launch.exported import (
     refuse_repeated_starts,
 )
 from sft_play.launch.launch_options import LaunchOptions, parse_launch_options, fill_from_accelerate
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
 from tests.models import uneven_run
@@ -131,7 +131,7 @@ def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
         "NPROC_PER_NODE": "4",
         "RANK": "1",
     }
-    kept = for_another_run({**exported_ones, "WORLD_SIZE": "2", "NNODES": "2", "HF_HOME": "here"})
+    kept = independent_environment({**exported_ones, "WORLD_SIZE": "2", "NNODES": "2", "HF_HOME": "here"})
     assert not set(exported_ones) & set(kept)
     assert kept["HF_HOME"] == "here"
     assert find_accelerate_file(kept) is None
@@ -255,11 +255,11 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
 def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert not launching.accelerate_names_machines()
+    assert not launching.accelerate_has_machines()
     own = accelerate_file(default_accelerate_path(), num_machines=2, main_process_ip="10.0.0.1")
-    assert launching.accelerate_names_machines()
+    assert launching.accelerate_has_machines()
     own.write_text("distributed_type: TPU\n")
-    assert not launching.accelerate_names_machines()
+    assert not launching.accelerate_has_machines()
     assert "not needed for one process" in caplog.text
 
 
@@ -531,7 +531,7 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkey
         monkeypatch.setenv(name, text)
     request = read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
     with pytest.raises(ConfigError, match=r"NPROC=2 asks for 2 processes on this node, and the launcher started 1"):
-        launching.launched_ranks(request)
+        launching.launcher_rank_info(request)
 
 
 def test_a_ranks_settings_are_its_words_alone():

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import Judge, Wrong, own_surroundings
 from sft_play.files import ROOT
-from sft_play.process.variables import VARIABLES, refusal, targets
+from sft_play.process.variables import VARIABLES, command_line_problem, all_targets
 
 _INJECTED = (
     *("$(shell touch {0})", "`touch {0}`", "; touch {0} #", "$$(touch {0})", "' ; touch {0} ; '", '" && touch {0} "'),
@@ -24,7 +24,7 @@ _INJECTED = (
 @contextlib.contextmanager
 def judging() -> Iterator[Judge]:
     """Cases of make's command line."""
-    known, every = list(VARIABLES), sorted(targets())
+    known, every = list(VARIABLES), sorted(all_targets())
 
     def judge(draw: random.Random, folder: Path) -> bool:
         pwned = folder / "pwned"
@@ -34,7 +34,7 @@ def judging() -> Iterator[Judge]:
         given = [_name(mutate.text(draw, one)).upper() if draw.random() < 0.3 else one for one in given]
         values = [draw.choice(_INJECTED).format(pwned) for _ in given]
         words = {name: value for name, value in zip(given, values, strict=True) if name}
-        told = refusal([goal], words, [name for name in words if not words[name].strip()])
+        told = command_line_problem([goal], words, [name for name in words if not words[name].strip()])
         if told is None:  # this one is run with its values, as a plan of a run YAML that there is not
             goal, words = "plan", {"SET": next(iter(words.values()), "x"), "CONFIG": str(folder / "none.yaml")}
         done = subprocess.run(

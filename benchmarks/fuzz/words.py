@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import Judge, Wrong, command, files_below, own_surroundings, require_told
-from sft_play.commands.request import flags_of_commands, read_request
+from sft_play.commands.request import flag_commands_table, read_request
 from sft_play.errors import SftPlayError
 from sft_play.process.variables import COMMANDS, VARIABLES
 
@@ -52,7 +52,7 @@ _VALUES = (
 @contextlib.contextmanager
 def judging() -> Iterator[Judge]:
     """Cases of command lines."""
-    flags = flags_of_commands()
+    flags = flag_commands_table()
 
     def judge(draw: random.Random, folder: Path) -> bool:
         name = draw.choice(COMMANDS)

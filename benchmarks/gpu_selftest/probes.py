@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sft_play.facts.hardware import detect_hardware
-from sft_play.process.signals import leave_with_starter
+from sft_play.process.signals import watch_parent
 
 MASKS = ("causal", "padding mask")
 HEADS = {"grouped heads": 2, "equal heads": 8}
@@ -214,7 +214,7 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 def main(words: Sequence[str]) -> int:
     """Run a probe and write its result; `model FOLDER` creates the trials' model instead."""
-    leave_with_starter()
+    watch_parent()
     name, out = words
     if name == "model":
         from benchmarks.gpu_selftest.material import write_model

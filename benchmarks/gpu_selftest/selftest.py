@@ -74,7 +74,7 @@ def selftest(
     book = open_book((out or OUT).expanduser(), hardware.as_json())
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of an interrupted self-test: continuing it")
-    with signals.StopSignals(signals.interrupt), _bench(book, hardware) as bench:
+    with signals.StopSignals(signals.raise_interrupt), _bench(book, hardware) as bench:
         together_s = 0.0  # parts over several ranks have limits of their own, and take none of the trials' time
         for step in _steps(bench, hardware, book):
             if step.name in book.parts or not only(step.name):

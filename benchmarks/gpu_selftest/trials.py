@@ -24,9 +24,9 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.log import one_line, redact
 from sft_play.planner.calibration import RECORD_FILE as RECORD
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.process.environment import for_another_run
-from sft_play.process.signals import ends_with_me
-from sft_play.starting.plan_run import has_eval, load_model_shape
+from sft_play.process.environment import independent_environment
+from sft_play.process.signals import child_environment
+from sft_play.starting.plan_run import has_eval, load_run_model_shape
 
 MODES = ("qlora", "lora", "full")
 JUDGED = ("evaluate", "generate")
@@ -161,7 +161,7 @@ class Ended:
 
 def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT_S) -> Ended:
     """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
-    environment = ends_with_me(for_another_run(os.environ))
+    environment = child_environment(independent_environment(os.environ))
     environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     environment.setdefault(
         "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
@@ -209,7 +209,7 @@ def make(trial: Trial, bench: Bench) -> Part:
 def planned(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
-    return make_plan(PlanRequest(read, load_model_shape(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
+    return make_plan(PlanRequest(read, load_run_model_shape(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
 
 
 def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:

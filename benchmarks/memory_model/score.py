@@ -28,7 +28,7 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.process.signals import leave_with
+from sft_play.process.signals import die_with_parent
 from sft_play.runs.manifest import versions
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from sft_play.units import GIB
@@ -429,7 +429,7 @@ MOST_WORKERS = 8
 
 def _begin_worker(parent: int) -> None:
     """A worker ends with its parent, and computes in one thread."""
-    leave_with(parent, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
     import torch
 
     torch.set_num_threads(1)

@@ -30,10 +30,10 @@ from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import find_rates, predict_speed
-from sft_play.process.environment import for_another_run
-from sft_play.process.signals import ends_with_me
+from sft_play.process.environment import independent_environment
+from sft_play.process.signals import child_environment
 from sft_play.runs.manifest import versions
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.unsloth.unsloth_environment import find_unsloth_python
 from sft_play.units import GIB
 
@@ -404,7 +404,7 @@ class _Bench:
             TrainingError: it failed.
         """
         log = self.folder / f"{side}.log"
-        environment = ends_with_me(peers_environment())
+        environment = child_environment(peers_environment())
         began = time.monotonic()
         with log.open("wb") as sink:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
@@ -424,7 +424,7 @@ class _Bench:
 
 def peers_environment() -> dict[str, str]:
     """The environment of both sides' processes. No library reports home: without a network axolotl waits for that."""
-    return for_another_run(os.environ) | {
+    return independent_environment(os.environ) | {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "AXOLOTL_DO_NOT_TRACK": "1",
@@ -482,7 +482,7 @@ def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
         return None
     length = max(2, round(run["weighted_length"]))  # sum of squares over sum: the length of the row a token is in
     step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
-    speed = predict_speed(loaded.config, load_model_shape(loaded.config), plan.precision, step, rates)
+    speed = predict_speed(loaded.config, load_run_model_shape(loaded.config), plan.precision, step, rates)
     return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix_flops_per_s)
 
 

@@ -23,8 +23,8 @@ from sft_play.config.options import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
-from sft_play.process.environment import allocator_setting, waiting_threads
-from sft_play.process.signals import leave_with_starter
+from sft_play.process.environment import allocator_variables, openmp_wait_variables
+from sft_play.process.signals import watch_parent
 
 SECONDS = "time_{}_s"
 """The monitor's figure of a part of a step."""
@@ -33,8 +33,8 @@ SECONDS = "time_{}_s"
 def main(path: Path) -> int:
     """Measure what an order asks for; returns the exit code."""
     # as the command sets them, and before torch is imported, which reads them then
-    os.environ.update(waiting_threads(os.environ))
-    os.environ.update(allocator_setting(os.environ))
+    os.environ.update(openmp_wait_variables(os.environ))
+    os.environ.update(allocator_variables(os.environ))
     set_up_logging("bench", stream=sys.stderr)
     order = Order.read(path)
     try:
@@ -241,5 +241,5 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
 
 
 if __name__ == "__main__":
-    leave_with_starter()
+    watch_parent()
     raise SystemExit(main(Path(sys.argv[1])))

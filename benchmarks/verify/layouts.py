@@ -32,8 +32,8 @@ from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.precision import UNSHARDED_LAYOUTS
-from sft_play.process.environment import for_another_run
-from sft_play.process.signals import ends_with_me
+from sft_play.process.environment import independent_environment
+from sft_play.process.signals import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -414,7 +414,7 @@ class _Bench:
             words += ["--strategy", case.layout, "--nproc", str(case.ranks)]
         answer = subprocess.run(
             words,
-            env=ends_with_me(for_another_run(os.environ)),
+            env=child_environment(independent_environment(os.environ)),
             capture_output=True,
             text=True,
             errors="replace",

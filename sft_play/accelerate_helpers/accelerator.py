@@ -22,7 +22,7 @@ from sft_play.launch.deepspeed.fill import HIDDEN_SIZE_FORMULAS, cpu_adam_obstac
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import disable_broken_p2p
 from sft_play.log import one_line
-from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     refuse_too_few_processes(os.environ, alternative=starts)
     best = _best_precision()
     if best == "no":
-        deepspeed_on_cpu()
+        set_deepspeed_to_cpu()
     elif torch.version.hip is None:
         disable_broken_p2p(detect_hardware(), os.environ)
     wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)

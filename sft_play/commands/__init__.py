@@ -1,7 +1,7 @@
 """The commands of `sft-play`: a file for each, or for a family that shares its body.
 
 `commands.json` has them in the order of the help, each with its file, which is imported when the command is run, and a
-line on what it does. A file has `run(request)`, which returns an `Answer`, or only the exit code.
+line on what it does. A file has `run_FILE(request)`, which returns a `CommandResult`, or only the exit code.
 `process/variables.json` has the variables of make and the flags that each command takes.
 """
 
@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-_TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
-FILES = {command: row["file"] for command, row in _TABLE.items()}
+_COMMAND_TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
+COMMAND_FILES = {command: row["file"] for command, row in _COMMAND_TABLE.items()}
 # Commands that the program starts itself, and help does not name.
-INTERNAL = {"rank": "launching"}
+INTERNAL_COMMANDS = {"rank": "launching"}
 
 
-def load(command: str) -> ModuleType:
-    """The file of a command."""
-    return importlib.import_module(f"sft_play.commands.{ {**FILES, **INTERNAL}[command] }")
+def load_module(command: str) -> ModuleType:
+    """Import the file of a command."""
+    return importlib.import_module(f"sft_play.commands.{ {**COMMAND_FILES, **INTERNAL_COMMANDS}[command] }")
+
+
+def command_function(command: str) -> Callable[..., Any]:
+    """The function of a command's file that runs it."""
+    module = load_module(command)
+    return getattr(module, f"run_{module.__name__.rpartition('.')[2].removeprefix('run_')}")  # type: ignore[no-any-return]
 
 
 def help_line(command: str) -> str:
     """What a command does, in a line."""
-    return _TABLE[command]["help"] if command in _TABLE else "one process of a run over several"
+    return _COMMAND_TABLE[command]["help"] if command in _COMMAND_TABLE else "one process of a run over several"

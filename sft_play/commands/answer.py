@@ -14,15 +14,15 @@ from typing import Any, Protocol
 
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.exit_codes import with_ending, write_json_line
+from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.log import escape_control, redact
 from sft_play.runs.files import write_json
 
 logger = logging.getLogger(__name__)
 
 
-class Result(Protocol):
-    """What most commands return."""
+class Presentable(Protocol):
+    """What most commands do their work for: lines for a person, and JSON."""
 
     @property
     def ok(self) -> bool:
@@ -36,27 +36,27 @@ class Result(Protocol):
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """A command's answer. `lines` are logged one by one, `data` is the JSON.
 
-    `refused`: an error that is raised after the lines; with JSON=1 only its exit code is used. `to_out`: whether OUT
-    names the file for this JSON; False where the command writes OUT itself.
+    `error`: an error that is raised after the lines; with JSON=1 only its exit code is used. `is_written_to_out`:
+    whether OUT names the file for this JSON; False where the command writes OUT itself.
     """
 
     data: Any
     lines: Sequence[str] = ()
     exit_code: int = 0
-    refused: SftPlayError | None = None
-    to_out: bool = True
+    error: SftPlayError | None = None
+    is_written_to_out: bool = True
 
 
-def answer_of(result: Result, *, to_out: bool = True) -> Answer:
-    """The answer of a result: exit code 2 where it is not ok."""
-    code = 0 if result.ok else ConfigError.exit_code
-    return Answer(result.as_json(), ["\n".join(result.lines())], code, to_out=to_out)
+def command_result(result: Presentable, *, is_written_to_out: bool = True) -> CommandResult:
+    """The result of a command, from what its work returned: exit code 2 where that is not ok."""
+    exit_code = 0 if result.ok else ConfigError.exit_code
+    return CommandResult(result.as_json(), ["\n".join(result.lines())], exit_code, is_written_to_out=is_written_to_out)
 
 
-def agreed(request: Request, question: str, *, refusal: str) -> bool:
+def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:
     """Whether the user agrees, by YES=1 or at the terminal; no answer is a no. Raises ConfigError where there is no
     terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
     if request.yes:
@@ -69,24 +69,24 @@ def agreed(request: Request, question: str, *, refusal: str) -> bool:
         return False
 
 
-def give(answer: Answer | int, request: Request) -> int:
+def write_result(result: CommandResult | int, request: Request) -> int:
     """Write an answer to OUT, show it as JSON or in words, and return the exit code. Raises ConfigError where OUT
-    cannot be written, and the answer's `refused`."""
-    if isinstance(answer, int):
-        return answer
-    code = answer.refused.exit_code if answer.refused else answer.exit_code
-    error = error_text(answer.refused) if answer.refused else _why(answer, code)
-    data = with_ending(answer.data, code, error)
-    if request.out is not None and answer.to_out:
-        write_out(request.out, data if isinstance(answer.data, dict) else answer.data)
+    cannot be written, and the result's `error`."""
+    if isinstance(result, int):
+        return result
+    exit_code = result.error.exit_code if result.error else result.exit_code
+    error = error_text(result.error) if result.error else _failure_reason(result, exit_code)
+    data = add_exit_status(result.data, exit_code, error)
+    if request.out is not None and result.is_written_to_out:
+        write_out_file(request.out, data if isinstance(result.data, dict) else result.data)
     if request.json:
         write_json_line(data)
-        return code
-    for line in answer.lines:
+        return exit_code
+    for line in result.lines:
         logger.info("%s", line)
-    if answer.refused is not None:
-        raise answer.refused
-    return code
+    if result.error is not None:
+        raise result.error
+    return exit_code
 
 
 def error_text(error: BaseException) -> str:
@@ -94,23 +94,23 @@ def error_text(error: BaseException) -> str:
     return redact(str(error) or type(error).__name__)
 
 
-def _why(answer: Answer, code: int) -> str | None:
+def _failure_reason(result: CommandResult, exit_code: int) -> str | None:
     """`error` of an answer whose own fields say what is wrong: its last line; None where nothing is."""
-    every = "\n".join(answer.lines).splitlines()
-    lines = [line for line in every if line.strip() and not line.startswith(("Next:", "Written to:"))]
-    return redact(lines[-1].strip() if lines else f"exit code {code}; the log says why") if code else None
+    all_lines = "\n".join(result.lines).splitlines()
+    lines = [line for line in all_lines if line.strip() and not line.startswith(("Next:", "Written to:"))]
+    return redact(lines[-1].strip() if lines else f"exit code {exit_code}; the log says why") if exit_code else None
 
 
-def refuse_place(out: Path, name: str = "OUT") -> None:
+def require_writable_out(out: Path, name: str = "OUT") -> None:
     """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
-    there = next(up for up in out.expanduser().absolute().parents if os.path.exists(up))  # noqa: PTH110 - raises nothing
-    if not there.is_dir():
-        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
-        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {there} is not writable for this user")
+    existing_parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
+    if not existing_parent.is_dir():
+        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder")
+    if not os.access(existing_parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
+        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user")
 
 
-def write_out(path: Path, data: Any) -> None:
+def write_out_file(path: Path, data: Any) -> None:
     """JSON in a file of its own, or in place in a device or a pipe (`/dev/stdout`); raises ConfigError where it cannot
     be written."""
     try:
@@ -123,10 +123,10 @@ def write_out(path: Path, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def stdout_to_stderr(*, wanted: bool) -> Iterator[None]:
+def stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
     """Within it, output of this process, its libraries and its children goes to standard error: with JSON=1 standard
     output holds the answer alone."""
-    if not wanted:
+    if not enabled:
         yield
         return
     sys.stdout.flush()

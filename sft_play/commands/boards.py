@@ -8,98 +8,98 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
-from sft_play.commands.request import Request, output_dir_of
+from sft_play.commands.answer import CommandResult, confirm_with_user, stdout_to_stderr
+from sft_play.commands.request import Request, request_output_dir
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, Pruned, prune, to_prune
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import TensorBoardServer
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer:
+def run_boards(request: Request) -> CommandResult:
     """Start, open or stop the page, or remove the curves; each step is logged."""
-    with stdout_to_stderr(wanted=request.json):
+    with stdout_to_stderr(enabled=request.json):
         if request.command == "tensorboard":
-            return Answer({"ok": True, **_page(_shown(request))})
-        return {"tb-open": _open, "tb-stop": _stop, "tb-clean": _clean}[request.command](request)
+            return CommandResult({"ok": True, **_server_fields(_start_page(request))})
+        return {"tb-open": _open_page, "tb-stop": _stop_servers, "tb-clean": _remove_curves}[request.command](request)
 
 
-def _shown(request: Request) -> TensorBoardServer:
-    base, logdir = output_dir_of(request), _logdir(request)
+def _start_page(request: Request) -> TensorBoardServer:
+    base, logdir = request_output_dir(request), _logdir(request)
     title = (logdir.parent if request.run else logdir).absolute().name
-    sidecar, words = tensorboard.start_server(logdir, title=title, **tensorboard.server_settings(os.environ))
-    if sidecar is None:
-        raise ConfigError(f"TensorBoard over {logdir} does not start: {words}")
-    tensorboard.log_started(sidecar, words)
+    server, message = tensorboard.start_server(logdir, title=title, **tensorboard.server_settings(os.environ))
+    if server is None:
+        raise ConfigError(f"TensorBoard over {logdir} does not start: {message}")
+    tensorboard.log_started(server, message)
     if not any(logdir.rglob(CURVES) if request.run else base.glob(f"*/tb/{CURVES}")):
         logger.info("There are no curves in %s yet", logdir)
-    elif not sidecar.ends_with_run:
+    elif not server.ends_with_run:
         logger.info("It shows %s, and stays until make tb-stop", logdir)
-    return sidecar
+    return server
 
 
-def _open(request: Request) -> Answer:
+def _open_page(request: Request) -> CommandResult:
     """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
-    inside = sorted(filter(tensorboard.is_serving, _inside(_logdir(request))), key=lambda one: len(one.logdir))
-    sidecar = inside[0] if inside else _shown(request)
+    servers = sorted(filter(tensorboard.is_serving, _servers_inside(_logdir(request))), key=lambda one: len(one.logdir))
+    server = servers[0] if servers else _start_page(request)
     has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
-    is_open = has_display and webbrowser.open(sidecar.page)
-    where = "Opened %s in the browser" if is_open else "No browser can be shown here; open this address yourself: %s"
-    logger.info(where, sidecar.page)
-    return Answer({"ok": True, "opened": is_open, **_page(sidecar)})
+    is_open = has_display and webbrowser.open(server.page)
+    log_text = "Opened %s in the browser" if is_open else "No browser can be shown here; open this address yourself: %s"
+    logger.info(log_text, server.page)
+    return CommandResult({"ok": True, "opened": is_open, **_server_fields(server)})
 
 
-def _stop(request: Request) -> Answer:
-    folder = _logdir(request) if request.config_given or request.run or request.overrides else None
-    chosen = tensorboard.running_servers() if folder is None else _inside(folder)
-    if not chosen:
-        over = "" if folder is None else f" over {folder}"
-        logger.info("No TensorBoard of this project is running%s", over)
-    for one in chosen:
-        logger.info("%s: %s, over %s", tensorboard.stop_server(one), one.url, one.logdir)
+def _stop_servers(request: Request) -> CommandResult:
+    folder = _logdir(request) if request.is_config_given or request.run or request.overrides else None
+    servers = tensorboard.running_servers() if folder is None else _servers_inside(folder)
+    if not servers:
+        folder_text = "" if folder is None else f" over {folder}"
+        logger.info("No TensorBoard of this project is running%s", folder_text)
+    for server in servers:
+        logger.info("%s: %s, over %s", tensorboard.stop_server(server), server.url, server.logdir)
     running = tensorboard.running_servers()
-    left = [one for one in chosen if one in running]
-    stopped = [_page(one) for one in chosen if one not in left]
-    return Answer({"ok": not left, "stopped": stopped, "running": list(map(_page, running))}, exit_code=int(bool(left)))
+    still_running = [server for server in servers if server in running]
+    stopped = [_server_fields(server) for server in servers if server not in still_running]
+    return CommandResult({"ok": not still_running, "stopped": stopped, "running": list(map(_server_fields, running))}, exit_code=int(bool(still_running)))
 
 
-def _clean(request: Request) -> Answer:
-    output = output_dir_of(request)
-    chosen: dict[RunFolder, dict[Path, int]] = {}
+def _remove_curves(request: Request) -> CommandResult:
+    output = request_output_dir(request)
+    removable: dict[RunFolder, dict[Path, int]] = {}
     for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):
         try:
-            chosen |= to_prune([folder], "curves")
+            removable |= to_prune([folder], "curves")
         except RunFolderError as error:
             if request.run:
                 raise
             logger.info("kept: %s", error)
-    files = [size for parts in chosen.values() for size in parts.values()]
-    what = f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files))}, of {len(chosen)} finished run"
-    what += "s" * (len(chosen) > 1)
+    files = [size for parts in removable.values() for size in parts.values()]
+    description = f"{len(files)} event file{'s' * (len(files) != 1)}, {format_size(sum(files))}, of {len(removable)} finished run"
+    description += "s" * (len(removable) > 1)
     pruned = Pruned((), 0)
-    if not chosen:
+    if not removable:
         logger.info("There are no event files of finished runs in %s", output)
-    elif agreed(request, f"Remove {what}?", refusal=f"tb-clean would remove {what}"):
-        pruned = prune(chosen)
-    if chosen:
-        logger.info("Removed: %d event files, %s", len(pruned.removed), size_of(pruned.freed_bytes))
-    return Answer({"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes})
+    elif confirm_with_user(request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"):
+        pruned = prune(removable)
+    if removable:
+        logger.info("Removed: %d event files, %s", len(pruned.removed), format_size(pruned.freed_bytes))
+    return CommandResult({"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes})
 
 
 def _logdir(request: Request) -> Path:
-    base = output_dir_of(request)
+    base = request_output_dir(request)
     return run_named(base, request.run).tensorboard if request.run else base
 
 
-def _inside(folder: Path) -> list[TensorBoardServer]:
-    place = folder.absolute().resolve()
-    return [one for one in tensorboard.running_servers() if Path(one.logdir).is_relative_to(place)]
+def _servers_inside(folder: Path) -> list[TensorBoardServer]:
+    resolved_folder = folder.absolute().resolve()
+    return [server for server in tensorboard.running_servers() if Path(server.logdir).is_relative_to(resolved_folder)]
 
 
-def _page(sidecar: TensorBoardServer) -> dict[str, object]:
-    return {name: getattr(sidecar, name) for name in ("page", "logdir", "host", "port", "pid")}
+def _server_fields(server: TensorBoardServer) -> dict[str, object]:
+    return {name: getattr(server, name) for name in ("page", "logdir", "host", "port", "pid")}

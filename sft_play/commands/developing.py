@@ -9,7 +9,7 @@ import logging
 import sys
 from types import ModuleType
 
-from sft_play.commands.answer import Answer
+from sft_play.commands.answer import CommandResult
 from sft_play.commands.request import Request, refuse_hardware
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT
@@ -17,16 +17,16 @@ from sft_play.files import ROOT
 logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer:
+def run_developing(request: Request) -> CommandResult:
     """Figures, each beside what was predicted or measured elsewhere; or the files that were written."""
     if request.command in ("bench", "verify-layouts", "gpu-selftest"):
         refuse_hardware(request)
-    tools = tool("commands", command=request.command)
-    answer: Answer = getattr(tools, request.command.replace("-", "_"))(request, logger.info)
-    return answer
+    module = benchmark_module("commands", command=request.command)
+    result: CommandResult = getattr(module, request.command.replace("-", "_"))(request, logger.info)
+    return result
 
 
-def tool(name: str, *, command: str) -> ModuleType:
+def benchmark_module(name: str, *, command: str) -> ModuleType:
     """The module `benchmarks.NAME` of the checkout; raises ConfigError where the package is installed without its
     checkout."""
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():

@@ -11,23 +11,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sft_play.commands.answer import Answer, answer_of, write_out
-from sft_play.commands.request import Request, asked_machine, output_dir_of, refuse_hardware
+from sft_play.commands.answer import CommandResult, command_result, write_out_file
+from sft_play.commands.request import Request, requested_hardware, request_output_dir, refuse_hardware
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import ConfigError, DataError, SftPlayError
-from sft_play.exit_codes import with_ending, write_json_line
+from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.facts.hardware import Hardware
-from sft_play.findings import Finding, failed
+from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import apply_mesh, mesh_hardware, fill_from_accelerate
 from sft_play.launch.machine import restrict_to_device
-from sft_play.log import output_is_lost
+from sft_play.log import is_output_lost
 from sft_play.planner.layout import layout_choices
-from sft_play.starting.plan_run import plan_run, load_model_shape
+from sft_play.starting.plan_run import plan_run, load_run_model_shape
 from sft_play.starting.plan_stages import refuse_impossible_strategy
 from sft_play.starting.refusals import refusals
 from sft_play.starting.row_survey import has_variable_lengths
@@ -35,11 +35,11 @@ from sft_play.starting.row_survey import has_variable_lengths
 logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer | int:
+def run_diagnosing(request: Request) -> CommandResult | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.engine_names(request.serve)
-        return on_screen(check(request.config, request.overrides, asked_machine(request), serve=serve), why=request.why)
+        return check_result(check(request.config, request.overrides, requested_hardware(request), engine_names=serve), is_full=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
@@ -51,42 +51,42 @@ def check(
     overrides: Sequence[str],
     hardware: Hardware,
     *,
-    also: Sequence[Finding] = (),
-    serve: Sequence[str] = (),
+    extra_findings: Sequence[Finding] = (),
+    engine_names: Sequence[str] = (),
 ) -> CheckReport:
     """`run_check.check` with the plan that a run would make here, and with what else it would be refused for."""
-    report = run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+    report = run_check.check(config_path, overrides, hardware, planner=_plan_for_check, also=extra_findings, serve=engine_names)
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
         errors = refusals(loaded, restrict_to_device(loaded.config, hardware), plans=())
         # of the rows the report knows more, since it reads them all
         texts = [str(error) for error in errors if not isinstance(error, DataError)]
         failures = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
-        new = [text for text in texts if not any(failure in text for failure in failures)]
-        refused = [failed("start", text, "fix what is named") for text in new]
-        return dataclasses.replace(report, findings=(*refused, *report.findings))
+        new_texts = [text for text in texts if not any(failure in text for failure in failures)]
+        start_findings = [fail_finding("start", text, "fix what is named") for text in new_texts]
+        return dataclasses.replace(report, findings=(*start_findings, *report.findings))
     return report
 
 
-def on_screen(report: CheckReport, *, why: bool) -> Answer:
-    """The answer of a check: with `why` the whole page, else only what a person has to read."""
-    answer = answer_of(report)
-    return answer if why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
+def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
+    """The answer of a check: with `is_full` the whole page, else only what a person has to read."""
+    result = command_result(report)
+    return result if is_full else dataclasses.replace(result, lines=["\n".join(report.screen())])
 
 
-def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:
-    rows = lengths() if has_variable_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
-    return Planned(config, load_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
+def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.Lengths) -> Planned:
+    rows = read_lengths() if has_variable_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
+    return Planned(config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
 
 
-def _doctor(request: Request) -> Answer:
+def _doctor(request: Request) -> CommandResult:
     options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
         options = fill_from_accelerate(options, read_found_file(file, os.environ)[0])
-    on_cpu = False
+    uses_cpu = False
     with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
         config = load_config(request.config, overrides=request.overrides).config
-        on_cpu = config.train.device == "cpu"
+        uses_cpu = config.train.device == "cpu"
         options = apply_mesh(options, config)
 
     def planner(machine: Hardware) -> Planned:
@@ -94,43 +94,43 @@ def _doctor(request: Request) -> Answer:
         # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_impossible_strategy(config, machine, strategy)
-        only = (strategy,) if strategy else layout_choices(machine.ranks)
-        return Planned(config, load_model_shape(config), plan_run(config, machine, layouts=only, include_suggestions=False))
+        layouts = (strategy,) if strategy else layout_choices(machine.ranks)
+        return Planned(config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False))
 
-    return answer_of(examine(planner, options, on_cpu=on_cpu))
+    return command_result(examine(planner, options, on_cpu=uses_cpu))
 
 
-def _gpu_info(request: Request) -> Answer:
+def _gpu_info(request: Request) -> CommandResult:
     if request.hardware:
-        assumed = asked_machine(request)
+        assumed = requested_hardware(request)
         data, lines = gpu_page.assumed_json(assumed), gpu_page.assumed_lines(assumed, request.hardware)
     else:
-        machine = gpu_info.see_machine(output_dir_of(request), os.environ, full=request.full)
+        machine = gpu_info.see_machine(request_output_dir(request), os.environ, full=request.full)
         data, lines = machine.as_json(), gpu_page.machine_lines(machine)
-    return Answer(data, ["\n".join(lines)])
+    return CommandResult(data, ["\n".join(lines)])
 
 
-def _memory_check(request: Request) -> Answer | int:
+def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output, peaks = output_dir_of(request), memory_check.HighestSeen()  # kept from look to look
+    output, peaks = request_output_dir(request), memory_check.HighestSeen()  # kept from look to look
 
-    def take() -> memory_check.MemorySeen:
+    def take_snapshot() -> memory_check.MemorySeen:
         return memory_check.see_memory(output, os.environ, named=request.run, peaks=peaks)
 
-    def show(seen: memory_check.MemorySeen) -> None:
+    def show(snapshot: memory_check.MemorySeen) -> None:
         if request.json:
-            write_json_line(with_ending(seen.as_json(), 0))
+            write_json_line(add_exit_status(snapshot.as_json(), 0))
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            logger.info("%s", "\n".join([*memory_page.memory_lines(seen), f"{seen.time}; Ctrl-C ends this"]))
-        if output_is_lost():
+            logger.info("%s", "\n".join([*memory_page.memory_lines(snapshot), f"{snapshot.time}; Ctrl-C ends this"]))
+        if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
-        seen = take()
-        return Answer(seen.as_json(), ["\n".join(memory_page.memory_lines(seen))])
-    last = memory_page.watch(take, write=show)
-    if request.out is not None and last is not None:
-        write_out(request.out, last.as_json())
+        snapshot = take_snapshot()
+        return CommandResult(snapshot.as_json(), ["\n".join(memory_page.memory_lines(snapshot))])
+    last_snapshot = memory_page.watch(take_snapshot, write=show)
+    if request.out is not None and last_snapshot is not None:
+        write_out_file(request.out, last_snapshot.as_json())
     return 0

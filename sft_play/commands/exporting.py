@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.request import Request, finished_run, output_dir_of, trusts_code
+from sft_play.commands.answer import CommandResult, confirm_with_user, command_result, stdout_to_stderr
+from sft_play.commands.request import Request, find_request_run, request_output_dir, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.finished.export.llama_cpp import find_converter
@@ -26,7 +26,7 @@ from sft_play.finished.export.places import (
 from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
-from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import run_named
 
@@ -38,54 +38,54 @@ _BASES = ("dequantized", "original")
 _FORMATS, _QUANTS = get_args(Format), get_args(Quant)
 
 
-def run(request: Request) -> Answer:
+def run_exporting(request: Request) -> CommandResult:
     """Write, compare or upload; exit code 2 where what was written is not the trained model."""
     if request.command == "consolidate":
         return _consolidate(request)
     if request.command.startswith("merge"):
-        for name, given, there in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
-            if given not in (None, *there):
-                raise ConfigError(f"{name}={given} is not one of {', '.join(there)}")
+        for name, value, choices in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
+            if value not in (None, *choices):
+                raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     elif request.command.startswith("export"):
         _check_export(request)
     else:
         checked_repo(request.repo)
-    finished = finished_run(request)
-    command = {
+    finished = find_request_run(request)
+    export_command = {
         "merge": _merge, "merge-test": _merge_test, "export": _export, "export-test": _export_test, "push": _push,
     }[request.command]  # fmt: skip
-    with stdout_to_stderr(wanted=request.json):
-        return command(request, finished)
+    with stdout_to_stderr(enabled=request.json):
+        return export_command(request, finished)
 
 
-def _merge(request: Request, finished: FinishedRun) -> Answer:
+def _merge(request: Request, finished: FinishedRun) -> CommandResult:
     require_mergeable(finished, request.base, request.out or finished.folder.path / MERGED, replace=request.force)
     from sft_play.finished.export.merge import merge_run
 
     base = cast("Base | None", request.base)
     with lock(finished.folder):
         merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
-    return answer_of(merged, to_out=False)
+    return command_result(merged, is_written_to_out=False)
 
 
-def _merge_test(request: Request, finished: FinishedRun) -> Answer:
+def _merge_test(request: Request, finished: FinishedRun) -> CommandResult:
     require_merged(finished, request.out or finished.folder.path / MERGED)
     from sft_play.finished.export.check_merge import ROWS, merge_test
 
-    return answer_of(merge_test(finished, path=request.out, rows=request.limit or ROWS), to_out=False)
+    return command_result(merge_test(finished, path=request.out, rows=request.limit or ROWS), is_written_to_out=False)
 
 
 def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
-        given = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
-        raise ConfigError(f"{given} one of {', '.join(_FORMATS)}")
+        format_text = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
+        raise ConfigError(f"{format_text} one of {', '.join(_FORMATS)}")
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
         raise ConfigError("QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)")
 
 
-def _export(request: Request, finished: FinishedRun) -> Answer:
+def _export(request: Request, finished: FinishedRun) -> CommandResult:
     require_export_place(request.out or finished.folder.path / EXPORT / str(request.format), replace=request.force)
     if request.llama_cpp is not None and request.format != "vllm":
         find_converter(request.llama_cpp)
@@ -100,41 +100,41 @@ def _export(request: Request, finished: FinishedRun) -> Answer:
             replace=request.force,
             llama_cpp=request.llama_cpp,
         )
-    return answer_of(exported, to_out=False)
+    return command_result(exported, is_written_to_out=False)
 
 
-def _export_test(request: Request, finished: FinishedRun) -> Answer:
+def _export_test(request: Request, finished: FinishedRun) -> CommandResult:
     find_gguf(finished, request.out)
     from sft_play.finished.export.check_export import ROWS, export_test
 
     tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
-    return answer_of(tested, to_out=False)
+    return command_result(tested, is_written_to_out=False)
 
 
-def _push(request: Request, finished: FinishedRun) -> Answer:
+def _push(request: Request, finished: FinishedRun) -> CommandResult:
     upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
-    listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
-    if not agreed(request, f"{listed}\nUpload?", refusal=listed):
-        return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
-    return answer_of(push(upload))
+    upload_text = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
+    if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
+        return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
+    return command_result(push(upload))
 
 
-def _consolidate(request: Request) -> Answer:
+def _consolidate(request: Request) -> CommandResult:
     """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or the run's folder."""
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not detect_hardware().gpus:
-        deepspeed_on_cpu()
-    given = Path(request.run).expanduser()
-    checkpoint = given if given.name.startswith("checkpoint-") and given.name != request.run else None
+        set_deepspeed_to_cpu()
+    run_path = Path(request.run).expanduser()
+    checkpoint = run_path if run_path.name.startswith("checkpoint-") and run_path.name != request.run else None
     # what is no run is refused before torch is imported
-    folder = run_named(output_dir_of(request), str(given.parents[1] if checkpoint else request.run))
+    folder = run_named(request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run))
     if request.out is not None and request.out.exists():
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
-    with stdout_to_stderr(wanted=request.json):
+    with stdout_to_stderr(enabled=request.json):
         trusts = functools.partial(trusts_code, request)
         path = consolidate(folder, checkpoint=checkpoint, out=request.out, trusts=trusts)
-    return Answer({"ok": True, "run": str(folder.path), "path": str(path)}, to_out=False)
+    return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)

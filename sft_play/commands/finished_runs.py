@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from sft_play.commands.answer import Answer, agreed, answer_of, give, refuse_place, stdout_to_stderr
-from sft_play.commands.request import Request, finished_run, output_dir_of, require_source
+from sft_play.commands.answer import CommandResult, confirm_with_user, command_result, write_result, require_writable_out, stdout_to_stderr
+from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import What, list_runs, prune, to_prune
 from sft_play.finished.report.compare import PAGE, Comparison, compare
@@ -19,39 +19,39 @@ from sft_play.finished.run import find_any, next_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import checked_name, run_at
 from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.units import gib
+from sft_play.units import format_gib
 
 logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer | int:
+def run_finished_runs(request: Request) -> CommandResult | int:
     """Exit code 2 is: do not ship (ship), or a tensor differs (reproduce)."""
     if request.command == "runs":
-        return answer_of(list_runs(output_dir_of(request)))
-    if request.command in _OTHERS:
-        return _OTHERS[request.command](request)
+        return command_result(list_runs(request_output_dir(request)))
+    if request.command in _COMMAND_FUNCTIONS:
+        return _COMMAND_FUNCTIONS[request.command](request)
     if request.command in ("report", "compare"):
-        return _show(request)
+        return _write_report(request)
     if request.command == "ship" and request.replay is not None:
         from sft_play.finished.evaluate.ship_rule import replay
 
-        return answer_of(replay(request.replay))
-    with stdout_to_stderr(wanted=request.json):
-        return _run_models(request)
+        return command_result(replay(request.replay))
+    with stdout_to_stderr(enabled=request.json):
+        return _run_model_command(request)
 
 
-def _run_models(request: Request) -> Answer:
+def _run_model_command(request: Request) -> CommandResult:
     if request.data is not None:
         require_source(request.data, "DATA")
-    finished = finished_run(request)
+    finished = find_request_run(request)
     if request.command == "reproduce":
         from sft_play.finished.reproduce import reproduce
 
-        return answer_of(reproduce(finished))
+        return command_result(reproduce(finished))
     if request.command == "ship":
         from sft_play.finished.evaluate.ship import ROWS, ship
 
-        return answer_of(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))
+        return command_result(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))
     require_split(request.split, request.data)
     from sft_play.finished.evaluate.evaluation import evaluate_run
 
@@ -65,36 +65,36 @@ def _run_models(request: Request) -> Answer:
         out=request.out,
         max_new_tokens=request.max_new_tokens,
     )
-    return answer_of(evaluation, to_out=False)
+    return command_result(evaluation, is_written_to_out=False)
 
 
-def _show(request: Request) -> Answer:
-    output = output_dir_of(request)
-    written: RunReport | Comparison
+def _write_report(request: Request) -> CommandResult:
+    output = request_output_dir(request)
+    report_page: RunReport | Comparison
     if request.command == "report":
-        written = report(read_record(find_any(output, request.run)), path=request.out)
+        report_page = report(read_record(find_any(output, request.run)), path=request.out)
     elif not request.runs:
         raise ConfigError('RUNS= names no runs: make compare RUNS="first second" (make runs lists them)')
     else:
         folders = [find_any(output, name) for name in request.runs]
-        written = compare(folders, path=request.out or folders[0].path / PAGE)
-    return answer_of(written, to_out=False)
+        report_page = compare(folders, path=request.out or folders[0].path / PAGE)
+    return command_result(report_page, is_written_to_out=False)
 
 
-def _prune(request: Request) -> Answer:
-    output = output_dir_of(request)
+def _prune(request: Request) -> CommandResult:
+    output = request_output_dir(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
-    what: What = "checkpoints" if request.checkpoints else "run"
-    chosen = to_prune([run_at(output, checked_name(name, key="RUNS")) for name in request.runs], what)
-    nothing = {"ok": True, "removed": [], "freed_bytes": 0}
-    if not chosen:
-        return Answer(nothing, ["There are no checkpoints to remove"])
-    parts = [part for of_run in chosen.values() for part in of_run.items()]
-    listed = "\n".join(f"  {path} ({gib(size, digits=2)} GiB)" for path, size in parts)
-    if not agreed(request, f"Remove\n{listed}\n?", refusal=f"this would remove\n{listed}"):
-        return Answer(nothing, ["Nothing was removed"])
-    return answer_of(prune(chosen))
+    part_kind: What = "checkpoints" if request.checkpoints else "run"
+    removable = to_prune([run_at(output, checked_name(name, key="RUNS")) for name in request.runs], part_kind)
+    nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
+    if not removable:
+        return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
+    parts = [part for run_parts in removable.values() for part in run_parts.items()]
+    parts_text = "\n".join(f"  {path} ({format_gib(size, digits=2)} GiB)" for path, size in parts)
+    if not confirm_with_user(request, f"Remove\n{parts_text}\n?", refusal=f"this would remove\n{parts_text}"):
+        return CommandResult(nothing_removed, ["Nothing was removed"])
+    return command_result(prune(removable))
 
 
 # --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------
@@ -103,30 +103,30 @@ def _prune(request: Request) -> Answer:
 _CHAT_TOKENS, _INFER_TOKENS = 512, 256
 
 
-def _infer(request: Request) -> Answer:
+def _infer(request: Request) -> CommandResult:
     if request.input is None or request.output is None:
         examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
-        missing = [example for example, given in examples.items() if given is None]
+        missing = [example for example, value in examples.items() if value is None]
         raise ConfigError(f"make infer needs {' and '.join(missing)}")
     require_source(request.input, "INPUT")
-    refuse_place(request.output, "OUTPUT")
+    require_writable_out(request.output, "OUTPUT")
     if request.output.is_dir():
         raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
-    finished = finished_run(request)
+    finished = find_request_run(request)
     quiet_libraries()
     from sft_play.finished.answer.infer import infer
 
-    with stdout_to_stderr(wanted=request.json):
-        most = request.max_new_tokens or _INFER_TOKENS
-        return answer_of(infer(finished, request.input, request.output, max_new_tokens=most))
+    with stdout_to_stderr(enabled=request.json):
+        max_new_tokens = request.max_new_tokens or _INFER_TOKENS
+        return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
 
 
-def _chat(request: Request) -> Answer:
-    finished = finished_run(request)
+def _chat(request: Request) -> CommandResult:
+    finished = find_request_run(request)
     quiet_libraries()
     from sft_play.finished.answer.respond import KEYS, Conversation, Responder
 
-    with stdout_to_stderr(wanted=request.json):
+    with stdout_to_stderr(enabled=request.json):
         responder = Responder(finished)
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
@@ -156,7 +156,7 @@ def _chat(request: Request) -> Answer:
             conversation.say(line.rstrip("\n"))
         if is_terminal:
             show(f"{next_line('eval', RUN=finished.folder.path)}\n")
-    return Answer({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
+    return CommandResult({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
 
 
 def _serve(request: Request) -> int:
@@ -164,22 +164,22 @@ def _serve(request: Request) -> int:
     from sft_play.finished.answer import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
-    service = serve.service_of(request.engine or serve.ENGINES[0], finished_run(request), host, port)
+    service = serve.service_of(request.engine or serve.ENGINES[0], find_request_run(request), host, port)
     warning = serve.warning_of(host)
     if warning is not None:
         logger.warning("%s", warning)
-    with stdout_to_stderr(wanted=request.json):
+    with stdout_to_stderr(enabled=request.json):
         serving = service.start()
-    give(answer_of(serving), request)
-    with stdout_to_stderr(wanted=request.json):
-        code = service.wait()
+    write_result(command_result(serving), request)
+    with stdout_to_stderr(enabled=request.json):
+        exit_code = service.wait()
     if service.is_busy:
         # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
         logging.shutdown()
-        os._exit(code)
-    return code
+        os._exit(exit_code)
+    return exit_code
 
 
-_OTHERS: dict[str, Callable[[Request], Answer | int]] = {
+_COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult | int]] = {
     "prune": _prune, "chat": _chat, "infer": _infer, "serve": _serve,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands import plan
-from sft_play.commands.answer import Answer
+from sft_play.commands.answer import CommandResult
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
@@ -36,34 +36,34 @@ SCHEDULERS = {
 }
 # Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`.
 GRACE_S = 300
-_SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
+_SKYPILOT_GPU_NAMES = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 
-def run(request: Request) -> Answer:
+def run_launch_file(request: Request) -> CommandResult:
     """Write the file of the planned run; raises DoesNotFit where none would start."""
     if request.for_ not in SCHEDULERS:
-        given = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
-        raise ConfigError(f"{given} one of {', '.join(SCHEDULERS)}")
-    _, suffix, submits = SCHEDULERS[request.for_]
+        for_text = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
+        raise ConfigError(f"{for_text} one of {', '.join(SCHEDULERS)}")
+    _, suffix, submit_command = SCHEDULERS[request.for_]
     # as the job will be started, which resumes the folder of its name
-    planned = plan.run(dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume")))
-    if planned.refused is not None:
-        raise planned.refused
+    plan_result = plan.run_plan(dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume")))
+    if plan_result.error is not None:
+        raise plan_result.error
     loaded = load_config(request.config, overrides=request.overrides)
-    job = _job(request, loaded, planned.data)
-    path, text = request.out or Path(f"{job.name}{suffix}"), text_of(request.for_, job)
+    job = _scheduler_job(request, loaded, plan_result.data)
+    path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
     _write(path, text, force=request.force)
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
-    doubt = ", predicted not to fit, and tried" if planned.exit_code else ""
-    place = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
-    data = {"path": str(path), "for": request.for_, "launch": command, "submit": f"{submits} {shlex.quote(str(path))}",
+    doubt = ", predicted not to fit, and tried" if plan_result.exit_code else ""
+    machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
+    data = {"path": str(path), "for": request.for_, "launch": command, "submit": f"{submit_command} {shlex.quote(str(path))}",
             "nodes": job.nodes, "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
-    lines = [f"Written to: {path}, for {place}", f"On each node: {command}", f"Submit: {data['submit']}"]
-    return Answer(data, lines, to_out=False)
+    lines = [f"Written to: {path}, for {machines_text}", f"On each node: {command}", f"Submit: {data['submit']}"]
+    return CommandResult(data, lines, is_written_to_out=False)
 
 
 @dataclass(frozen=True)
-class Job:
+class SchedulerJob:
     """What is to be started, and where. `words` are those of `sft-play train-distributed` after its config."""
 
     name: str
@@ -92,7 +92,7 @@ def job_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or "run"
 
 
-def text_of(scheduler: str, job: Job) -> str:
+def render_job(scheduler: str, job: SchedulerJob) -> str:
     """The text of a job's file."""
     from jinja2 import Environment, FileSystemLoader
 
@@ -108,20 +108,20 @@ def text_of(scheduler: str, job: Job) -> str:
     return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 
 
-def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job:
+def _scheduler_job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> SchedulerJob:
     nodes, gpus, deepspeed = planned["hardware"]["nodes"], planned["hardware"]["gpus"], request.options.deepspeed
     if not gpus:
         raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
     file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
     name = job_name(loaded.config.output.name or loaded.path.stem)
     gpu = next((entry.name for entry in find_gpus(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
-    return Job(
+    return SchedulerJob(
         name=name,
         config=loaded.path.absolute(),
         words=[*(file or ["--strategy", planned["layout"]]), *loaded.overrides],
         nodes=nodes,
         gpus_per_node=len(gpus) // nodes,
-        gpu=_SKYPILOTS.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
+        gpu=_SKYPILOT_GPU_NAMES.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
         checkout=ROOT,
         folder=Path.cwd(),
         bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",
@@ -130,11 +130,11 @@ def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job
     )
 
 
-def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
+def _local_paths(loaded: LoadedConfig, extra_paths: list[str]) -> Iterator[str]:
     data, model = loaded.config.data, loaded.config.model.name
-    named = [data.train_path, data.val_path, data.test_path, data.text_path, model, *more]
-    named += [path for source in data.sources for path in (source.path, source.val_path)]
-    return (path for path in dict.fromkeys(named) if path and Path(path).expanduser().exists())
+    paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *extra_paths]
+    paths += [path for source in data.sources for path in (source.path, source.val_path)]
+    return (path for path in dict.fromkeys(paths) if path and Path(path).expanduser().exists())
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.commands.answer import Answer
-from sft_play.commands.request import Request, asked_machine, refuse_variables
+from sft_play.commands.answer import CommandResult
+from sft_play.commands.request import Request, requested_hardware, refuse_make_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, about, in_stage
+from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
 from sft_play.facts.gpus.gpu_catalog import Price, load_prices, lowest_prices, find_gpus
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import missing_kernel_packages
@@ -32,7 +32,7 @@ from sft_play.planner.advice.what_if import LargestFit, Question, parse_grid, pa
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.plan_summary import plan_summary_lines
-from sft_play.starting.plan_run import has_eval, plan_run, load_model_shape, training_backend
+from sft_play.starting.plan_run import has_eval, plan_run, load_run_model_shape, training_backend
 from sft_play.starting.plan_stages import apply_deepspeed_batch, common_layout, read_deepspeed_config, refuse_impossible_strategy
 from sft_play.starting.refusals import refusals
 from sft_play.starting.row_survey import count_row_tokens_if_quick, cached_row_tokens
@@ -42,70 +42,70 @@ logger = logging.getLogger(__name__)
 FIRST_NODE = "NODE0"
 
 
-def run(request: Request) -> Answer:
+def run_plan(request: Request) -> CommandResult:
     """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
     # read first: a wrong word in WHATIF or MAX costs no planning
-    asked_cells, asked_largest = _cells(request.whatif), parse_question(request.max) if request.max else None
+    cell_overrides, max_question = _parse_whatif(request.whatif), parse_question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
-    whole = restrict_to_device(loaded.config, asked_machine(request))
-    hardware = mesh_hardware(loaded.config, whole)
+    machine = restrict_to_device(loaded.config, requested_hardware(request))
+    hardware = mesh_hardware(loaded.config, machine)
     configs = []
-    for cell in asked_cells:
-        with about(f"WHATIF, {escape_control(' '.join(cell))}"):
+    for cell in cell_overrides:
+        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
-    strategy, keeps, says = _as_deepspeed_says(request, hardware)
-    loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
-    only = (strategy,) if strategy else LAYOUT_NAMES
-    base = loaded.config
-    unusable: list[SftPlayError] = []
-    backend, absent = training_backend(base, hardware, only), count_row_tokens_if_quick(loaded, on_error=unusable.append)
+    strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
+    loaded, configs = _map_configs(loaded, apply_deepspeed), [(cell, apply_deepspeed(config)) for cell, config in configs]
+    layouts = (strategy,) if strategy else LAYOUT_NAMES
+    base_config = loaded.config
+    row_errors: list[SftPlayError] = []
+    backend, missing_data_lines = training_backend(base_config, hardware, layouts), count_row_tokens_if_quick(loaded, on_error=row_errors.append)
     if backend is not None and backend.fallback_from:  # another one than was asked for
-        absent = [f"Backend: {backend.reason}", *absent]
-    budget = _budget(request, loaded, hardware, only)
+        missing_data_lines = [f"Backend: {backend.reason}", *missing_data_lines]
+    budget = _request_budget(request, loaded, hardware, layouts)
     if budget is not None and not request.hardware and request.price is None:
-        hardware = whole = cheapest_machine(budget) or hardware
+        hardware = machine = cheapest_machine(budget) or hardware
     refuse_impossible_strategy(loaded.config, hardware, strategy)
-    whole_run = loaded
-    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace, keeps_params=keeps)
+    run = loaded
+    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace, keeps_params=keeps_params)
     if stages:
         # the stage that decides: one that does not fit, else the one with the longest rows
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
         loaded = dataclasses.replace(loaded, config=config, stage=name)
     else:
-        plan = plan_run(loaded.config, hardware, layouts=only, trace=request.trace, keeps_params=keeps)
-    cell_only = only if request.options.deepspeed else LAYOUT_NAMES
-    plan_cell = functools.partial(plan_run, layouts=cell_only, keeps_params=keeps, include_suggestions=False)
-    cells = [(cell, _planned_cell(cell, config, base, whole, plan_cell)) for cell, config in configs]
-    largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
+        plan = plan_run(loaded.config, hardware, layouts=layouts, trace=request.trace, keeps_params=keeps_params)
+    cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
+    plan_cell = functools.partial(plan_run, layouts=cell_layouts, keeps_params=keeps_params, include_suggestions=False)
+    cells = [(cell, _plan_whatif_cell(cell, config, base_config, machine, plan_cell)) for cell, config in configs]
+    largest = _answer_max(max_question, loaded.config, hardware, layouts) if max_question else None
     data = plan.as_json()
     if stages:
-        data |= {"stage": loaded.stage, "stages": [{"name": name, **one.as_json()} for name, _, one in stages]}
+        data |= {"stage": loaded.stage, "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages]}
     if cells:
-        data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
+        data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
-    plans = [one for *_, one in stages] or [plan]
-    errors = () if refused else (*unusable, *refusals(whole_run, whole, needs_rows=False, plans=plans))
-    because = _warn_of_refusals(errors, whole)
-    data |= {"refused_because": because} if because else {}
+    misfit, deepspeed_file = _misfit_error(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
+    plans = [cell_plan for *_, cell_plan in stages] or [plan]
+    errors = () if misfit else (*row_errors, *refusals(run, machine, needs_rows=False, plans=plans))
+    refusal_texts = _warn_of_refusals(errors, machine)
+    data |= {"refused_because": refusal_texts} if refusal_texts else {}
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
-    data["launch"] = None if refused or because else launch_line(plan, loaded, file)
+    data["launch"] = None if misfit or refusal_texts else launch_line(plan, loaded, deepspeed_file)
     lines = [
-        *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),
+        *_plan_page(request, plan, loaded.config, missing_data_lines, data["launch"], _node_launch_lines(plan, loaded, deepspeed_file)),
         *plan_details.stage_lines(stages),
         *plan_details.grid_lines(cells),
         *([plan_details.largest_line(largest)] if largest else []),
     ]
     if stages:
-        why = "the one with the longest rows" if plan.fits else "which does not fit"
-        lines.insert(0, f"The plan of stage {loaded.stage}, {why}:")
+        stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
+        lines.insert(0, f"The plan of stage {loaded.stage}, {stage_note}:")
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
-        if refused is None and not budget.cheapest:
-            refused = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
-    return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
+        if misfit is None and not budget.cheapest:
+            misfit = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
+    return CommandResult(data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit)
 
 
 def _warn_of_refusals(errors: Iterable[SftPlayError], machine: Hardware) -> list[str]:
@@ -116,60 +116,60 @@ def _warn_of_refusals(errors: Iterable[SftPlayError], machine: Hardware) -> list
     return texts
 
 
-def _as_deepspeed_says(
+def _deepspeed_settings(
     request: Request, hardware: Hardware
 ) -> tuple[LayoutName | None, bool, Callable[[RunConfig], RunConfig]]:
     """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings with what it fixes."""
-    asked = request.options.deepspeed
-    if asked is None:
+    deepspeed_request = request.options.deepspeed
+    if deepspeed_request is None:
         return request.options.strategy, False, lambda config: config
-    raw, strategy, name = read_deepspeed_config(asked, request.options.strategy)
-    says = functools.partial(apply_deepspeed_batch, deepspeed_config=raw, ranks=hardware.ranks, name=name)
-    return strategy, keeps_params_on_gpu(raw, strategy), says
+    deepspeed_config, strategy, name = read_deepspeed_config(deepspeed_request, request.options.strategy)
+    apply_deepspeed = functools.partial(apply_deepspeed_batch, deepspeed_config=deepspeed_config, ranks=hardware.ranks, name=name)
+    return strategy, keeps_params_on_gpu(deepspeed_config, strategy), apply_deepspeed
 
 
-def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
-    stages = tuple(dataclasses.replace(stage, config=says(stage.config)) for stage in loaded.stages)
-    return dataclasses.replace(loaded, config=says(loaded.config), stages=stages)
+def _map_configs(loaded: LoadedConfig, change_config: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
+    stages = tuple(dataclasses.replace(stage, config=change_config(stage.config)) for stage in loaded.stages)
+    return dataclasses.replace(loaded, config=change_config(loaded.config), stages=stages)
 
 
-def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> BudgetResult | None:
+def _request_budget(request: Request, loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]) -> BudgetResult | None:
     if request.budget is None:
         return None
     if loaded.stages:
         raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
-    return budget_for(loaded.config, request.budget, hardware, only=only)
+    return make_budget(loaded.config, request.budget, hardware, layouts=layouts)
 
 
-def _page(
-    request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
+def _plan_page(
+    request: Request, plan: Plan, config: RunConfig, missing_data_lines: Sequence[str], command: str | None, node_launch_lines: Sequence[str]
 ) -> Sequence[str]:
     if request.why:
-        return [*absent, *plan_details.plan_lines(plan, config, command=command, node_commands=by_node)]
-    start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
-    fallback = [line for line in absent if line.startswith("Backend")]
-    traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
-    return [*fallback, *plan_summary_lines(plan, config, start_lines=start, has_local_data=absent == fallback), *traced]
+        return [*missing_data_lines, *plan_details.plan_lines(plan, config, command=command, node_commands=node_launch_lines)]
+    start_lines = (node_launch_lines or [f"Start: {command}"]) if command is not None and plan.fits else []
+    backend_lines = [line for line in missing_data_lines if line.startswith("Backend")]
+    trace_reasons = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
+    return [*backend_lines, *plan_summary_lines(plan, config, start_lines=start_lines, has_local_data=missing_data_lines == backend_lines), *trace_reasons]
 
 
-def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
+def _misfit_error(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
     try:
-        with in_stage(loaded.stage):
+        with stage_context(loaded.stage):
             require_fit(plan, loaded.config)
     except DoesNotFit as error:
         return error
     return None
 
 
-def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
+def _parse_whatif(text: str | None) -> tuple[tuple[str, ...], ...]:
     if text is None:
         return ()
     try:
-        words = split_overrides(text)
+        settings = split_overrides(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
-    refuse_variables(words)
-    return tuple(parse_grid(words))
+    refuse_make_variables(settings)
+    return tuple(parse_grid(settings))
 
 
 def _stage_plans(
@@ -178,55 +178,55 @@ def _stage_plans(
     stages = loaded.stages
     if not stages:
         return []
-    only = (strategy,) if strategy else LAYOUT_NAMES
-    common = strategy or common_layout([stage.config for stage in stages], hardware, only=only)
-    plan = functools.partial(plan_run, hardware=hardware, layouts=(common,), trace=trace, keeps_params=keeps_params)
-    return [(stage.name, stage.config, plan(stage.config)) for stage in stages]
+    layouts = (strategy,) if strategy else LAYOUT_NAMES
+    common_strategy = strategy or common_layout([stage.config for stage in stages], hardware, only=layouts)
+    make_plan = functools.partial(plan_run, hardware=hardware, layouts=(common_strategy,), trace=trace, keeps_params=keeps_params)
+    return [(stage.name, stage.config, make_plan(stage.config)) for stage in stages]
 
 
-def _planned_cell(
-    cell: tuple[str, ...], config: RunConfig, base: RunConfig, whole: Hardware, plan: Callable[..., Plan]
+def _plan_whatif_cell(
+    cell: tuple[str, ...], config: RunConfig, base_config: RunConfig, machine: Hardware, make_plan: Callable[..., Plan]
 ) -> Plan:
     # the lengths of the base's rows for a cell that has the same ones, at whatever limit
-    is_same = (config.data, config.task_mode, config.model.name) == (base.data, base.task_mode, base.model.name)
-    with about(f"WHATIF, {escape_control(' '.join(cell))}"):
-        return plan(config, mesh_hardware(config, whole), rows=cached_row_tokens(base) if is_same else None)
+    has_same_rows = (config.data, config.task_mode, config.model.name) == (base_config.data, base_config.task_mode, base_config.model.name)
+    with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
+        return make_plan(config, mesh_hardware(config, machine), rows=cached_row_tokens(base_config) if has_same_rows else None)
 
 
-def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> LargestFit:
+def _answer_max(max_question: Question, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]) -> LargestFit:
     from sft_play.planner.advice.what_if import find_largest_fit
 
     earlier = [] if hardware.named else calibration.load_measured_runs()
-    evaluates, without = has_eval(config), missing_kernel_packages()
+    has_evaluation, missing = has_eval(config), missing_kernel_packages()
     return find_largest_fit(
-        asked, PlanRequest(config, load_model_shape(config), hardware, only, evaluates, earlier, missing_packages=without)
+        max_question, PlanRequest(config, load_run_model_shape(config), hardware, layouts, has_evaluation, earlier, missing_packages=missing)
     )
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None) -> str:
     """The command that starts the planned run, on the first of its nodes."""
-    spreads = plan.layout != "single"
-    verb = "train-deepspeed" if deepspeed else "train-distributed" if spreads else "train"
-    words = ["make", verb, f"CONFIG={loaded.path}"]
+    uses_ranks = plan.layout != "single"
+    target = "train-deepspeed" if deepspeed else "train-distributed" if uses_ranks else "train"
+    argv = ["make", target, f"CONFIG={loaded.path}"]
     if deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed)}")
-    elif spreads:
-        words.append(f"STRATEGY={plan.layout}")
+        argv.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed)}")
+    elif uses_ranks:
+        argv.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:
-        words += [f"NNODES={plan.hardware.nodes}", "NODE_RANK=0", f"MASTER_ADDR={FIRST_NODE}"]
-        words.append(f"MASTER_PORT={DEFAULT_PORT}")
+        argv += [f"NNODES={plan.hardware.nodes}", "NODE_RANK=0", f"MASTER_ADDR={FIRST_NODE}"]
+        argv.append(f"MASTER_PORT={DEFAULT_PORT}")
     overrides, is_large = loaded.overrides, plan.model_params > MAX_CPU_PARAMS
     if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
         overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
     if overrides:
         # quoted only where a setting would be split
-        is_split = re.compile(r"""[\s'"\\]""").search
-        settings = (shlex.quote(word) if is_split(word) else word for word in overrides)
-        words.append(f"SET={' '.join(settings)}")
-    return shlex.join(words)
+        needs_quotes = re.compile(r"""[\s'"\\]""").search
+        settings = (shlex.quote(word) if needs_quotes(word) else word for word in overrides)
+        argv.append(f"SET={' '.join(settings)}")
+    return shlex.join(argv)
 
 
-def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
+def _node_launch_lines(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
     nodes = plan.hardware.nodes
     if nodes == 1:
         return []
@@ -241,41 +241,41 @@ def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) 
 # --- BUDGET: the machines that a run's money pays for, by their own plans and a dated price list ----------------------
 
 
-def budget_for(
-    config: RunConfig, usd: float, asked: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES
+def make_budget(
+    config: RunConfig, usd: float, requested: Hardware, *, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
 ) -> BudgetResult:
     """The machines on which the run fits, with its hours and their cost. The user's own price (PRICE=, price=) holds
     for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
     length is not known, a price has no machine with GPUs, or the list has none for the machine that is named."""
     today = datetime.now(UTC).date()
-    shape, evaluates = load_model_shape(config), has_eval(config)
+    shape, has_evaluation = load_run_model_shape(config), has_eval(config)
 
     def plan(machine: Hardware) -> Plan | None:
-        best = lowest_memory_candidate(PlanRequest(config, shape, machine, only, evaluates))
+        best = lowest_memory_candidate(PlanRequest(config, shape, machine, layouts, has_evaluation))
         if best is None or not best.fits:
             return None
-        return plan_run(config, machine, layouts=only, include_suggestions=False)
+        return plan_run(config, machine, layouts=layouts, include_suggestions=False)
 
-    if asked.price_per_gpu_hour is None and not (asked.named and asked.gpus):
+    if requested.price_per_gpu_hour is None and not (requested.named and requested.gpus):
         return compare_machine_prices(usd, lowest_prices(), make_machine_plan=plan, today=today)
-    if not asked.gpus:
+    if not requested.gpus:
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
-    name, listed = _machine_name(asked), None
-    if asked.price_per_gpu_hour is None:
-        listed = min(_prices_of(asked), key=lambda one: one.usd, default=None)  # USD per GPU-hour
-        if listed is None:
+    name, listed_price = _machine_name(requested), None
+    if requested.price_per_gpu_hour is None:
+        listed_price = min(_listed_prices(requested), key=lambda price: price.usd, default=None)  # USD per GPU-hour
+        if listed_price is None:
             raise ConfigError(
                 f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or leave "
                 "HARDWARE out to weigh every machine of the list"
             )
-        asked = dataclasses.replace(asked, price_per_gpu_hour=listed.usd)
-    made = plan(asked)
-    offer = None if made is None else build_offer(name, made)
+        requested = dataclasses.replace(requested, price_per_gpu_hour=listed_price.usd)
+    requested_plan = plan(requested)
+    offer = None if requested_plan is None else build_offer(name, requested_plan)
     if offer is None:
         return BudgetResult(usd, (), (name,), today)
-    if listed is not None:
-        of = listed.price_list
-        offer = dataclasses.replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address)
+    if listed_price is not None:
+        price_source = listed_price.price_list
+        offer = dataclasses.replace(offer, provider=price_source.provider, read=price_source.read.isoformat(), address=price_source.address)
     return BudgetResult(usd, (offer,), (), today)
 
 
@@ -283,14 +283,14 @@ def cheapest_machine(budget: BudgetResult) -> Hardware | None:
     """The cheapest machine on which the run fits, within the budget or not, with its price; None if it fits none."""
     if not budget.offers:
         return None
-    first = budget.offers[0]
-    return dataclasses.replace(parse_hardware(first.machine), price_per_gpu_hour=first.usd_per_gpu_hour)
+    cheapest_offer = budget.offers[0]
+    return dataclasses.replace(parse_hardware(cheapest_offer.machine), price_per_gpu_hour=cheapest_offer.usd_per_gpu_hour)
 
 
-def _prices_of(machine: Hardware) -> Iterator[Price]:
+def _listed_prices(machine: Hardware) -> Iterator[Price]:
     entry = next(iter(find_gpus(machine.gpus[0].name)), None)
     if entry is not None:
-        yield from (one for one in load_prices() if one.gpu == entry.name and machine.gpus_per_node in one.gpu_counts)
+        yield from (price for price in load_prices() if price.gpu == entry.name and machine.gpus_per_node in price.gpu_counts)
 
 
 def _machine_name(machine: Hardware) -> str:

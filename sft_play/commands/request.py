@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play.commands import FILES, INTERNAL, help_line
+from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
 from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
@@ -28,9 +28,9 @@ from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, parse_launch_options
 from sft_play.log import escape_control, one_line
-from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
+from sft_play.process.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
 from sft_play.runs.lookup import output_dir, run_named
-from sft_play.spelling import did_you_mean, nearest
+from sft_play.spelling import did_you_mean, nearest_name
 from sft_play.starter import CONFIG
 
 
@@ -42,8 +42,8 @@ class Request:
     command: str
     config: Path
     overrides: tuple[str, ...] = ()
-    config_given: bool = False
-    config_recorded: bool = False
+    is_config_given: bool = False
+    is_config_recorded: bool = False
     """Whether `config` is the one that the folder of the run names, and not the user."""
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     hardware: str | None = None
@@ -108,56 +108,56 @@ class Request:
 
 
 # The fields that hold just a variable of make; `from` and `for` are words of Python.
-OF_VARIABLES = {
+REQUEST_VARIABLES = {
     field.name: name
     for field in dataclasses.fields(Request)
     if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"
 }
 
 
-def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
+def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request:
     """The request of a command line; raises ConfigError for words that are not understood."""
-    named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
+    command_name = next((word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    parser = _parser(named)
-    given, unknown = parser.parse_known_intermixed_args(list(words))
-    if given.command not in (*FILES, *INTERNAL):
-        hint = did_you_mean(given.command, FILES) or f"there are: {', '.join(FILES)}"
-        raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
-    _refuse_flags(given, words, unknown)
+    parser = _build_parser(command_name)
+    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
+    if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
+        hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
+        raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
+    _check_flags(parsed, argv, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
-    of_make = "" if given.command == "rank" else environment.get("SET", "")
-    short = {row["setting"]: _given(given, flag) for flag, row in FLAGS.items() if "setting" in row}
-    of_flags = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
-                for key, value in short.items() if value is not None)  # fmt: skip
-    overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
-    asked, notes = _asked(given, environment)
-    _refuse_words(given.command, overrides)
-    typed = _text(given, environment, "CONFIG")
-    config = typed or _recorded_config(given, environment)
+    set_text = "" if parsed.command == "rank" else environment.get("SET", "")
+    flag_values = {row["setting"]: _flag_value(parsed, flag) for flag, row in EXTRA_FLAGS.items() if "setting" in row}
+    flag_overrides = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
+                for key, value in flag_values.items() if value is not None)  # fmt: skip
+    overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
+    launch_values, notes = _launch_values(parsed, environment)
+    _check_override_words(parsed.command, overrides)
+    typed_config = _variable_text(parsed, environment, "CONFIG")
+    config = typed_config or _recorded_config(parsed, environment)
     request = Request(
-        command=given.command,
+        command=parsed.command,
         config=_config_path(config or CONFIG),
         overrides=overrides,
-        config_given=config is not None,
-        config_recorded=config is not None and not typed,
+        is_config_given=config is not None,
+        is_config_recorded=config is not None and not typed_config,
         options=parse_launch_options(
-            asked,
-            uses_deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
-            uses_tensorboard=bool(given.tensorboard),
+            launch_values,
+            uses_deepspeed=bool(parsed.deepspeed) or parsed.command == "train-deepspeed",
+            uses_tensorboard=bool(parsed.tensorboard),
             notes=notes,
         ),
-        **{field: _value(name, _text(given, environment, name)) for field, name in OF_VARIABLES.items()},
+        **{field: _parse_variable_value(name, _variable_text(parsed, environment, name)) for field, name in REQUEST_VARIABLES.items()},
     )
-    _refuse_no_config(request, environment)
+    _require_config(request, environment)
     return request
 
 
-def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
     RunFolderError where there is no such run, and no starter whose runs it could be one of."""
-    run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
+    run = _variable_text(parsed, environment, "RUN") if parsed.command == "resume" and "CONFIG" not in environment else None
     if run is None:
         return None
     try:
@@ -170,8 +170,8 @@ def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) 
     return next((file for file in files if Path(file).is_file()), None)
 
 
-def _given(given: argparse.Namespace, flag: str) -> Any:
-    return getattr(given, flag.strip("-").replace("-", "_"))
+def _flag_value(parsed: argparse.Namespace, flag: str) -> Any:
+    return getattr(parsed, flag.strip("-").replace("-", "_"))
 
 
 _CONFIGS = Path("configs")
@@ -188,20 +188,20 @@ def _config_path(text: str) -> Path:
 
 
 # Variables whose text may begin with any quote.
-_FREE = frozenset({"STYLE", "SYSTEM"})
+_FREE_TEXT_VARIABLES = frozenset({"STYLE", "SYSTEM"})
 
 
-def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
-    flag = getattr(given, name.lower()) if VARIABLES[name].has_flag else None
+def _variable_text(parsed: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
+    flag = getattr(parsed, name.lower()) if VARIABLES[name].has_flag else None
     if flag is None:
         flag = environment.get(name) or None
     text = "1" if flag is True else flag
-    if text is not None and name not in _FREE:
+    if text is not None and name not in _FREE_TEXT_VARIABLES:
         refuse_typographic(text, name)
     return text
 
 
-def _value(name: str, text: str | None) -> Any:
+def _parse_variable_value(name: str, text: str | None) -> Any:
     variable = VARIABLES[name]
     if variable.kind == "switch":
         return text not in (None, "0")
@@ -213,19 +213,19 @@ def _value(name: str, text: str | None) -> Any:
         return Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
     if variable.kind == "count":
         if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000_000):
-            raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.of}, such as {name}=4")
+            raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as {name}=4")
         return int(text)
     if variable.kind == "number":
-        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if "money" in variable.of else text
+        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if "money" in variable.counted_noun else text
         if name == "BUDGET" and amount == "0":
             raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
         try:
-            number = float(amount) if text.isascii() else -1.0
+            value = float(amount) if text.isascii() else -1.0
         except ValueError:
-            number = -1.0
-        if not 0 <= number < float("inf"):
-            raise ConfigError(f"{name}={one_line(text)} is not {variable.of}, such as {name}={variable.example}")
-        return number
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}")
+        return value
     return text
 
 
@@ -234,111 +234,111 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{escape_control(message)}; see sft-play --help")
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    about = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
-    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
-    parser = _Parser(prog="sft-play", description=about, epilog=commands, allow_abbrev=False)
-    parser.add_argument("command", help=", ".join(FILES))
+def _build_parser(command: str | None) -> argparse.ArgumentParser:
+    description = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
+    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    parser = _Parser(prog="sft-play", description=description, epilog=commands, allow_abbrev=False)
+    parser.add_argument("command", help=", ".join(COMMAND_FILES))
 
     def add(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
-        shown = text if command is None or command in commands else argparse.SUPPRESS
-        parser.add_argument(*flags, help=shown, default=None, action="store_true" if is_switch else "store")
+        help_text = text if command is None or command in commands else argparse.SUPPRESS
+        parser.add_argument(*flags, help=help_text, default=None, action="store_true" if is_switch else "store")
 
     for name, variable in VARIABLES.items():
         if variable.has_flag:
             flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
             text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
             add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
-    for flag, row in FLAGS.items():
+    for flag, row in EXTRA_FLAGS.items():
         spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
         add(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
 
-def flags_of_commands() -> dict[str, Sequence[str]]:
+def flag_commands_table() -> dict[str, Sequence[str]]:
     """Every flag with the commands that take it."""
-    of_variables = {f"--{name.lower()}": flag_commands(name) for name, one in VARIABLES.items() if one.has_flag}
-    return {**of_variables, **{flag: row["for"] for flag, row in FLAGS.items()}}
+    variable_flags = {f"--{name.lower()}": flag_commands(name) for name, variable in VARIABLES.items() if variable.has_flag}
+    return {**variable_flags, **{flag: row["for"] for flag, row in EXTRA_FLAGS.items()}}
 
 
-def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
-    command, flags = given.command, flags_of_commands()
-    wrong = [_unknown_flag(command, word, words, flags) for word in unknown]
-    if wrong:
-        raise ConfigError(wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} problems:", *wrong]))
+def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Sequence[str]) -> None:
+    command, flags = parsed.command, flag_commands_table()
+    problems = [_unknown_flag_problem(command, word, argv, flags) for word in unknown]
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
     for flag, commands in flags.items():
-        value = _given(given, flag)
+        value = _flag_value(parsed, flag)
         if value is None:
             continue
         if command not in commands:
-            others = ", ".join(one for one in commands if one not in INTERNAL)
-            raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {others}")
+            commands_with_flag = ", ".join(name for name in commands if name not in INTERNAL_COMMANDS)
+            raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}")
         if isinstance(value, str) and not value.strip():
             raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
         spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
-        if sum(word.partition("=")[0] in spellings for word in words) > 1:
+        if sum(word.partition("=")[0] in spellings for word in argv) > 1:
             raise ConfigError(f"{flag} is given twice; give it once")
 
 
-def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
+def _unknown_flag_problem(command: str, word: str, argv: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
     flag, equals, value = word.partition("=")
-    after = [*words, ""][words.index(word) + 1] if word in words else ""
-    given = value if equals else after if after and not after.startswith("--") and "=" not in after else None
-    setting = flag_hint(flag, given) if command in flag_commands("SET") else None
-    own = [one for one, commands in flags.items() if command in commands]
-    near = None if setting else nearest(flag, own, list(flags))
-    whose = "" if near is None or near in own else f" (a flag of {', '.join(flags[near])})"
-    hint = setting or (f"did you mean {near}{whose}?" if near else f"{command} takes {', '.join(own) or 'none'}")
+    next_word = [*argv, ""][argv.index(word) + 1] if word in argv else ""
+    flag_text = value if equals else next_word if next_word and not next_word.startswith("--") and "=" not in next_word else None
+    setting = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
+    command_flags = [name for name, commands in flags.items() if command in commands]
+    suggestion = None if setting else nearest_name(flag, command_flags, list(flags))
+    owner_note = "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
+    hint = setting or (f"did you mean {suggestion}{owner_note}?" if suggestion else f"{command} takes {', '.join(command_flags) or 'none'}")
     return f"{command} has no flag {one_line(flag)}; {hint}"
 
 
-def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _launch_values(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
     `train` takes the nodes too where the environment names several: then each of them runs `train`."""
-    command = given.command
+    command = parsed.command
     values = {
-        name: getattr(given, name.lower(), None) or environment.get(name) or ""
+        name: getattr(parsed, name.lower(), None) or environment.get(name) or ""
         for name, variable in VARIABLES.items()
         if variable.kind == "launch" and command in flag_commands(name)
     }
     if command in ("train", "rank"):  # by flag only: a rank's words repeat what its parent's environment said
-        values["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
-    if command not in (*TRAINING, "doctor") or rank_variables(environment):
+        values["DEEPSPEED_CONFIG"] = parsed.deepspeed_config or ""
+    if command not in (*TRAINING_COMMANDS, "doctor") or rank_variables(environment):
         return values, ()
     exported, notes = node_variables({**environment, **{name: text for name, text in values.items() if text}})
     if command == "train":
         names = (*NODE_VARIABLES, "NPROC", "EXPORTED")
-        of_nodes = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
-        return (values | of_nodes, notes) if of_nodes["NNODES"] not in ("", "1") else (values, ())
+        node_values = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
+        return (values | node_values, notes) if node_values["NNODES"] not in ("", "1") else (values, ())
     return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
 
 
-def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
-    if request.config_given or request.command not in flag_commands("CONFIG"):
+def _require_config(request: Request, environment: Mapping[str, str]) -> None:
+    if request.is_config_given or request.command not in flag_commands("CONFIG"):
         return
     if "CONFIG" in environment:
         raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
-    if request.command in (*TRAINING, *DESCRIBING):
+    if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
         refuse_own_model(request)
 
 
 def refuse_own_model(request: Request) -> None:
     """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
-    if request.config_given or not request.overrides or not request.config.is_file():
+    if request.is_config_given or not request.overrides or not request.config.is_file():
         return
     starter = load_config(request.config).config
-    asked = load_config(request.config, overrides=request.overrides).config
+    requested = load_config(request.config, overrides=request.overrides).config
     for key in ("model.name", "data.sources", "data.train_path", "data.val_path", "data.test_path", "data.text_path",
                 "task_mode"):  # fmt: skip
-        was, now = (functools.reduce(getattr, key.split("."), config) for config in (starter, asked))
-        if not now or now == was:
+        starter_value, value = (functools.reduce(getattr, key.split("."), config) for config in (starter, requested))
+        if not value or value == starter_value:
             continue
-        name = asked.model.name if asked.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
-        given = asked.data.train_path
-        rows = given if given not in (None, starter.data.train_path) else "my.jsonl"
+        name = requested.model.name if requested.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
+        train_path = requested.data.train_path
+        rows = train_path if train_path not in (None, starter.data.train_path) else "my.jsonl"
         raise ConfigError(
-            f"{key}={one_line(str(now))} is given without a run YAML, and without CONFIG {request.command} uses the "
+            f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG {request.command} uses the "
             f"starter, a model of two million parameters with its own rows and settings. Write my.yaml:\n"
             f"  model: {{name: {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n"
             f"  data: {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction: 0.05}}\n"
@@ -346,38 +346,38 @@ def refuse_own_model(request: Request) -> None:
         )
 
 
-def _refuse_words(command: str, overrides: Sequence[str]) -> None:
+def _check_override_words(command: str, overrides: Sequence[str]) -> None:
     for word in overrides:
         if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"
             raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: {flag}")
-    refuse_variables(overrides)
+    refuse_make_variables(overrides)
     if overrides and command not in flag_commands("SET"):
         raise ConfigError(f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
 
 
-def refuse_variables(overrides: Sequence[str]) -> None:
+def refuse_make_variables(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a variable of make among the settings of the run YAML."""
     for word in overrides:
         key, _, text = word.partition("=")
         name = key.upper()
         if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
-            how = f"give it to make (make plan {name}=...), or in the environment{flag}"
-            raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {how}")
+            remedy = f"give it to make (make plan {name}=...), or in the environment{flag}"
+            raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {remedy}")
 
 
-def make_words(request: Request, command: str, settings: Sequence[str]) -> list[str]:
+def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[str]:
     """The words of make that run a command with the config of this request."""
-    config, run = request.config_given and request.config, command == "resume" and request.run
-    named = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
-    return ["make", command, *(f"{name}={text}" for name, text in named.items() if text)]
+    config, run = request.is_config_given and request.config, command == "resume" and request.run
+    variables = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
+    return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
 
 
 # --- the machine that a command is about, the folder of the runs, and the finished run --------------------------------
 
 
-def asked_machine(request: Request) -> Hardware:
+def requested_hardware(request: Request) -> Hardware:
     """The machine to plan for, with the price that was given."""
     hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
     return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
@@ -391,23 +391,23 @@ def refuse_hardware(request: Request) -> None:
         )
 
 
-def output_dir_of(request: Request) -> Path:
+def request_output_dir(request: Request) -> Path:
     """The folder of the run folders; the default where no config was given and the starter's does not exist."""
-    if not request.config_given and not request.config.is_file():
+    if not request.is_config_given and not request.config.is_file():
         return output_dir(OutputConfig())
     loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
     return output_dir(loaded.config.output)
 
 
-def finished_run(request: Request) -> FinishedRun:
+def find_request_run(request: Request) -> FinishedRun:
     """The finished run that RUN names, or the newest; raises as `find_finished` does."""
-    return find_finished(output_dir_of(request), request.run, trusts=functools.partial(trusts_code, request))
+    return find_finished(request_output_dir(request), request.run, trusts=functools.partial(trusts_code, request))
 
 
-def require_source(given: Path | str, name: str) -> None:
+def require_source(path: Path | str, name: str) -> None:
     """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
     try:
-        list_parts(find_source(str(given)), wants_text=True)
+        list_parts(find_source(str(path)), wants_text=True)
     except DataError as error:
         raise DataError(f"{name}={error}") from None
 
@@ -415,11 +415,11 @@ def require_source(given: Path | str, name: str) -> None:
 def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
     """Whether this command allows the code that a key of a model's settings lets run: by SET, or by a CONFIG that was
     given for this model in this revision."""
-    path, wanted = f"model.{key}", getattr(model, key)
-    said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
-    if said:
-        return bool(parse_value(said[-1], name=path) == wanted)
-    if not request.config_given or request.config_recorded:
+    path, required_value = f"model.{key}", getattr(model, key)
+    set_values = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
+    if set_values:
+        return bool(parse_value(set_values[-1], name=path) == required_value)
+    if not request.is_config_given or request.is_config_recorded:
         return False
-    given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
-    return bool(getattr(given, key) == wanted) and (given.name, given.revision) == (model.name, model.revision)
+    config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    return bool(getattr(config_model, key) == required_value) and (config_model.name, config_model.revision) == (model.name, model.revision)

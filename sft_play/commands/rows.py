@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
@@ -42,25 +42,25 @@ DEFAULT_PAGE = Path("data/preview.html")
 DEFAULT_EXAMPLES = 5
 
 
-def run(request: Request) -> Answer | int:
+def run_rows(request: Request) -> CommandResult | int:
     """Write the rows and answer with their counts, or show examples, in colour where the terminal has colours."""
     loaded = load_config(request.config, overrides=request.overrides)
     if request.command == "render":
         return render(loaded, out=request.out, force=request.force)
-    shown = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
-    if not request.json and shown.draw(sys.stdout):  # not through the log, which keeps no colours
+    shown_preview = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
+    if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
         return 0
-    return answer_of(shown, to_out=False)
+    return command_result(shown_preview, is_written_to_out=False)
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
 
 
-def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
+def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandResult:
     """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
     rows alone, or a folder for all. Raises DataError where rows cannot be used (unless data.on_bad_row=skip), or a file
     was edited since; nothing is written then; TokenizerError where the tokenizer or its template cannot be used."""
-    loaded, of_stage = first_stage(loaded)
+    loaded, stage_notes = first_stage(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
     check_first_rows(config.data, paths, task_mode=config.task_mode)
@@ -73,30 +73,30 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
             source = part.removeprefix("source ").removesuffix(" (val)")
             names[part] = f"{part_split(part)}-{source}.jsonl" if source != part else f"{part_split(part)}.jsonl"
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
+        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
-        folder, names, announced = out.parent, {"train": out.name}, (out.name,)
+        folder, names, file_names = out.parent, {"train": out.name}, (out.name,)
     files = [(part, path) for part, path in paths.named_paths() if part in names] or [("train", paths.train)]
     for name in names.values():
         refuse_source(folder / name, files)
-    with OutputFolder(folder, announced, force=force, command="render") as written:
-        rendered = [
-            Rendered(part_split(part), folder / names[part], _rows(path, part, written, names, config.data, tools.maker))
+    with OutputFolder(folder, file_names, force=force, command="render") as output:
+        rendered_files = [
+            RenderedFile(part_split(part), folder / names[part], _render_rows(path, part, output, names, config.data, tools.maker))
             for part, path in files
         ]
-        _refuse_bad(rendered, config.data)
-    notes = [*of_stage, *paths.notes, *tools.notes]
-    lines = [*notes, *(line for file in rendered for line in file.lines())]
-    data = {"ok": True, "files": [file.as_json() for file in rendered], "notes": notes}
-    return Answer(data, ["\n".join(lines)], to_out=False)
+        _refuse_bad_rows(rendered_files, config.data)
+    notes = [*stage_notes, *paths.notes, *tools.notes]
+    lines = [*notes, *(line for file in rendered_files for line in file.lines())]
+    data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
+    return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
 
 
-def _rows(
-    source: AnySource, part: str, written: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
+def _render_rows(
+    source: AnySource, part: str, output: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
 ) -> RowStats:
-    split, stats, target = part_split(part), RowStats(str(source)), written.open(names[part])
+    split, stats, target = part_split(part), RowStats(str(source)), output.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
     for outcome in maker.outcomes(reader.numbered_examples(), document=split == "text"):
@@ -125,7 +125,7 @@ def _rows(
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedFile:
     """What was written of one split; the whole rows, before max_seq_len cuts them."""
 
     split: str
@@ -171,10 +171,10 @@ class Rendered:
         }
 
 
-def _refuse_bad(files: Sequence[Rendered], data: DataConfig) -> None:
-    bad = [file for file in files if file.stats.bad]
-    if bad and data.on_bad_row == "fail":
-        lines = [line for file in bad for line in file.bad_lines()]
+def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
+    bad_files = [file for file in files if file.stats.bad]
+    if bad_files and data.on_bad_row == "fail":
+        lines = [line for file in bad_files for line in file.bad_lines()]
         raise DataError("\n".join([*lines, FIX_OR_SKIP]))
     for file in files:
         if not file.stats.kept:
@@ -194,19 +194,19 @@ class Preview:
     examples: tuple[Shown, ...]
     notes: tuple[str, ...]
     page: Path
-    most: int = TERMINAL_PIECES
+    max_pieces: int = TERMINAL_PIECES
 
     ok: bool = True
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
         head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [line for shown in self.examples for line in ["", *plain_lines(shown, most=self.most)]]
+        body = [line for example in self.examples for line in ["", *plain_lines(example, most=self.max_pieces)]]
         return [head, *self.notes, *body, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
-        examples = [shown.as_json() for shown in self.examples]
+        examples = [example.as_json() for example in self.examples]
         return {"ok": self.ok, "page": str(self.page), "source": self.source, "rows": self.rows, "examples": examples}
 
     def draw(self, stream: TextIO) -> bool:
@@ -219,9 +219,9 @@ class Preview:
         console.print(f"{len(self.examples):,} of {self.rows:,} rows of {visible(self.source)}; trained parts green")
         for note in self.notes:
             console.print(visible(note))
-        for shown in self.examples:
+        for example in self.examples:
             console.print()
-            console.print(terminal_text(shown, most=self.most))
+            console.print(terminal_text(example, most=self.max_pieces))
         console.print(f"Page: {visible(str(self.page))}")
         return True
 
@@ -230,31 +230,31 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
     one row, counted from 1. Raises DataError where the file cannot be read, has no such row, or the page was edited
     since; TokenizerError where the tokenizer or its template cannot be used."""
-    loaded, of_stage = first_stage(loaded)
+    loaded, stage_notes = first_stage(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
     path = paths.train
     prepare_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
+    chosen_rows = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
     tools = tools_of(config)
-    names = TokenBytes(tools.tokenizer)
-    examples = tuple(one for number, raw in chosen for one in shown_rows(number, raw, reader, tools.maker, names))
-    target = page or DEFAULT_PAGE
-    refuse_source(target, [("train", path)])
+    token_bytes = TokenBytes(tools.tokenizer)
+    examples = tuple(example for row_number, raw in chosen_rows for example in shown_rows(row_number, raw, reader, tools.maker, token_bytes))
+    page_path = page or DEFAULT_PAGE
+    refuse_source(page_path, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
-    unseen = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
+    hidden_notes = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
     columns = missed_columns(config.data, task_mode=config.task_mode)
-    notes = (*of_stage, *tools.notes, *unseen, *columns)
-    about = [
+    notes = (*stage_notes, *tools.notes, *hidden_notes, *columns)
+    description = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
         f"max_seq_len {tools.maker.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":
-        about.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
-    with OutputFolder(target.parent, (target.name,), force=force, command="preview") as folder:
-        folder.open(target.name).write(html_page(examples, title=f"Preview of {Path(str(path)).name}", about=about))
-    most = PAGE_PIECES if row is not None else TERMINAL_PIECES
-    return Preview(str(path), reader.rows, examples, notes, target, most)
+        description.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
+    with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
+        folder.open(page_path.name).write(html_page(examples, title=f"Preview of {Path(str(path)).name}", about=description))
+    max_pieces = PAGE_PIECES if row is not None else TERMINAL_PIECES
+    return Preview(str(path), reader.rows, examples, notes, page_path, max_pieces)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play.commands.answer import Answer, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
@@ -32,62 +32,62 @@ from sft_play.launch.exported import read_rank_info
 from sft_play.launch.machine import select_hardware
 from sft_play.log import one_line, set_up_logging
 from sft_play.process import failures
-from sft_play.process.environment import with_this_package
+from sft_play.process.environment import add_package_path
 
 logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer | int:
+def run_notebook(request: Request) -> CommandResult | int:
     """As the parent start the ranks, as a rank run the cells; their agent, or rank 0, answers for all."""
     if request.notebook is None:
         raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
-    cells = read(request.notebook)
-    ranks, answer = read_rank_info(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
-    if ranks is None:
-        launch = launch_of(request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus)
+    cells = read_notebook(request.notebook)
+    rank_info, result_fields = read_rank_info(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
+    if rank_info is None:
+        launch = notebook_launch(request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus)
         logger.info("Launch: %s", launch.shell_line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
-        start(launch, {**answer, "ranks": launch.processes} if request.json else None)
-    with stdout_to_stderr(wanted=request.json):
-        set_up_logging(request.command, rank=ranks.rank)
-        code = run_cells(cells, request.notebook, rank=ranks.rank)
-    if code or not ranks.is_first or failures.ANSWER_VARIABLE in os.environ:
-        return code
-    return Answer({**answer, "ranks": ranks.world_size})
+        exec_agent(launch, {**result_fields, "ranks": launch.processes} if request.json else None)
+    with stdout_to_stderr(enabled=request.json):
+        set_up_logging(request.command, rank=rank_info.rank)
+        exit_code = run_cells(cells, request.notebook, rank=rank_info.rank)
+    if exit_code or not rank_info.is_first or failures.ANSWER_VARIABLE in os.environ:
+        return exit_code
+    return CommandResult({**result_fields, "ranks": rank_info.world_size})
 
 
-def read(path: Path) -> dict[str, types.CodeType]:
+def read_notebook(path: Path) -> dict[str, types.CodeType]:
     """The code cells of a notebook that are not empty, compiled, by the names under which they run. Raises ConfigError
     where there is no such file, it is not a notebook, or a cell is not Python, such as what only IPython understands.
     """
-    cells, shown = {}, f"NOTEBOOK={one_line(str(path))}"
-    for number, source in enumerate(_sources(path), start=1):
-        name = f"{path.name}, cell {number}"
+    cells, notebook_text = {}, f"NOTEBOOK={one_line(str(path))}"
+    for cell_number, source in enumerate(_cell_sources(path), start=1):
+        name = f"{path.name}, cell {cell_number}"
         # so that a traceback shows the cell's lines, which are in no file
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         try:
             if source.strip():
                 cells[name] = compile(source, name, "exec")
         except SyntaxError as error:
-            line = f"cell {number}, line {error.lineno}: {one_line((error.text or '').strip(), limit=60)}"
-            ways = "what only IPython understands, such as !pip, has to be removed, or written in Python"
-            raise ConfigError(f"{shown}: {line} is not Python ({error.msg}); {ways}") from None
+            line = f"cell {cell_number}, line {error.lineno}: {one_line((error.text or '').strip(), limit=60)}"
+            remedy = "what only IPython understands, such as !pip, has to be removed, or written in Python"
+            raise ConfigError(f"{notebook_text}: {line} is not Python ({error.msg}); {remedy}") from None
     if not cells:
-        raise ConfigError(f"{shown} has no code cell that is not empty")
+        raise ConfigError(f"{notebook_text} has no code cell that is not empty")
     return cells
 
 
-def _sources(path: Path) -> Iterator[str]:
-    shown = f"NOTEBOOK={one_line(str(path))}"
+def _cell_sources(path: Path) -> Iterator[str]:
+    notebook_text = f"NOTEBOOK={one_line(str(path))}"
     try:
         data = json.loads(read_text(path, variable="NOTEBOOK", wanted="a notebook (.ipynb)"))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{shown} is not a notebook: not valid JSON ({one_line(str(error))})") from None
+        raise ConfigError(f"{notebook_text} is not a notebook: not valid JSON ({one_line(str(error))})") from None
     version = data.get("nbformat") if isinstance(data, dict) else None
     if version != 4 or not isinstance(data.get("cells"), list):
         raise ConfigError(
-            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); save it in Jupyter"
+            f"{notebook_text} is not a notebook of format 4 (nbformat: {one_line(str(version))}); save it in Jupyter"
         )
     for cell in data["cells"]:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
@@ -108,23 +108,23 @@ def run_cells(cells: Mapping[str, types.CodeType], path: Path, *, rank: int) -> 
     sys.modules["__main__"] = module  # where pickle looks for classes that cells define
     os.chdir(path.absolute().parent)
     sys.path.insert(0, str(Path.cwd()))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as exit_stack:
         if rank != 0:
-            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
+            exit_stack.enter_context(contextlib.redirect_stdout(exit_stack.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
         for name, code in cells.items():
             try:
                 exec(code, module.__dict__)
             except SftPlayError as error:
-                raise type(error)(f"{name}, line {_own_frames(error).tb_lineno}: {error}") from error
+                raise type(error)(f"{name}, line {_cell_traceback(error).tb_lineno}: {error}") from error
             except Exception as error:
-                error = error.with_traceback(_own_frames(error))
-                if not failures.hand_over(error):
+                error = error.with_traceback(_cell_traceback(error))
+                if not failures.report_to_agent(error):
                     sys.stderr.write("".join(traceback.format_exception(error)))
                 return 1
     return 0
 
 
-def _own_frames(error: BaseException) -> Any:
+def _cell_traceback(error: BaseException) -> Any:
     """The traceback from the cell on: the frame before it is ours."""
     return error.__traceback__ and error.__traceback__.tb_next
 
@@ -132,7 +132,7 @@ def _own_frames(error: BaseException) -> Any:
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> LaunchCommand:
+def notebook_launch(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> LaunchCommand:
     """The command that starts the ranks of a machine, and its variables."""
     launch = torchrun_command(
         ["run-notebook", "--notebook", str(path.absolute())],
@@ -144,11 +144,11 @@ def launch_of(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> Lau
     return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: "run-notebook"})
 
 
-def start(launch: LaunchCommand, answer: Mapping[str, object] | None) -> NoReturn:
+def exec_agent(launch: LaunchCommand, result_fields: Mapping[str, object] | None) -> NoReturn:
     """Replace this process by the agent of the ranks, which handles signals, answers and sets the exit code."""
-    environment = with_this_package(launch.merged_environment(os.environ))  # the cells run in the notebook's folder
-    if answer is not None:
-        environment[failures.ANSWER_VARIABLE] = json.dumps(answer)
+    environment = add_package_path(launch.merged_environment(os.environ))  # the cells run in the notebook's folder
+    if result_fields is not None:
+        environment[failures.ANSWER_VARIABLE] = json.dumps(result_fields)
     sys.stdout.flush()  # execve drops what is still buffered
     sys.stderr.flush()
     os.execve(launch.argv[0], launch.agent_argv, environment)

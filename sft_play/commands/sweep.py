@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.launching import launched_ranks
+from sft_play.commands.answer import CommandResult, command_result, stdout_to_stderr
+from sft_play.commands.launching import launcher_rank_info
 from sft_play.commands.request import Request, refuse_own_model
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.diagnose.pages import gib, lines_of, table_of
-from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stage
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.run import changed_data
@@ -37,7 +37,7 @@ from sft_play.planner.advice.what_if import parse_grid
 from sft_play.planner.layout import LayoutName, layout_choices
 from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import name_of_config, new_folder, resumes
@@ -50,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 
 # Bytes of a cell's name before its digest: 200 are allowed.
-LONGEST_NAME = 150
+MAX_NAME_BYTES = 150
 # Of a cell: the first four before it is trained, the last four after.
 State = Literal["new", "begun", "finished", "does_not_fit", "failed", "stopped"]
-_ENDED = {"does_not_fit": "does not fit", "failed": "failed", "stopped": "was stopped"}
+_STATE_TEXTS = {"does_not_fit": "does not fit", "failed": "failed", "stopped": "was stopped"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One combination, read, checked and planned."""
 
-    words: tuple[str, ...]
+    settings: tuple[str, ...]
     loaded: LoadedConfig
     folder: RunFolder
     plan: Plan
@@ -76,39 +76,39 @@ class Cell:
         return self.folder.path.name
 
     @property
-    def trains(self) -> bool:
+    def needs_training(self) -> bool:
         """Whether it is to be trained."""
         return self.state in ("new", "begun")
 
     def as_json(self) -> dict[str, Any]:
         """In plain data, with the plan's figures."""
         return {
-            "name": self.name, "path": str(self.folder.path), "settings": list(self.words), "status": self.state,
+            "name": self.name, "path": str(self.folder.path), "settings": list(self.settings), "status": self.state,
             "fits": self.plan.fits, "peak_bytes": self.plan.memory.required, "budget_bytes": self.plan.budget_bytes,
             "hours": self.hours, "error": self.error,
         }  # fmt: skip
 
 
-def run(request: Request) -> Answer:
+def run_sweep(request: Request) -> CommandResult:
     """Exit code 0 only where every cell that fits is trained, 3 where none fits; the page is written as `compare`
     writes it."""
-    if launched_ranks(request) is not None:
+    if launcher_rank_info(request) is not None:
         raise ConfigError("sweep starts each run itself: call it once, without a launcher")
-    with stdout_to_stderr(wanted=request.json):
+    with stdout_to_stderr(enabled=request.json):
         environment = dict(os.environ)
-        found = cells_of(request.config, request.overrides)
-        for _, loaded in found:
+        cell_configs = expand_cells(request.config, request.overrides)
+        for _, loaded in cell_configs:
             refuse_own_model(dataclasses.replace(request, overrides=loaded.overrides))
-        cells = plan_cells(found)
-        for line in plan_lines(cells):
+        cells = plan_cells(cell_configs)
+        for line in sweep_lines(cells):
             logger.info("%s", line)
-        ended = train_cells(cells, environment)
-        sweep = Sweep(tuple(ended), _compared(request, ended))
-    answer = answer_of(sweep, to_out=False)
-    return dataclasses.replace(answer, exit_code=DoesNotFit.exit_code) if sweep.none_fits else answer
+        trained_cells = train_cells(cells, environment)
+        sweep = SweepResult(tuple(trained_cells), _compare_finished(request, trained_cells))
+    result = command_result(sweep, is_written_to_out=False)
+    return dataclasses.replace(result, exit_code=DoesNotFit.exit_code) if sweep.nothing_fits else result
 
 
-def _compared(request: Request, cells: list[Cell]) -> Comparison | None:
+def _compare_finished(request: Request, cells: list[SweepCell]) -> Comparison | None:
     folders = [cell.folder for cell in cells if cell.state == "finished"]
     if len(folders) < 2:
         return None
@@ -118,102 +118,102 @@ def _compared(request: Request, cells: list[Cell]) -> Comparison | None:
 # --- read -------------------------------------------------------------------------------------------------------------
 
 
-def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...], LoadedConfig]]:
+def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...], LoadedConfig]]:
     """Each combination of the listed values: the words that tell it from the others, and its run; raises ConfigError
     where nothing is listed, or a value is refused."""
     combinations = parse_grid(overrides, variable="SET")
     if len(combinations) < 2:
         raise ConfigError("SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16'")
-    varied = [place for place, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
+    varied_indices = [index for index, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
     cells = []
-    for words in combinations:
-        own = tuple(words[place] for place in varied)
-        with about(one_line(" ".join(own))):
-            cells.append((own, _with_name(load_config(path, overrides=words), own)))
+    for settings in combinations:
+        cell_words = tuple(settings[index] for index in varied_indices)
+        with error_prefix(one_line(" ".join(cell_words))):
+            cells.append((cell_words, _name_run(load_config(path, overrides=settings), cell_words)))
     return cells
 
 
-def _with_name(loaded: LoadedConfig, words: Sequence[str]) -> LoadedConfig:
+def _name_run(loaded: LoadedConfig, settings: Sequence[str]) -> LoadedConfig:
     output = loaded.config.output
-    base = output.name or name_of_config(loaded.path)
-    exists = "replace" if output.if_exists == "replace" else "resume"
-    output = output.model_copy(update={"name": cell_name(base, words), "if_exists": exists})
-    overrides = (*loaded.overrides, f"output.name={json.dumps(output.name)}", f"output.if_exists={exists}")
+    base_name = output.name or name_of_config(loaded.path)
+    if_exists = "replace" if output.if_exists == "replace" else "resume"
+    output = output.model_copy(update={"name": cell_name(base_name, settings), "if_exists": if_exists})
+    overrides = (*loaded.overrides, f"output.name={json.dumps(output.name)}", f"output.if_exists={if_exists}")
     config = loaded.config.model_copy(update={"output": output})
     return dataclasses.replace(loaded, config=config, overrides=overrides)
 
 
-def cell_name(base: str, words: Sequence[str]) -> str:
+def cell_name(base: str, settings: Sequence[str]) -> str:
     """A run's name with what differs, such as `my-learning_rate=1e-4-r=16`; where letters had to be replaced, or it
     would be too long, with a digest of the words."""
-    pairs = [word.partition("=")[::2] for word in words]
-    short = Counter(key.rpartition(".")[2] for key, _ in pairs)
-    keys = [last if short[last := key.rpartition(".")[2]] == 1 else key for key, _ in pairs]
+    pairs = [word.partition("=")[::2] for word in settings]
+    key_counts = Counter(key.rpartition(".")[2] for key, _ in pairs)
+    keys = [last if key_counts[last := key.rpartition(".")[2]] == 1 else key for key, _ in pairs]
     text = "-".join([base, *(f"{key}={value}" for key, (_, value) in zip(keys, pairs, strict=True))])
-    plain = base + re.sub(r"\.{2,}|[^\w.+=-]", "_", text[len(base) :], flags=re.ASCII)
-    if plain == text and len(plain.encode()) <= LONGEST_NAME:
-        return plain
-    digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
-    return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+    safe_name = base + re.sub(r"\.{2,}|[^\w.+=-]", "_", text[len(base) :], flags=re.ASCII)
+    if safe_name == text and len(safe_name.encode()) <= MAX_NAME_BYTES:
+        return safe_name
+    digest = hashlib.sha256("\0".join(settings).encode()).hexdigest()[:8]
+    return f"{safe_name.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
 
 
 # --- checked and planned ----------------------------------------------------------------------------------------------
 
 
-def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Cell]:
+def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[SweepCell]:
     """Check and plan every cell as `make train` would; nothing is written but the cache of counted rows. Raises
     SftPlayError where one of them would be refused, or a run of its name has other settings or data."""
-    planned = []
-    for words, loaded in cells:
-        with about(one_line(" ".join(words))):
-            planned.append(_planned(words, loaded))
-    return planned
+    planned_cells = []
+    for settings, loaded in cells:
+        with error_prefix(one_line(" ".join(settings))):
+            planned_cells.append(_plan_cell(settings, loaded))
+    return planned_cells
 
 
-def _planned(words: tuple[str, ...], loaded: LoadedConfig) -> Cell:
+def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     config = loaded.config
-    hardware = _hardware(loaded)
+    hardware = _sweep_hardware(loaded)
     folder = new_folder(config.output, config_path=loaded.path)
-    is_there = resumes(folder, config.output)
-    for error in refusals(loaded, hardware, makes_folder=not is_there):
+    is_existing = resumes(folder, config.output)
+    for error in refusals(loaded, hardware, makes_folder=not is_existing):
         raise error
-    only: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
-    options = LaunchOptions(strategy=only[0] if len(only) == 1 else None)
-    count_rows_before_planning(loaded, hardware, options, is_resumed=is_there, trains_in_process=False)
-    plans = _plans(loaded, hardware, only)
-    state = _found(folder, loaded, plans[0]) if is_there else "new"
+    layouts: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
+    options = LaunchOptions(strategy=layouts[0] if len(layouts) == 1 else None)
+    count_rows_before_planning(loaded, hardware, options, is_resumed=is_existing, trains_in_process=False)
+    plans = _cell_plans(loaded, hardware, layouts)
+    state = _existing_state(folder, loaded, plans[0]) if is_existing else "new"
     if state != "finished":
         require_gpus_and_disk(loaded, hardware, plans, folder)
-    most = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
-    if state == "new" and not most.fits:  # one that has begun ran here before, whatever is predicted now
-        return Cell(words, loaded, folder, most, _sum(plans), "does_not_fit", format_misfit(most, config))
-    return Cell(words, loaded, folder, most, _sum(plans), state)
+    largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
+    if state == "new" and not largest_plan.fits:  # one that has begun ran here before, whatever is predicted now
+        return SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), "does_not_fit", format_misfit(largest_plan, config))
+    return SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
 
 
-def _sum(of: Sequence[Plan | Cell]) -> float | None:
-    known = [one.hours for one in of if one.hours is not None]
-    return sum(known) if known and len(known) == len(of) else None
+def _total_hours(items: Sequence[Plan | SweepCell]) -> float | None:
+    known_hours = [item.hours for item in items if item.hours is not None]
+    return sum(known_hours) if known_hours and len(known_hours) == len(items) else None
 
 
-def _hardware(loaded: LoadedConfig) -> Hardware:
+def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
     config, machine = loaded.config, restrict_to_device(loaded.config, detect_hardware())
     apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
     machine = mesh_hardware(config, machine)
     return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
 
 
-def _plans(loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> list[Plan]:
-    if loaded.stages and len(only) > 1:
-        only = (common_layout([stage.config for stage in loaded.stages], hardware, only=only),)
+def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]) -> list[Plan]:
+    if loaded.stages and len(layouts) > 1:
+        layouts = (common_layout([stage.config for stage in loaded.stages], hardware, only=layouts),)
     plans = []
     for part in loaded.parts:
-        with in_stage(part.stage):
+        with stage_context(part.stage):
             trace = part.config.plan.trace and bool(hardware.gpus)
-            plans.append(plan_run(part.config, hardware, layouts=only, trace=trace))
+            plans.append(plan_run(part.config, hardware, layouts=layouts, trace=trace))
     return plans
 
 
-def _found(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
+def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
     manifest = folder.manifest()
     is_finished = manifest.get("status") == "finished"
     if not is_finished:
@@ -225,40 +225,40 @@ def _found(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
     return "finished" if is_finished else "begun"
 
 
-def plan_lines(cells: Sequence[Cell]) -> list[str]:
+def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     """The table of all cells before the first one trains, and what would make those fit that do not."""
-    todo = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
+    actions = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
     rows = []
     for cell in cells:
-        needs, has = gib(cell.plan.memory.required, digits=2), gib(cell.plan.budget_bytes, digits=2)
+        needed_gib, available_gib = gib(cell.plan.memory.required, digits=2), gib(cell.plan.budget_bytes, digits=2)
         hours = "-" if cell.hours is None else f"{cell.hours:.2f}"
-        rows.append((cell.name, "yes" if cell.plan.fits else "NO", needs, has, hours, todo[cell.state]))
+        rows.append((cell.name, "yes" if cell.plan.fits else "NO", needed_gib, available_gib, hours, actions[cell.state]))
     table = table_of(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, left=(0, 1, 5))
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
-    trained = [cell for cell in cells if cell.trains]
-    hours = "" if (whole := _sum(trained)) is None else f", {whole:.2f} h"
-    return [f"Sweep: {len(cells)} cells, {len(trained)} to train{hours}", *lines_of(table), *skipped]
+    to_train = [cell for cell in cells if cell.needs_training]
+    hours = "" if (total_hours := _total_hours(to_train)) is None else f", {total_hours:.2f} h"
+    return [f"Sweep: {len(cells)} cells, {len(to_train)} to train{hours}", *lines_of(table), *skipped]
 
 
 # --- trained ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """What became of every cell, and the comparison of those that are finished, of two or more."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[SweepCell, ...]
     comparison: Comparison | None
 
     @property
-    def none_fits(self) -> bool:
+    def nothing_fits(self) -> bool:
         """Whether nothing was trained, because nothing fits."""
         return all(cell.state == "does_not_fit" for cell in self.cells)
 
     @property
     def ok(self) -> bool:
         """Whether every cell that fits is trained, and one fits."""
-        return all(cell.state in ("finished", "does_not_fit") for cell in self.cells) and not self.none_fits
+        return all(cell.state in ("finished", "does_not_fit") for cell in self.cells) and not self.nothing_fits
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
@@ -267,48 +267,48 @@ class Sweep:
 
     def lines(self) -> list[str]:
         """In words: the comparison, and what is not trained."""
-        missing = [f"{cell.name} {_ENDED[cell.state]}: {cell.error}" for cell in self.cells if cell.error]
-        *compared, following = self.comparison.lines() if self.comparison else [""]
+        missing = [f"{cell.name} {_STATE_TEXTS[cell.state]}: {cell.error}" for cell in self.cells if cell.error]
+        *comparison_lines, next_line = self.comparison.lines() if self.comparison else [""]
         count = len(self.cells) - len(missing)
         return [
-            *compared,
+            *comparison_lines,
             f"Sweep: {count} of {len(self.cells)} cells are trained",
             *missing,
-            *filter(None, [following]),
+            *filter(None, [next_line]),
         ]
 
 
-def train_cells(cells: Sequence[Cell], environment: Mapping[str, str]) -> list[Cell]:
+def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> list[SweepCell]:
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
     `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
     stopped it."""
-    ended, trained = [], [cell for cell in cells if cell.trains]
+    finished_cells, to_train = [], [cell for cell in cells if cell.needs_training]
     for cell in cells:
-        if cell.trains:
-            logger.info("Cell %d of %d: %s", trained.index(cell) + 1, len(trained), cell.name)
-            cell = _trained(cell, for_another_run(environment))
+        if cell.needs_training:
+            logger.info("Cell %d of %d: %s", to_train.index(cell) + 1, len(to_train), cell.name)
+            cell = _train_cell(cell, independent_environment(environment))
             if cell.error is not None:
-                logger.warning("%s %s: %s", cell.name, _ENDED[cell.state], cell.error)
-        ended.append(cell)
-    return ended
+                logger.warning("%s %s: %s", cell.name, _STATE_TEXTS[cell.state], cell.error)
+        finished_cells.append(cell)
+    return finished_cells
 
 
-def _trained(cell: Cell, environment: Mapping[str, str]) -> Cell:
+def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     path = cell.loaded.path
     if read_text(path) != cell.loaded.text:
-        changed = f"{path} has changed since the sweep began, so that this would be another run"
-        return dataclasses.replace(cell, state="failed", error=changed)
+        message = f"{path} has changed since the sweep began, so that this would be another run"
+        return dataclasses.replace(cell, state="failed", error=message)
     # its answer alone comes through the pipe; its log goes where this one's goes
-    words = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
-    ended = signals.run_beside("sft_play", words, environment=environment, stdout=subprocess.PIPE, stderr=1)
-    if ended.was_stopped:
+    argv = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
+    child = signals.run_child("sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1)
+    if child.was_stopped:
         raise Interrupted(f"stopped by the user in {cell.name}; the same command goes on from there")
     status = cell.folder.manifest().get("status") if cell.folder.manifest_path.is_file() else None
-    if ended.code == 0 and status == "finished":
+    if child.exit_code == 0 and status == "finished":
         return dataclasses.replace(cell, state="finished")
-    if ended.code in (0, Interrupted.exit_code):
+    if child.exit_code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
-    error = f"its process ended with {f'signal {-ended.code}' if ended.code < 0 else f'exit code {ended.code}'}"
+    error = f"its process ended with {f'signal {-child.exit_code}' if child.exit_code < 0 else f'exit code {child.exit_code}'}"
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        error = str(json.loads(ended.written)["error"])
+        error = str(json.loads(child.stdout)["error"])
     return dataclasses.replace(cell, state="failed", error=error)

@@ -15,7 +15,7 @@ from sft_play.config import other_tools
 from sft_play.config.options import accepts, homes, leaves, sections, yaml_value
 from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show, walk
 from sft_play.errors import ConfigError
-from sft_play.spelling import nearest
+from sft_play.spelling import nearest_name
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
 _SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
@@ -60,7 +60,7 @@ def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: 
     if not isinstance(value, dict) or not value or is_answered_whole:
         yield _foreign(path, value, section)
         return
-    near = None if about is not None else nearest(key, [name for name in sections() if name])
+    near = None if about is not None else nearest_name(key, [name for name in sections() if name])
     fields = sections()[about or near or ""].model_fields if about or near else {}
     answered = [inner for inner in value if about is not None or (inner not in fields and _is_known((*path, inner)))]
     if about is None and (section is not None or not answered):
@@ -141,11 +141,11 @@ def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, sectio
         shown = f"{joint}{written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
         return f"; it belongs at {' or '.join(at[:3])}{shown}"
     here = list(sections()[section].model_fields) if section is not None else []
-    near = nearest(key, here)
+    near = nearest_name(key, here)
     if near:
         return f"; did you mean {f'{section}.' if section else ''}{near}?"
     elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
-    near = None if key in _VAGUE else nearest(key, elsewhere, other_tools.table().plain_keys, alike=_ALIKE)
+    near = None if key in _VAGUE else nearest_name(key, elsewhere, other_tools.table().plain_keys, min_similarity=_ALIKE)
     if near:
         if places := homes(near):
             return f"; did you mean {' or '.join(places[:3])}?"

@@ -27,7 +27,7 @@ from sft_play.config.yaml_io import (
     value_at,
     walk,
 )
-from sft_play.spelling import LIKE_A_TYPO, did_you_mean
+from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
 MOST_LEARNING_RATE = 1.0
@@ -178,8 +178,8 @@ def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = Tru
             return f"; write [{value}]"
         if "number" in expected and value.lstrip("+-").replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators and leading zeros"
-        alike = 0.6 if len(value) > 3 else LIKE_A_TYPO  # `gpu` is not a misspelt `cpu`
-        near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike) if guesses else ""
+        alike = 0.6 if len(value) > 3 else TYPO_SIMILARITY  # `gpu` is not a misspelt `cpu`
+        near = did_you_mean(value, expected.replace(",", " ").split(), min_similarity=alike) if guesses else ""
         return f"; {near}" if near else ""
     if isinstance(value, (bool, int, float)) and "text" in expected and "list" not in expected:
         return f'; put it in quotes: "{raw if raw is not None else value}"'

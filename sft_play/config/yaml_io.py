@@ -20,7 +20,7 @@ import yaml
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.process.variables import DATA_SUFFIXES
-from sft_play.spelling import nearest
+from sft_play.spelling import nearest_name
 
 # What a YAML value becomes: JSON's types only.
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
@@ -145,7 +145,7 @@ def _near(path: Path, suffixes: tuple[str, ...]) -> str:
     here, shipped = those_of(path.parent), those_of(Path("configs"))
     stem = path.stem if path.suffix in suffixes else path.name
     for there in [here, shipped] if path.parent == Path() else [here]:
-        meant = nearest(stem, [one.stem for one in there]) or nearest(path.name, [one.name for one in there])
+        meant = nearest_name(stem, [one.stem for one in there]) or nearest_name(path.name, [one.name for one in there])
         if meant is not None:
             return f"; did you mean {next(one for one in there if meant in (one.stem, one.name))}?"
     names = [str(one) for one in here or shipped]

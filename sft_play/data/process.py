@@ -38,7 +38,7 @@ from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lin
 from sft_play.data.sources.tables import split_names, split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
-from sft_play.process.waiting import Waiting, waiting
+from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.units import GIB
 
 SPLITS = ("train", "val", "test")
@@ -82,7 +82,7 @@ class _Process:
         self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
         # The rows of each file that training rows are compared with.
         self._others: dict[str, Similar] = {}
-        self._news: Waiting
+        self._news: WaitProgress
 
     @functools.cached_property
     def _sketches(self) -> Sketches:
@@ -96,7 +96,7 @@ class _Process:
         names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
         out = OutputFolder(Path(self._options.out_dir).expanduser(), names, force=force, command="process")
         total = functools.partial(count_part_rows, [part for part, _ in parts])
-        with out, waiting("Processing raw rows", unit="rows", total=total) as self._news:
+        with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._news:
             for part, split in parts:
                 self._read(part, split, out)
             self._judge()
@@ -133,7 +133,7 @@ class _Process:
 
     def _compare_with(self, value: str) -> None:
         other, name = Similar(self._sketches), one_line(value)
-        with waiting(f"Reading the rows of {name}", unit="rows") as news:
+        with report_wait(f"Reading the rows of {name}", unit="rows") as news:
             for text, where in texts_to_compare_with(value, self._config.data):
                 other.add(self._sketches.of(text), where)
                 news.add()

@@ -20,7 +20,7 @@ from sft_play.data.sources.messages import author_form
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 _DONE = ("set", "prepended", "replaced", "left", "text")
 
@@ -81,7 +81,7 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
             counts = report.splits.setdefault(name, Counter())
             file = out.open(f"{name}.jsonl")
             total = functools.partial(count_part_rows, [FilePart(str(source / f"{name}.jsonl"), "lines")])
-            with waiting(f"Styling {name} rows", unit="rows", total=total) as news:
+            with report_wait(f"Styling {name} rows", unit="rows", count_total=total) as news:
                 for row in read_processed(source / f"{name}.jsonl"):
                     prompt, glob = find_system_prompt(str(row.data.get("source")), options)
                     unused.pop(glob, None)

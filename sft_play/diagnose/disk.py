@@ -12,13 +12,13 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.host import DiskSpace, nearest_disk_space
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 # Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics.
 OTHER_BYTES = 64 * 2**20
@@ -76,11 +76,11 @@ def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: Lau
     existing, space = nearest_disk_space(hub_cache())
     fetch = check_fetch(shape, cached=has_weights(config), there=existing, space=space)
     if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
-        return [skipped("disk", "node 0 writes checkpoints and the final weights"), fetch]
+        return [skip_finding("disk", "node 0 writes checkpoints and the final weights"), fetch]
     try:
         folder = output_dir(config.output)
     except SftPlayError as error:
-        return [failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"), fetch]
+        return [fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"), fetch]
     existing, space = nearest_disk_space(folder)
     use, may_write = disk_use(config, shape, plan), os.access(existing, os.W_OK | os.X_OK)
     return [check_disk(use, folder=folder, there=existing, space=space, may_write=may_write), fetch]
@@ -103,30 +103,30 @@ def hub_cache() -> Path:
 def check_disk(use: DiskUse, *, folder: Path, there: Path, space: DiskSpace | None, may_write: bool) -> Finding:
     """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
     if not may_write:
-        return failed("disk", f"output.dir {folder}: {there} is not writable for this user",
+        return fail_finding("disk", f"output.dir {folder}: {there} is not writable for this user",
                       "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
     if space is None:
-        return skipped("disk", f"the free space at {there} cannot be read")
-    one, free = f"checkpoint of {size_of(use.checkpoint)}", f"{size_of(space.free)} are free at {there}"
+        return skip_finding("disk", f"the free space at {there} cannot be read")
+    one, free = f"checkpoint of {format_size(use.checkpoint)}", f"{format_size(space.free)} are free at {there}"
     if use.count is None:
-        verdict = failed if space.free < use.total else warned
+        verdict = fail_finding if space.free < use.total else warn_finding
         return verdict("disk", f"every {one} is kept, and {free}", "set train.save_total_limit=2")
-    several = f"{use.count} checkpoints of {size_of(use.checkpoint)} at once (the oldest is deleted after a new one)"
+    several = f"{use.count} checkpoints of {format_size(use.checkpoint)} at once (the oldest is deleted after a new one)"
     written = f"a {one}" if use.count == 1 else several
-    needed = f"{written} and {size_of(use.weights)} at the end: {size_of(use.total)}; {free}"
+    needed = f"{written} and {format_size(use.weights)} at the end: {format_size(use.total)}; {free}"
     if space.free < use.total:
-        return failed("disk", needed, LARGER)
-    return passed("disk", needed)
+        return fail_finding("disk", needed, LARGER)
+    return pass_finding("disk", needed)
 
 
 def check_fetch(shape: ModelShape, *, cached: bool, there: Path, space: DiskSpace | None) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
     size = STORED_WIDTH * shape.params
     if cached:
-        return skipped("disk for the model", "the weights are already here")
+        return skip_finding("disk for the model", "the weights are already here")
     if space is None:
-        return skipped("disk for the model", f"the free space at {there} cannot be read")
-    words = f"about {size_of(size)} will be downloaded from the hub; {size_of(space.free)} are free at {there}"
+        return skip_finding("disk for the model", f"the free space at {there} cannot be read")
+    words = f"about {format_size(size)} will be downloaded from the hub; {format_size(space.free)} are free at {there}"
     if space.free < size:
-        return failed("disk for the model", words, "free space, or export HF_HOME=/a/larger/disk")
-    return passed("disk for the model", words)
+        return fail_finding("disk for the model", words, "free space, or export HF_HOME=/a/larger/disk")
+    return pass_finding("disk for the model", words)

@@ -17,7 +17,7 @@ from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import NodeSetup
-from sft_play.findings import Finding, failed, passed, skipped
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import select_hardware, require_usable_hardware, disable_broken_p2p
 from sft_play.log import one_line
@@ -77,24 +77,24 @@ def _choose(whole: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware
         here = select_hardware(replace(options, nodes=NodeSetup()), whole)
     except SftPlayError as error:
         found, _, remedy = str(error).partition("; ")
-        return whole, whole, failed("GPUs", found, remedy or "GPUS= and NPROC= name GPUs that there are")
+        return whole, whole, fail_finding("GPUs", found, remedy or "GPUS= and NPROC= name GPUs that there are")
     everywhere = select_hardware(options, whole)
     if not here.gpus:
-        return here, everywhere, skipped("GPUs", f"none found; {here.ranks} CPU ranks are used instead")
-    return here, everywhere, passed("GPUs", f"{len(here.gpus)} x {here.gpus[0].name}")
+        return here, everywhere, skip_finding("GPUs", f"none found; {here.ranks} CPU ranks are used instead")
+    return here, everywhere, pass_finding("GPUs", f"{len(here.gpus)} x {here.gpus[0].name}")
 
 
 def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned | None, list[Finding]]:
     if chosen.verdict == "FAIL":
-        return None, [skipped("plan", "planning needs identical GPUs that exist; see above")]
+        return None, [skip_finding("plan", "planning needs identical GPUs that exist; see above")]
     try:
         planned = planner(machine)
     except SftPlayError as error:
-        return None, [failed("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
+        return None, [fail_finding("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
     plan, ranks_here = planned.plan, f"{machine.ranks} rank{'s' if machine.ranks > 1 else ''}"
     choice = f"{plan.layout} on {ranks_here}: {plan.choice.verdict}"
-    nothing = failed("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
-    return planned, [passed("plan", choice) if plan.fits else nothing]
+    nothing = fail_finding("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
+    return planned, [pass_finding("plan", choice) if plan.fits else nothing]
 
 
 def _machine_findings(
@@ -124,8 +124,8 @@ def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, 
         require_usable_hardware(config, machine, environment, count_params=lambda: params)
     except SftPlayError as error:
         found, _, remedy = str(error).partition("; ")
-        return failed("machine", found, remedy or "see docs/setup.md")
-    return passed("machine", "a run would start: its device, compiler and kernels are here")
+        return fail_finding("machine", found, remedy or "see docs/setup.md")
+    return pass_finding("machine", "a run would start: its device, compiler and kernels are here")
 
 
 def check_build(around: Surroundings) -> list[Finding]:
@@ -134,13 +134,13 @@ def check_build(around: Surroundings) -> list[Finding]:
     if torch is None or not around.hardware.gpus:
         return []
     if around.torch_cuda is None:
-        return [failed("driver", f"torch {torch} is a build without CUDA, but there are GPUs",
+        return [fail_finding("driver", f"torch {torch} is a build without CUDA, but there are GPUs",
                        "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
     built = f"torch {torch} is built for CUDA {around.torch_cuda}"
     if around.driver is None or around.driver_cuda is None:
-        return [skipped("driver", f"NVML does not answer; {built}")]
+        return [skip_finding("driver", f"NVML does not answer; {built}")]
     newest = ".".join(map(str, around.driver_cuda))
-    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {built}")]
+    return [pass_finding("driver", f"{around.driver} (CUDA {newest} and older); {built}")]
 
 
 def _together(
@@ -158,12 +158,12 @@ def _together(
         variables, finding = meet_nodes(around, options.nodes, environment, limit_s=meeting_s)
         findings.append(finding)
         if variables is None:  # ranks would wait for the missing node until their own limit
-            return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
+            return [*findings, skip_finding(ranks.NAME, "the nodes did not meet")]
         given |= variables
     if chosen.verdict == "FAIL":
-        return [*findings, skipped(ranks.NAME, "not over other GPUs than were asked for; see above")]
+        return [*findings, skip_finding(ranks.NAME, "not over other GPUs than were asked for; see above")]
     if "torch" not in around.versions:
-        return [*findings, skipped(ranks.NAME, "torch is not installed")]
+        return [*findings, skip_finding(ranks.NAME, "torch is not installed")]
     disable_broken_p2p(around.hardware, given)  # as a run's ranks communicate
     # nodes that met after half a minute leave less of the whole
     limit_s = min(ALL_REDUCE_S, max(LEAST_S, WHOLE_S - (time.monotonic() - started)))
@@ -184,11 +184,11 @@ def meet_nodes(
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
         remedy = "fix it there, then start make doctor on all nodes within half a minute"
-        return None, failed("nodes", one_line(words, limit=800), remedy)
+        return None, fail_finding("nodes", one_line(words, limit=800), remedy)
     hosts = each_once(one_line(str(card.get("host"))) for card in met.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     same = "the same packages, driver, GPUs and number of ranks"
-    return met.gloo_variables(environment), passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
+    return met.gloo_variables(environment), pass_finding("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
 
 
 def card_of(around: Surroundings) -> Mapping[str, object]:

@@ -17,7 +17,7 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.known_bad import Facts, holds
 from sft_play.errors import ConfigError
-from sft_play.findings import Finding, passed
+from sft_play.findings import Finding, pass_finding
 from sft_play.log import one_line
 
 _TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -139,7 +139,7 @@ def engine_findings(name: str, served: Served) -> list[Finding]:
            if (not is_full or limit.get("of_full")) and holds(limit["when"], facts)]  # fmt: skip
     if not met:
         what = "model" if is_full else "adapter"
-        return [passed(f"serve {name}", f"nothing in this {what} that {title} is known not to load")]
+        return [pass_finding(f"serve {name}", f"nothing in this {what} that {title} is known not to load")]
     findings = []
     for limit in met:
         what, remedy = f"{limit['what'].format(**facts)} ({title})", limit["remedy"].format(**facts)

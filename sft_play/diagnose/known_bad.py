@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
-from sft_play.findings import Finding, passed
+from sft_play.findings import Finding, pass_finding
 from sft_play.launch.machine import P2P_OFF, has_broken_p2p
 
 Condition = Mapping[str, Any]
@@ -66,7 +66,7 @@ def find_known_bad(
         for entry in TABLE["pairs"]
         if holds(entry["when"], facts)
     ]
-    return findings or [passed(NAME, f"none of {len(TABLE['pairs'])} applies")]
+    return findings or [pass_finding(NAME, f"none of {len(TABLE['pairs'])} applies")]
 
 
 def explained(error: str) -> tuple[str, ...]:

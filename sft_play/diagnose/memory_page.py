@@ -11,7 +11,7 @@ from rich.table import Table
 from sft_play.diagnose.memory_check import MemorySeen, Prediction
 from sft_play.diagnose.pages import gib, lines_of, table_of
 from sft_play.log import escape_control, one_line
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 # Seconds between two looks.
 REFRESH_S = 3.0
@@ -22,7 +22,7 @@ def memory_lines(check: MemorySeen) -> list[str]:
     page = [*check.said]
     right = _prediction_table(check.prediction) if check.prediction else None
     left = _rank_table(check) if _shows_ranks(check) else _gpu_table(check)
-    sizes = [[moment, size_of(size)] for moment, size in check.measured.items()]
+    sizes = [[moment, format_size(size)] for moment, size in check.measured.items()]
     measured = table_of(("measured\nper rank", ""), sizes, left=(0,)) if sizes else None
     if any((left, right, measured)):
         grid = Table.grid(padding=(0, 4))
@@ -82,7 +82,7 @@ def _prediction_table(prediction: Prediction) -> Table:
         (f"+ {beside}", prediction.outside_allocator),
         ("= needed", prediction.required),
     ]
-    rows = [[name, size_of(size)] for name, size in [*terms, *sums] if size > 0]
+    rows = [[name, format_size(size)] for name, size in [*terms, *sums] if size > 0]
     return table_of(("predicted\nper rank", ""), rows, left=(0,))
 
 

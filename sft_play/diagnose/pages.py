@@ -25,7 +25,7 @@ NOT_KNOWN = "n/a"
 
 def gib(size: int | None, *, digits: int = 1) -> str:
     """A size in units of 2**30 bytes."""
-    return NOT_KNOWN if size is None else units.gib(size, digits=digits)
+    return NOT_KNOWN if size is None else units.format_gib(size, digits=digits)
 
 
 def value_text(value: Any, unit: str = "") -> str:

@@ -16,13 +16,13 @@ from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.command import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
-from sft_play.process.environment import OF_LAUNCHERS
-from sft_play.process.failures import end_at_once, numbered
-from sft_play.process.signals import ends_with_me
+from sft_play.process.environment import LAUNCHER_VARIABLES
+from sft_play.process.failures import kill_process_tree, format_ranks
+from sft_play.process.signals import child_environment
 
 NAME, SPEED = "all-reduce", "bandwidth"
 MODULE = "sft_play.training.ranks.collective_check"
@@ -80,11 +80,11 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
         at = launch.argv.index(TORCHRUN_MODULE)
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
-        kept = {name: value for name, value in environment.items() if name not in OF_LAUNCHERS}
+        kept = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
                 [*launch.argv[:at], "sft_play.process.signals", *launch.argv[at:]],  # so that it ends with the doctor
-                env=ends_with_me({**kept, **launch.environment}),
+                env=child_environment({**kept, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -96,7 +96,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
                 code, outcome = -1, replace(outcome, timed_out=True)
             finally:
                 if process.poll() is None:  # a launcher that has ended took its ranks with it
-                    end_at_once(process.pid)
+                    kill_process_tree(process.pid)
                     process.wait()
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (out / "output").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -128,7 +128,7 @@ def judge(outcome: Outcome, around: Surroundings, nodes: NodeSetup) -> list[Find
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
         if around.hardware.gpus:
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
-        return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
+        return [fail_finding(NAME, f"the sum is wrong: {counts}", remedy)]
     if len(done) < len(outcome.expected) or (outcome.result is None and nodes.rank == 0):
         return [_failed(outcome, around, errors)]
     ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
@@ -139,10 +139,10 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
     hosts: dict[str, list[int]] = {}
     for note in ranks:
         hosts.setdefault(one_line(str(note.get("host"))), []).append(int(note["rank"]))
-    where = "; ".join(f"{numbered(sorted(members))} on {host}" for host, members in hosts.items())
+    where = "; ".join(f"{format_ranks(sorted(members))} on {host}" for host, members in hosts.items())
     part = "" if outcome.result else f" (this node's part of {outcome.world}; node 0 reports on all)"
     how = "NCCL" if around.hardware.gpus else "gloo"
-    return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}")
+    return pass_finding(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}")
 
 
 # by the last note that a rank of `training.ranks.collective_check` wrote
@@ -168,16 +168,16 @@ def _failed(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -
     if own:
         text = next(iter(own.values()))
         same = [rank for rank, message in own.items() if message == text]
-        return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
+        return fail_finding(NAME, f"{format_ranks(same)}: {redact(one_line(text, limit=300))}", *explained(text))
     by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected:
         by_stage.setdefault(str(outcome.notes.get(rank, {}).get("stage", "absent")), []).append(rank)
-    words = "; ".join(f"{numbered(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in by_stage.items())
+    words = "; ".join(f"{format_ranks(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in by_stage.items())
     if not outcome.timed_out and not errors:
         found = f"{words}, exit code {outcome.code}: {outcome.tail or 'no output'}"
-        return failed(NAME, found, *explained(outcome.tail))
+        return fail_finding(NAME, found, *explained(outcome.tail))
     reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    return failed(NAME, f"not done after {outcome.limit_s:.0f} s: {words}{reason}", *_hang_remedy(around, outcome))
+    return fail_finding(NAME, f"not done after {outcome.limit_s:.0f} s: {words}{reason}", *_hang_remedy(around, outcome))
 
 
 def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
@@ -203,22 +203,22 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 
 def _bandwidth(outcome: Outcome, around: Surroundings, nodes: NodeSetup) -> list[Finding]:
     if outcome.result is None:
-        return [skipped(SPEED, "node 0 reports it")]
+        return [skip_finding(SPEED, "node 0 reports it")]
     if outcome.world == 1:
-        return [skipped(SPEED, "one rank has no other to reduce with")]
+        return [skip_finding(SPEED, "one rank has no other to reduce with")]
     speeds = [(int(item["bytes"]), float(item["seconds"])) for item in outcome.result["speeds"]]
     measured = [(size, bus_bandwidth(size, seconds, outcome.world)) for size, seconds in speeds]
     best = max(speed for _, speed in measured)
     words = f"{best / 1e9:.2f} GB/s a rank (" + ", ".join(f"{s // 2**20} MiB: {v / 1e9:.2f}" for s, v in measured) + ")"
     if not around.hardware.gpus:
-        return [skipped(SPEED, f"{words}; CPU ranks have no expected rate")]
+        return [skip_finding(SPEED, f"{words}; CPU ranks have no expected rate")]
     wanted, share, link = expected(around) if nodes.count == 1 else (None, 0.0, "the network")
     if wanted is None:
-        return [skipped(SPEED, f"{words}; the expected rate of {link} is not known")]
+        return [skip_finding(SPEED, f"{words}; the expected rate of {link} is not known")]
     words += f", {best / wanted:.0%} of the {wanted / 1e9:.0f} GB/s of {link}"
     if best >= share * wanted:
-        return [passed(SPEED, words)]
-    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _SLOW, BUS_SOURCE)]
+        return [pass_finding(SPEED, words)]
+    return [warn_finding(SPEED, f"{words}; at least {share:.0%} is expected", _SLOW, BUS_SOURCE)]
 
 
 def expected(around: Surroundings) -> tuple[float | None, float, str]:

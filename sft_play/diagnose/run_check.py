@@ -24,14 +24,14 @@ from sft_play.diagnose.row_tools import maker_of, prepare_hub
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import require_available_model, load_config_json, is_hub_reachable, find_model_folder, load_max_positions
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_usable_hardware
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.imports import importing
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 # The lengths of the rows as training would have them; None where they could not be counted.
 Lengths = Callable[[], RowTokens | None]
@@ -54,14 +54,14 @@ def check(
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
-        unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
+        unread = fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
         return CheckReport((*also, unread), time.monotonic() - started, config_path)
     checks = [*also]
     *others, last = [*map(loaded.of, loaded.stages)] or [loaded]
     for number, part in enumerate([*others, last], start=1):
         if loaded.stages:
-            checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
-        with waiting("Checking model, rows, masks, memory and disk"):
+            checks.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
+        with report_wait("Checking model, rows, masks, memory and disk"):
             checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
     return CheckReport(tuple(checks), time.monotonic() - started, config_path)
 
@@ -84,14 +84,14 @@ class _Checks:
     def _problem(self, name: str, error: SftPlayError, do: str) -> Finding:
         """An error as a problem; one that is on the page already makes this part skipped."""
         first = self._reported.setdefault(str(error), name)
-        return failed(name, str(error), do) if first == name else skipped(name, f"not without the {first}; see there")
+        return fail_finding(name, str(error), do) if first == name else skip_finding(name, f"not without the {first}; see there")
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
         config, words = self._config, len(self._loaded.overrides)
         settings = f" with {words} setting{'s' if words > 1 else ''}" if words else ""
         what = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
-        yield passed("config", f"{self._loaded.path}{settings}: {what}")
+        yield pass_finding("config", f"{self._loaded.path}{settings}: {what}")
         prepare_hub(config)
         yield from self._model_files()
         yield from self._tokenizer_and_template()
@@ -113,13 +113,13 @@ class _Checks:
             yield self._problem("model files", error, "give model.name a folder or hub id that exists")
             return
         if problem:
-            yield failed("model files", problem, "fetch the weights as safetensors, or give another model.name")
+            yield fail_finding("model files", problem, "fetch the weights as safetensors, or give another model.name")
         else:
-            yield passed("model files", f"{name}: config.json and weights are available")
+            yield pass_finding("model files", f"{name}: config.json and weights are available")
 
     def _tokenizer_and_template(self) -> Iterator[Finding]:
         if self._no_files:
-            yield skipped("tokenizer", "not without the model files; see there")
+            yield skip_finding("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
             importlib.import_module("sft_play.training.prepare.model_spec")
@@ -132,18 +132,18 @@ class _Checks:
             return
         self._tokenizer = loaded.tokenizer
         summary = f"{type(loaded.tokenizer).__name__}, {len(loaded.tokenizer):,} tokens"
-        yield passed("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
+        yield pass_finding("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
         try:
             maker = maker_of(self._config, loaded.tokenizer)
             if self._config.task_mode != "cpt":
                 maker.renderer.turns()
             self._maker = maker
         except SftPlayError as error:
-            yield failed("chat template", str(error), "give data.chat_template another template")
+            yield fail_finding("chat template", str(error), "give data.chat_template another template")
             return
         if self._config.task_mode != "cpt":
             own = self._config.data.chat_template or "the tokenizer's own"
-            yield passed("chat template", f"{one_line(own, limit=300)}; masks are verified row by row below")
+            yield pass_finding("chat template", f"{one_line(own, limit=300)}; masks are verified row by row below")
 
     def _data(self) -> Iterator[Finding]:
         config = self._config
@@ -151,16 +151,16 @@ class _Checks:
         try:
             paths = find_data_paths(config.data)
             files = list(paths.named_paths())
-            yield passed("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
+            yield pass_finding("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
         except SftPlayError as error:
-            yield failed("data files", str(error), "name files that exist")
+            yield fail_finding("data files", str(error), "name files that exist")
         surveys: dict[str, RowStats] = {}
         named = {part for part, _ in files}
         for part, path in files:
             try:
                 surveys[part] = self._survey(part, path, has_val="val" in named or f"{part} (val)" in named)
             except SftPlayError as error:
-                yield failed(f"rows: {part}", str(error), "fix the file, or give another one")
+                yield fail_finding(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
             yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
         if surveys and self._maker is not None:
@@ -169,11 +169,11 @@ class _Checks:
         has_val = any(part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
             needs = "train.load_best_model_at_end=true needs validation rows, and there are none"
-            yield failed("evaluation", needs, "give data.val_path or data.val_fraction")
+            yield fail_finding("evaluation", needs, "give data.val_path or data.val_fraction")
         if self._maker is not None:
             yield from self._masks(surveys)
         elif surveys:
-            yield skipped("masks", "not without a tokenizer and a template; see there")
+            yield skip_finding("masks", "not without a tokenizer and a template; see there")
 
     def _survey(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
         config, maker = self._config, self._maker
@@ -213,7 +213,7 @@ class _Checks:
             return
         number, whole = survey.first
         head = f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
-        yield passed("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
+        yield pass_finding("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
 
     def _memory(self) -> Iterator[Finding]:
         from sft_play.planner.plan_details import choice_line, memory_line, parameter_lines
@@ -230,15 +230,15 @@ class _Checks:
             return
         summary = "\n".join([f"{choice_line(plan)} ({where})", *parameter_lines(plan, self._config), memory_line(plan)])
         if plan.fits:
-            yield passed("memory plan", summary)
+            yield pass_finding("memory plan", summary)
         else:
             tried = f"{summary}\nthe run tries it, because the batch was given"
-            yield warned("memory plan", tried, "make plan shows the ways out")
+            yield warn_finding("memory plan", tried, "make plan shows the ways out")
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
         if train is not None and train.kept and train.kept < batch and not self._is_text(train):
             few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
             remedy = f"lower {self._config.train.effective_words}"
-            yield warned("batch", f"{few}: each step sees all of them", remedy)
+            yield warn_finding("batch", f"{few}: each step sees all of them", remedy)
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")
@@ -278,7 +278,7 @@ class _Checks:
 
     def _model(self) -> Iterator[Finding]:
         if self._tokenizer is None or self._planned is None:
-            yield skipped("model", "not without a tokenizer and a plan; see there")
+            yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
         from sft_play.training.prepare.base_adapter import read_base_adapter
@@ -293,18 +293,18 @@ class _Checks:
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
             origin = read_base_adapter(self._config, spec)
         except SftPlayError as error:
-            yield failed("model", str(error), "fix the option that is named")
+            yield fail_finding("model", str(error), "fix the option that is named")
             return
         self._targets = frozenset(spec.peft_config.target_modules or ()) if spec.peft_config else frozenset()
         summary = f"{spec.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
         notes = [*spec.notes, *([origin.note] if origin else [])]
-        yield passed("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
+        yield pass_finding("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
 
     def _serving(self) -> Iterator[Finding]:
         if not self._serve:
             return
         if self._no_files:
-            yield skipped("serve", "not without the model files; see there")
+            yield skip_finding("serve", "not without the model files; see there")
             return
         model = self._config.model
         architecture = engines.architecture_of(load_config_json(model.name, revision=model.revision))
@@ -314,10 +314,10 @@ class _Checks:
 
     def _disk(self) -> Iterator[Finding]:
         if self._hardware.named:
-            yield skipped("disk", "the plan is for a named machine, not for this one")
+            yield skip_finding("disk", "the plan is for a named machine, not for this one")
             return
         if self._planned is None:
-            yield skipped("disk", "not without a memory plan; see there")
+            yield skip_finding("disk", "not without a memory plan; see there")
             return
         planned = self._planned
         yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions())
@@ -328,7 +328,7 @@ def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from checks
     except SftPlayError as error:
-        yield failed(name, str(error), "fix what is named")
+        yield fail_finding(name, str(error), "fix what is named")
 
 
 def _weights_problem(config: RunConfig) -> str:

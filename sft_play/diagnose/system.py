@@ -11,8 +11,8 @@ from packaging.version import InvalidVersion
 
 from sft_play.facts.host import DiskSpace
 from sft_play.facts.installed import COMPUTE_PACKAGES
-from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.units import GIB, MIB, size_of
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.units import GIB, MIB, format_size
 
 # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
 DOCKER_SHM_BYTES = 64 * MIB
@@ -26,9 +26,9 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
     """Whether every package is installed in a version that the project accepts (`requirements`)."""
     problems = [problem for text in requirements if (problem := _problem(Requirement(text), versions))]
     if problems:
-        return failed("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
+        return fail_finding("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
     shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
-    return passed("packages", shown) if requirements else skipped("packages", f"{shown}: no ranges")
+    return pass_finding("packages", shown) if requirements else skip_finding("packages", f"{shown}: no ranges")
 
 
 def _problem(wanted: Requirement, versions: Mapping[str, str]) -> str | None:
@@ -46,16 +46,16 @@ def _problem(wanted: Requirement, versions: Mapping[str, str]) -> str | None:
 def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
     """Whether /dev/shm has room for what NCCL puts there."""
     if space is None:
-        return skipped("shared memory", "/dev/shm is not a separate file system here")
-    free_words = f"{size_of(space.free)} free of {size_of(space.total)} at /dev/shm"
+        return skip_finding("shared memory", "/dev/shm is not a separate file system here")
+    free_words = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
     if gpus_per_node < 2:
-        return passed("shared memory", free_words)
+        return pass_finding("shared memory", free_words)
     remedy = (
         "in a container: docker run --shm-size=8g (or --ipc=host; Kubernetes: an emptyDir with medium Memory at "
         "/dev/shm); else mount -o remount,size=8G /dev/shm"
     )
     if space.free <= DOCKER_SHM_BYTES:
-        return failed("shared memory", f"{free_words}: too little for NCCL", remedy, *_SHM_SOURCES)
+        return fail_finding("shared memory", f"{free_words}: too little for NCCL", remedy, *_SHM_SOURCES)
     if space.free < NCCL_WANTS_BYTES:
-        return warned("shared memory", f"{free_words}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
-    return passed("shared memory", free_words)
+        return warn_finding("shared memory", f"{free_words}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
+    return pass_finding("shared memory", free_words)

@@ -30,7 +30,7 @@ from sft_play.data.sources.formats import digest_share
 from sft_play.documents.reader import FENCE, HEADING, KINDS, ReaderProcess, Unreadable, chunks, join, paragraphs
 from sft_play.errors import DataError
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 TRAIN, VAL, REPORT = "train.jsonl", "val.jsonl", "report.json"
 # The packages of the documents extra, and the module of each.
@@ -232,7 +232,7 @@ def read_all(wanted: dict[str, Path], asked: DocumentsConfig) -> Generator[tuple
 
     # threads wait for processes here; at the end no new work comes first, then the processes' end, then the threads'
     with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
-        news = stack.enter_context(waiting("Reading documents", unit="documents", total=lambda: len(wanted)))
+        news = stack.enter_context(report_wait("Reading documents", unit="documents", count_total=lambda: len(wanted)))
         for _ in range(count):
             free.put(stack.enter_context(contextlib.closing(ReaderProcess(asked))))
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)

@@ -27,7 +27,7 @@ from sft_play.data.build.workers import without_program
 from sft_play.data.sources.raw import read_head, find_piece_end, read_text_pieces, wide_encoding_error
 from sft_play.errors import DataError
 from sft_play.log import one_line
-from sft_play.process.signals import leave_with
+from sft_play.process.signals import die_with_parent
 from sft_play.units import MIB
 
 MAX_FILE_BYTES = 256 * MIB
@@ -168,7 +168,7 @@ class ReaderProcess:
 
 def _serve(answers: Connection, asked: DocumentsConfig, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    leave_with(parent, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
     logging.disable(logging.CRITICAL)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)  # libraries print

@@ -17,7 +17,7 @@ import yaml
 
 from sft_play.errors import HardwareError
 from sft_play.log import one_line
-from sft_play.spelling import nearest
+from sft_play.spelling import nearest_name
 
 MAX_GPUS = 100_000
 _MAX_FILE_BYTES = 1_000_000
@@ -164,7 +164,7 @@ def _parse_head(text: str, prefix: str) -> MachineSpec:
 def _apply_options(spec: MachineSpec, options: dict[str, str], prefix: str) -> MachineSpec:
     for name, value in options.items():
         if name not in _READERS:
-            suggestion = nearest(name, tuple(_READERS), alike=0.5)
+            suggestion = nearest_name(name, tuple(_READERS), min_similarity=0.5)
             hint = f"nearest: {suggestion}; " if suggestion else ""
             raise HardwareError(
                 f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_READERS)}"

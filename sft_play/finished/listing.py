@@ -24,7 +24,7 @@ from sft_play.runs.files import evaluations, metric_lines, read_json, read_summa
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import runs_in
-from sft_play.units import duration_of, size_of
+from sft_play.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class RunList(Outcome):
             form = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
             form += f" of {run.best_rows:,} rows" if run.best_rows else ""
             step = "-" if run.step is None else str(run.step)
-            age = "-" if run.started is None else duration_of((self.now - run.started).total_seconds())
+            age = "-" if run.started is None else format_duration((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
-            rows.append((name, run.status, step, form.format(run.best_value), size_of(run.bytes), age, model))
+            rows.append((name, run.status, step, form.format(run.best_value), format_size(run.bytes), age, model))
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
             *aligned(rows),
-            f"{count} run{'s' * (count != 1)}, {size_of(total)}, of which checkpoints {size_of(checkpoints)}",
+            f"{count} run{'s' * (count != 1)}, {format_size(total)}, of which checkpoints {format_size(checkpoints)}",
             next_line("report", RUN=self.runs[0].path),
         ]
 
@@ -187,7 +187,7 @@ class Pruned(Outcome):
     def lines(self) -> list[str]:
         return [
             *(f"Removed: {path}" for path in self.removed),
-            f"Freed: {size_of(self.freed_bytes)}",
+            f"Freed: {format_size(self.freed_bytes)}",
             next_line("runs"),
         ]
 

@@ -30,7 +30,7 @@ from sft_play.facts.models.architecture import find_model_folder
 from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import signals
-from sft_play.process.environment import THREADS_VARIABLE, for_another_run
+from sft_play.process.environment import THREADS_VARIABLE, independent_environment
 from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
@@ -191,11 +191,11 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> int:
-    environment = for_another_run(os.environ) | {"PYTHONPATH": str(PACKAGE.parent)}
+    environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE.parent)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
-    return signals.run_beside("sft_play", words, environment=environment, cwd=place).code
+    return signals.run_child("sft_play", words, environment=environment, cwd=place).exit_code
 
 
 def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE) -> str:

@@ -28,7 +28,7 @@ from sft_play.runs.files import refusal
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.training.checkpoints.checkpoints import require_unchanged
-from sft_play.units import gib
+from sft_play.units import format_gib
 
 
 def next_line(command: str, *more: str, **variables: str | Path) -> str:
@@ -245,5 +245,5 @@ def require_space(folder: Path, needed: int, what: str) -> None:
     begins the message."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        there = f"{folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
-        raise ConfigError(f"{what} {gib(needed)} GiB and {there}")
+        there = f"{folder.parent} has {format_gib(free)} GiB free; name another disk: OUT=FOLDER"
+        raise ConfigError(f"{what} {format_gib(needed)} GiB and {there}")

@@ -164,7 +164,7 @@ class AccelerateConfig(BaseModel):
         total_text = f"num_processes: {total} is the total over num_machines: {machines}"
         if total is not None and total % machines:
             divisible_totals = [machines * (total // machines), machines * -(-total // machines)]
-            yield f"{total_text} and is not divisible by it; use {' or '.join(str(one) for one in divisible_totals if one)}"
+            yield f"{total_text} and is not divisible by it; use {' or '.join(str(total_option) for total_option in divisible_totals if total_option)}"
         elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
             yield f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
         stage = self.deepspeed_config.get("zero_stage", 2)
@@ -272,7 +272,7 @@ def remove_accelerate_variables(environment: MutableMapping[str, str]) -> None:
 
 def refuse_too_few_processes(environment: Mapping[str, str], *, alternative: str = _ALTERNATIVE_COMMANDS) -> None:
     """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
-    started one, as on a CPU without MPI. `instead`: what starts them."""
+    started one, as on a CPU without MPI. `alternative`: what starts them."""
     if is_accelerate_launch(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "

@@ -72,13 +72,13 @@ def torchrun_command(
     nccl_timeout_s: float | None = None,
     present_environment: Mapping[str, str] | None = None,
 ) -> LaunchCommand:
-    """`torchrun` with as many processes as this node has ranks, running `sft-play` with the words of `program`.
+    """`torchrun` with as many processes as this node has ranks, running `sft-play` with `program_arguments`.
 
     Args:
         threads: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that they share.
         gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
         nccl_timeout_s: how long GPU ranks wait for each other.
-        given: the present environment, whose own NCCL settings win.
+        present_environment: whose own NCCL settings win.
     """
     argv = [python or sys.executable, "-m", TORCHRUN_MODULE]
     if nodes.count == 1:

@@ -204,7 +204,7 @@ def _format_rank_variables(environment: Mapping[str, str]) -> str:
 
 
 def read_whole_number(values: Mapping[str, str], name: str, *, minimum: int) -> int | None:
-    """A variable as a whole number from `least`; None where it is not set, ConfigError where it is not one."""
+    """A variable as a whole number from `minimum`; None where it is not set, ConfigError where it is not one."""
     text = values.get(name, "").strip()
     if not text:
         return None
@@ -217,7 +217,7 @@ NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_nodes(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> NodeSetup:
-    """The machines of a run as four variables say: how many, which this is, and the address and port of the first;
+    """Read the nodes of a run from four variables: how many, which this is, and the address and port of the first;
     raises ConfigError where one is not a number or out of range, or is missing where there are several machines."""
     count_name, rank_name, address_name, port_name = names
     count, rank = read_whole_number(values, count_name, minimum=1) or 1, read_whole_number(values, rank_name, minimum=0)

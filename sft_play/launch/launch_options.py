@@ -113,8 +113,8 @@ def _parse_strategy(text: str | None) -> LayoutName | None:
     for name in LAYOUT_NAMES:
         if text.strip().lower() == name:
             return name
-    near = did_you_mean(text, LAYOUT_NAMES, alike=0.6)
-    hint = f"{near} " if near else ""
+    suggestion = did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6)
+    hint = f"{suggestion} " if suggestion else ""
     raise ConfigError(f"STRATEGY={one_line(text)} is not a layout; {hint}there are: {', '.join(LAYOUT_NAMES)}")
 
 

@@ -26,7 +26,7 @@ from sft_play.launch.exported import RankInfo
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.environment import set_deepspeed_to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +127,8 @@ def require_distinct_gpus(names: Sequence[str]) -> None:
 
 
 def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own_gpu_only: bool = False) -> Hardware:
-    """The machine as `world` ranks on `nodes` nodes like this one use it; `can_bind`: each rank sees only its own GPU,
-    and those of the others are like it."""
+    """The machine as `world_size` ranks on `nodes` nodes like this one use it; `sees_own_gpu_only`: each rank sees only
+    its own GPU, and those of the others are like it."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=nodes)
     ranks_per_node = world_size // nodes
@@ -225,9 +225,9 @@ def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> Non
 def require_usable_hardware(
     config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, count_params: Callable[[], int]
 ) -> None:
-    """Check, before anything loads, that a run here is what its user expects and can take a step; `params`: the model's
-    parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model is too
-    large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
+    """Check, before anything loads, that a run here is what its user expects and can take a step; `count_params`: the
+    model's parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model
+    is too large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
         require_inductor(hardware, environment)
     obstacle = flash_obstacle(config, hardware)
@@ -270,7 +270,7 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
     # the profiler's library writes `USDT:` lines to standard error whatever it is told, but from above its last level
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if not hardware.gpus:
-        deepspeed_on_cpu()
+        set_deepspeed_to_cpu()
     allow_fp16(hardware, os.environ)
     disable_broken_p2p(hardware, os.environ)
     go_offline_without_hub(model)

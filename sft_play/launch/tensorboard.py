@@ -1,10 +1,10 @@
 """TensorBoard beside a run: started, found again and stopped by its process, and never a reason for training to fail.
 
 A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
-recorded on disk: a TensorBoard of this project carries `MARK` in its environment, which only its user can read, and
-the rest is in its command line. One that belongs to a run is started through `sft_play.process.signals`, so that it
-ends after a kill -9 too. Flags and the route `/data/environment` are those of https://github.com/tensorflow/tensorboard:
-`tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
+recorded on disk: a TensorBoard of this project carries `OWNER_VARIABLE` in its environment, which only its user can
+read, and the rest is in its command line. One that belongs to a run is started through `sft_play.process.signals`, so
+that it ends after a kill -9 too. Flags and the route `/data/environment` are those of
+https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sft_play.errors import ConfigError
 from sft_play.facts.network import is_local
 from sft_play.files import cache_dir, hold_lock
 from sft_play.log import one_line, redact
-from sft_play.process.environment import for_another_run
-from sft_play.process.signals import ends_with_me
+from sft_play.process.environment import independent_environment
+from sft_play.process.signals import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ _TENSORBOARD_MODULE, _GUARD_MODULE = "sft_play.launch.own_board", "sft_play.proc
 
 @dataclass(frozen=True)
 class TensorBoardServer:
-    """A TensorBoard: its process, where it listens, and the folder that it shows. `ends_with_run`: it ends with the command
-    that started it. `reused`: it was running already, and whoever started it stops it."""
+    """A TensorBoard: its process, where it listens, and the folder that it shows. `ends_with_run`: it ends with the
+    command that started it. `is_reused`: it was running already, and whoever started it stops it."""
 
     process: psutil.Process
     host: str
@@ -97,8 +97,8 @@ def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def server_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start`; those not given are left out. Raises
-    ConfigError where TB_PORT is not a port."""
+    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not given are left out.
+    Raises ConfigError where TB_PORT is not a port."""
     host, port = (environment.get(name, "").strip() for name in ("TB_HOST", "TB_PORT"))
     if port and not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536):
         raise ConfigError(f"TB_PORT={one_line(port)} is not a port; ports go from 1 to 65535")
@@ -118,7 +118,7 @@ def password_warning(host: str, port: int = DEFAULT_PORT) -> str | None:
 @contextlib.contextmanager
 def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[TensorBoardServer | None]:
     """TensorBoard while the block runs; where it cannot be started, one warning. It ends with the block, or with this
-    process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start`, before the
+    process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start_server`, before the
     environment's."""
     should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
     try:
@@ -160,14 +160,14 @@ def start_server(
 ) -> tuple[TensorBoardServer | None, str]:
     """A TensorBoard over `logdir` (which need not exist yet) and a line about it; None and the reason where it cannot
     be started: a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
-    free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_me`: whether it ends when
-    this process does (on Linux: the thread that called this)."""
+    free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_caller`: whether it ends
+    when this process does (on Linux: the thread that called this)."""
     folder = str(logdir.absolute().resolve())
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         # Two that start at once would both find the same port free, and no TensorBoard over the folder.
         with hold_lock(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
-            existing = next((one for one in running_servers() if (one.logdir, one.host) == (folder, host)), None)
+            existing = next((server_found for server_found in running_servers() if (server_found.logdir, server_found.host) == (folder, host)), None)
             if existing is not None and _is_answering_at(existing.url, folder):
                 end_note = "; it ends with its run" * (existing.ends_with_run and not ends_with_caller)
                 return replace(existing, is_reused=True), f"TensorBoard is already running: {existing.page}{end_note}"
@@ -248,8 +248,8 @@ def _server_environment(*, ends_with_run: bool = False) -> dict[str, str]:
     """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank; one of a run
     ends with this process."""
     variables = {OWNER_VARIABLE: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment = {**for_another_run(os.environ), **variables}
-    return ends_with_me(environment, number=signal.SIGTERM) if ends_with_run else environment
+    environment = {**independent_environment(os.environ), **variables}
+    return child_environment(environment, signal_number=signal.SIGTERM) if ends_with_run else environment
 
 
 def _owner() -> str:
@@ -278,11 +278,11 @@ def running_servers() -> list[TensorBoardServer]:
     start_times: dict[TensorBoardServer, float] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
-            words = process.cmdline()
-            if _TENSORBOARD_MODULE in words and process.environ().get(OWNER_VARIABLE) == _owner():
-                options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+            argv = process.cmdline()
+            if _TENSORBOARD_MODULE in argv and process.environ().get(OWNER_VARIABLE) == _owner():
+                options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
                 address = options["host"], int(options["port"]), options["logdir"]
-                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in words)] = process.create_time()
+                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in argv)] = process.create_time()
     return sorted(start_times, key=lambda one: -start_times[one])
 
 

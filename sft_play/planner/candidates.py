@@ -30,7 +30,7 @@ from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.micro_batches import MicroBatches, RowTokens, average_micro_steps
 from sft_play.planner.precision import Precision, WeightUpdates, apply_weight_updates
 from sft_play.planner.speed.throughput import Rates, Speed, micro_step_overhead_tokens, predict_speed
-from sft_play.units import GIB, gib
+from sft_play.units import GIB, format_gib
 
 # Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline is no more
 # precise.
@@ -114,7 +114,7 @@ class Candidate:
         if not self.offloads:
             return ""
         if self.budget.host is None:
-            return f", if each node has {gib(self.host_required)} GiB of RAM (not given; set it with ram=512GiB)"
+            return f", if each node has {format_gib(self.host_required)} GiB of RAM (not given; set it with ram=512GiB)"
         return f", and {_format_need(self.host_required, self.budget.host)} of RAM on each node"
 
     @property
@@ -486,9 +486,9 @@ def format_needs(candidate: Candidate, *, term_count: int) -> str:
 def format_largest_terms(memory: MemoryEstimate, term_count: int) -> str:
     """The largest terms of a peak, in GiB."""
     if memory.is_limited_by_loading:
-        return f"while loading {gib(memory.load_bytes)}, of which a step keeps {gib(memory.resident)}"
+        return f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
     largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
-    return ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest_items)
+    return ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
 
 
 def _format_need(need: int, budget: int, unit: str = "GiB") -> str:

@@ -12,7 +12,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.units import count_of
+from sft_play.units import format_count
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,23 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     counts, lora = parameters, config.tuning.lora
     selection_note = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
     if counts.adapter_dtype is None:
-        share_text = f"{count_of(counts.trained)} of" if counts.frozen else "all of"
+        share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
         frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
-        return f"Parameters: {share_text} {count_of(counts.total)} are trained in {counts.rest_dtype}{frozen_note}{selection_note}"
+        return f"Parameters: {share_text} {format_count(counts.total)} are trained in {counts.rest_dtype}{frozen_note}{selection_note}"
     experts_note = copies_note = ""
     if counts.experts is not None and counts.experts.adapters:
-        experts_note = f", {count_of(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+        experts_note = f", {format_count(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
     elif counts.experts is not None:
         experts_note = ", none on experts (tuning.lora.target_parameters=auto)"
     if copied_params := counts.trained - counts.adapters:
         copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
         rows = ["rows of new tokens"] if config.model.add_tokens else []
         keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
-        copies_note = f"; {' and '.join(copies + rows)} that train: {count_of(copied_params)} ({keys})"
+        copies_note = f"; {' and '.join(copies + rows)} that train: {format_count(copied_params)} ({keys})"
     base_text = f"all {counts.rest_dtype}, frozen"
     if counts.quantised_dtype is not None:
         base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
     return (
-        f"Parameters: {count_of(counts.total)}: {base_text}; adapters: {count_of(counts.adapters)} "
+        f"Parameters: {format_count(counts.total)}: {base_text}; adapters: {format_count(counts.adapters)} "
         f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%}){experts_note}{copies_note}{selection_note}"
     )

@@ -18,7 +18,7 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.memory.estimate import RUN_PHASES
 from sft_play.planner.parameters import format_parameters
 from sft_play.planner.plan import Plan
-from sft_play.units import GIB, duration_of
+from sft_play.units import GIB, format_duration
 
 BAR_WIDTH = 60
 TABLE_WIDTH = 150
@@ -152,7 +152,7 @@ def speed_lines(plan: Plan) -> list[str]:
     elif run["hours"] is not None:
         has_row_lengths = plan.row_tokens is not None
         line = (
-            f"Run: {run['steps']:,} steps, {duration_of(3600 * run['hours'])}"
+            f"Run: {run['steps']:,} steps, {format_duration(3600 * run['hours'])}"
             f"{'' if has_row_lengths else ' if every row were full length'}"
         )
         if plan.compile_s:
@@ -160,7 +160,7 @@ def speed_lines(plan: Plan) -> list[str]:
         if run["gpu_hours"] is not None:
             line += f", {run['gpu_hours']:.1f} GPU-hours"
         if run["tokens"] is not None and not has_row_lengths:
-            duration_text = duration_of(run["tokens"] / speed.tokens_per_s)
+            duration_text = format_duration(run["tokens"] / speed.tokens_per_s)
             line += f"; about {duration_text} for the {run['tokens']:,} tokens that the file's size suggests"
         if run["energy_kwh"] is not None:
             line += f"; at most {run['energy_kwh']:.1f} kWh"
@@ -251,7 +251,7 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
         epochs_text = f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
         length_text = f"{train.max_steps:,} steps" if train.max_steps else epochs_text
         full_rows_note = "" if plan.row_tokens is not None else " if every row were full length"
-        hours_text = f", {duration_of(3600 * plan.hours)}{full_rows_note}" if plan.hours is not None else ""
+        hours_text = f", {format_duration(3600 * plan.hours)}{full_rows_note}" if plan.hours is not None else ""
         trained_parts = "" if config.tuning.trainable == "all" else f", trains {', '.join(config.tuning.trainable)}"
         lines.append(
             f"  {number} {name}: {length_text}, learning rate {config.learning_rate:g}, rows of at most "

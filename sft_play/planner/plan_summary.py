@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
 from sft_play.planner.batching import format_changed_batch
 from sft_play.planner.plan import Plan, RunLength
-from sft_play.units import duration_of
+from sft_play.units import format_duration
 
 MODE_NAMES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
 # Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate are most of it.
@@ -55,7 +55,7 @@ def format_run_length(plan: Plan) -> str:
     error_text = f" (speed may be {error_share:.0%} off)" if error_share is not None else ""
     cost_text = f"; costs {run['cost']:.2f}" if run["cost"] is not None else ""
     seconds, basis = _estimate_duration(plan, run_length)
-    return f"{steps}; about {duration_of(seconds)}{basis}{error_text}{cost_text}"
+    return f"{steps}; about {format_duration(seconds)}{basis}{error_text}{cost_text}"
 
 
 def _estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
@@ -83,7 +83,7 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     seconds, _ = _estimate_duration(plan, plan.run_length)  # by typical rates where this CPU's are not known
     if seconds < LONG_CPU_RUN_S:
         return []
-    duration_text = f"about {duration_of(seconds)}" if plan.speed_known else "some hours"
+    duration_text = f"about {format_duration(seconds)}" if plan.speed_known else "some hours"
     return [f"{duration_text} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)"]
 
 

@@ -32,7 +32,7 @@ from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.planner.speed.compile_and_liger import compile_reasons
 from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, find_speed_error
-from sft_play.units import GIB, gib
+from sft_play.units import GIB, format_gib
 
 REPEATED_KEYS_REASON = (
     "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
@@ -250,9 +250,9 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
         extra_bytes = candidate.memory.allocated - choice.memory.allocated
         # less than 0.05 GiB would be printed as 0.0 GiB more
         if extra_bytes < GIB // 20:
-            full_logits, chunked = gib(candidate.memory.allocated), gib(choice.memory.allocated)
+            full_logits, chunked = format_gib(candidate.memory.allocated), format_gib(choice.memory.allocated)
             return f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses, {chunked}"
-        return f"full logits: {gib(extra_bytes)} GiB more for the same loss"
+        return f"full logits: {format_gib(extra_bytes)} GiB more for the same loss"
     ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
     error = find_speed_error(inputs.shape, choice.precision, inputs.hardware, choice.step)
     if candidate.layout != choice.layout:
@@ -265,12 +265,12 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
         return f"{basis} {1 - share_of_best:.1%} slower than the fastest that fits"
     extra_bytes = candidate.memory.required - choice.memory.required
     speed_text = "about as fast" if ratio >= 1.001 else "not faster"
-    return f"{speed_text}, {gib(extra_bytes)} GiB more" if extra_bytes > 0 else f"{speed_text}, {gib(candidate.memory.required)} GiB as well"
+    return f"{speed_text}, {format_gib(extra_bytes)} GiB more" if extra_bytes > 0 else f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
 
 
 def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, ratio: float, error: SpeedError) -> str:
     if candidate.layout.offloads_states and not choice.layout.offloads_states:
-        ram_note = f"; it needs {gib(candidate.host_required)} GiB of RAM on each node"
+        ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_format_fit(inputs, choice)}{ram_note}"
     is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
     text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_format_fit(inputs, choice)}"
@@ -293,7 +293,7 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
 
 
 def _format_fit(inputs: PlanInputs, choice: Candidate) -> str:
-    return f"{choice.layout.name} fits at {gib(choice.memory.required)} of {gib(inputs.device_budget)} GiB"
+    return f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
 
 
 # --- slower code than there is ----------------------------------------------------------------------------------------

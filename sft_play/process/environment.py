@@ -13,9 +13,9 @@ import psutil
 from sft_play.log import one_line
 from sft_play.process.variables import VARIABLES
 
-OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
+MAKE_COMMAND_VARIABLES = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
 # Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's.
-OF_LAUNCHERS = (
+LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID", "SFT_PLAY_RUN", "SFT_PLAY_RESUMED",
     "SFT_PLAY_AGENT", "SFT_PLAY_BEGAN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
@@ -24,37 +24,37 @@ OF_LAUNCHERS = (
 # Threads of each CPU rank of a run that is repeated: those that it had.
 THREADS_VARIABLE = "SFT_PLAY_THREADS"
 # Prefixes of other launchers' names for the same.
-FAMILIES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
+LAUNCHER_PREFIXES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
 
 
-def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
+def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run started beside this one: this package first, this run's rank variables left out."""
-    left_out = {*OF_MAKE, *OF_LAUNCHERS, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
-    kept = {
-        name: value for name, value in environment.items() if name not in left_out and not name.startswith(FAMILIES)
+    excluded = {*MAKE_COMMAND_VARIABLES, *LAUNCHER_VARIABLES, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
+    variables = {
+        name: value for name, value in environment.items() if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
     }
-    kept["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
-    return with_this_package(kept)
+    variables["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
+    return add_package_path(variables)
 
 
-def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
+def add_package_path(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to import this very package, whatever folder it starts in."""
     package = str(Path(__file__).resolve().parents[2])
     return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
 
 
-def deepspeed_on_cpu() -> None:
+def set_deepspeed_to_cpu() -> None:
     """Before DeepSpeed is imported where there is no GPU: else it looks for one and warns that it found none."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 # On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep: as
 # fast as the default's milliseconds, and cheaper once other work runs beside it (benchmarks/README.md, Threads).
-SPINNING = {"GOMP_SPINCOUNT": "3000"}
+SHORT_SPIN = {"GOMP_SPINCOUNT": "3000"}
 # On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
 # changes no number, while fewer threads would round differently.
-SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
-_SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
+NO_SPIN = {"OMP_WAIT_POLICY": "PASSIVE"}
+_THREAD_WAIT_VARIABLES = {*SHORT_SPIN, *NO_SPIN, "KMP_BLOCKTIME"}
 # From this many cores in use by others, the machine counts as busy.
 _BUSY_CORES = 0.5
 
@@ -65,39 +65,39 @@ def busy_cores(*, seconds: float = 0.1) -> float:
     return share * (psutil.cpu_count() or 1)
 
 
-def waiting_threads(environment: Mapping[str, str], *, measured: Callable[[], float] = busy_cores) -> dict[str, str]:
+def openmp_wait_variables(environment: Mapping[str, str], *, measure_busy_cores: Callable[[], float] = busy_cores) -> dict[str, str]:
     """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment sets it."""
-    if _SAYS_HOW_THREADS_WAIT & set(environment):
+    if _THREAD_WAIT_VARIABLES & set(environment):
         return {}
-    return dict(SLEEPING if measured() > _BUSY_CORES else SPINNING)
+    return dict(NO_SPIN if measure_busy_cores() > _BUSY_CORES else SHORT_SPIN)
 
 
 # The variables from which PyTorch's caching allocator reads its setting; the older names still count.
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-OLDER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+OLDER_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # Segments that grow by pages instead of fixed-size ones: steps of changing lengths leave less fragmentation.
-GROWING = "expandable_segments:True"
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
-def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
+def allocator_variables(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
     """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver. Empty where the
     environment says anything about the allocator, and where they fail: on Windows, macOS, AMD cards, and under WSL
     (pytorch/pytorch#192330). `root`: the machine's files."""
-    if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
+    if any(name in environment for name in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)):
         return {}
     # by the driver's devices: asking CUDA would load it before the variable is set
-    dev = root / "dev"
-    has_nvidia = (dev / "nvidiactl").exists() or any(dev.glob("nvidia[0-9]*"))
-    if sys.platform != "linux" or (dev / "dxg").exists() or not has_nvidia:  # dxg: the GPU as WSL has it
+    devices = root / "dev"
+    has_nvidia = (devices / "nvidiactl").exists() or any(devices.glob("nvidia[0-9]*"))
+    if sys.platform != "linux" or (devices / "dxg").exists() or not has_nvidia:  # dxg: the GPU as WSL has it
         return {}
-    return {ALLOCATOR: GROWING}
+    return {ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS}
 
 
-def allocator_words(environment: Mapping[str, str]) -> str:
+def format_allocator(environment: Mapping[str, str]) -> str:
     """A line on this process's allocator setting, and on options that the plan's bound does not cover."""
-    name = next((one for one in (ALLOCATOR, *OLDER_ALLOCATOR) if environment.get(one, "").strip()), None)
+    name = next((variable for variable in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES) if environment.get(variable, "").strip()), None)
     if name is None:
         return "Allocator: PyTorch's default, segments of fixed size"
     setting = environment[name].strip()
-    more = "" if setting == GROWING else "; the plan's bound covers expandable_segments alone"
-    return f"Allocator: {name}={one_line(setting)}{more}"
+    bound_note = "" if setting == EXPANDABLE_SEGMENTS else "; the plan's bound covers expandable_segments alone"
+    return f"Allocator: {name}={one_line(setting)}{bound_note}"

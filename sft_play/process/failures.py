@@ -40,7 +40,7 @@ COMMAND_VARIABLE = "SFT_PLAY_COMMAND"
 ANSWER_VARIABLE = "SFT_PLAY_ANSWER"
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Beside the error file: the rank's latest step, readable after it was killed.
-BEAT_NAME = "beat.txt"
+HEARTBEAT_NAME = "beat.txt"
 # Beside the error file: the stacks of a rank that crashed in native code (SIGSEGV, SIGABRT).
 FAULT_NAME = "fault.txt"
 # How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
@@ -48,7 +48,7 @@ FAULT_NAME = "fault.txt"
 ORPHAN_S = 120.0
 
 # The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs.
-Kind = Literal["user", "stopped", "fault", "peer", "hung"]
+FailureKind = Literal["user", "stopped", "fault", "peer", "hung"]
 
 # Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(
@@ -57,7 +57,7 @@ _PEER_GONE = re.compile(
     r"|NCCL .*(aborted|remote process exited)|ncclRemoteError|DistNetworkError|recvValue failed|sendBytes failed",
     re.IGNORECASE | re.DOTALL,
 )
-_WAITED = re.compile(
+_TIMED_OUT = re.compile(
     r"Timed out waiting \d+ ?ms|collective operation timeout|Socket Timeout|wait timeout after|store.* timed? ?out"
     r"|Application timeout",
     re.IGNORECASE | re.DOTALL,
@@ -68,7 +68,7 @@ _WAITED = re.compile(
 class Failure:
     """How a rank ended, as it reported it; `time` is when it first did, in seconds since 1970."""
 
-    kind: Kind
+    kind: FailureKind
     exit_code: int
     name: str
     message: str
@@ -79,12 +79,12 @@ class Failure:
     pid: int
 
 
-_written: tuple[BaseException | None, Failure] | None = None
-_writing = threading.Lock()
+_recorded: tuple[BaseException | None, Failure] | None = None
+_record_lock = threading.Lock()
 _fault_file: Any = None
 
 
-def kind_of(error: BaseException) -> Kind:
+def failure_kind(error: BaseException) -> FailureKind:
     """Which kind of ending an exception is."""
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return "stopped"
@@ -92,168 +92,168 @@ def kind_of(error: BaseException) -> Kind:
         return "user"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (RuntimeError, ConnectionError)):  # torch.distributed raises RuntimeErrors
-        if _WAITED.search(text):
+        if _TIMED_OUT.search(text):
             return "hung"
         if _PEER_GONE.search(text):
             return "peer"
     return "fault"
 
 
-def hand_over(error: BaseException) -> bool:
+def report_to_agent(error: BaseException) -> bool:
     """Record how this rank ends; returns whether its agent reports it (never where this is no rank), so that it need
     not."""
-    kind, stack = kind_of(error), "".join(traceback.format_exception(error))
-    own = error.exit_code if isinstance(error, SftPlayError) else 1
-    code = Interrupted.exit_code if kind == "stopped" else own
-    write_down(kind, str(error), name=type(error).__name__, exit_code=code, stack=stack, error=error)
-    return under_agent()
+    kind, stack = failure_kind(error), "".join(traceback.format_exception(error))
+    error_code = error.exit_code if isinstance(error, SftPlayError) else 1
+    exit_code = Interrupted.exit_code if kind == "stopped" else error_code
+    record_failure(kind, str(error), name=type(error).__name__, exit_code=exit_code, stack=stack, error=error)
+    return is_under_agent()
 
 
-def write_down(
-    kind: Kind, message: str, *, name: str = "", exit_code: int = 1, stack: str = "", error: BaseException | None = None
+def record_failure(
+    kind: FailureKind, message: str, *, name: str = "", exit_code: int = 1, stack: str = "", error: BaseException | None = None
 ) -> None:
     """Write a failure into the launcher's file, if there is one. The first failure stays: what follows, such as
     connections that break, only hides it. It is replaced only by a message of ours about the same exception."""
-    global _written
+    global _recorded
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    with _writing:
+    with _record_lock:
         # one of our errors may rephrase an earlier exception that it was raised from
         cause = error.__cause__ if isinstance(error, SftPlayError) else None
-        if _written is not None and (cause is None or cause is not _written[0]):
+        if _recorded is not None and (cause is None or cause is not _recorded[0]):
             return
-        if under_agent() and threading.current_thread() is threading.main_thread():
+        if is_under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
-            for number in signals.STOPPING:
-                signal.signal(number, signal.SIG_IGN)
+            for signal_number in signals.STOP_SIGNALS:
+                signal.signal(signal_number, signal.SIG_IGN)
         failure = Failure(
             kind=kind,
             exit_code=exit_code,
             name=name,
-            message=_safe(message),
-            traceback=_safe(stack),
-            time=_written[1].time if _written is not None else time.time(),
+            message=_redacted_text(message),
+            traceback=_redacted_text(stack),
+            time=_recorded[1].time if _recorded is not None else time.time(),
             rank=int(os.environ.get("RANK", "0")),
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        _written = (error, failure)
-        shown = f"{name}: {failure.message}" if name else failure.message
-        extra = {"py_callstack": failure.traceback or shown, "timestamp": str(int(failure.time))}
-        answer = {"message": {"message": shown, "extraInfo": extra}, "sft_play": asdict(failure)}
+        _recorded = (error, failure)
+        error_text = f"{name}: {failure.message}" if name else failure.message
+        extra = {"py_callstack": failure.traceback or error_text, "timestamp": str(int(failure.time))}
+        record = {"message": {"message": error_text, "extraInfo": extra}, "sft_play": asdict(failure)}
         with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
-            atomic.write(Path(path), json.dumps(answer))
+            atomic.write(Path(path), json.dumps(record))
 
 
-def _safe(text: str) -> str:
+def _redacted_text(text: str) -> str:
     return redact(escape_control(text))
 
 
-def read(error_file: Path) -> Failure | None:
+def read_failure(error_file: Path) -> Failure | None:
     """The failure that a rank recorded; None where it recorded none, or not in our form."""
     try:
-        own = json.loads(error_file.read_text(encoding="utf-8"))["sft_play"]
-        return Failure(**own)
+        fields = json.loads(error_file.read_text(encoding="utf-8"))["sft_play"]
+        return Failure(**fields)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def numbered(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 1` or `ranks 0, 2, 3`."""
-    listed = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank{'s' if len(ranks) != 1 else ''} {listed}"
+    rank_list = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank{'s' if len(ranks) != 1 else ''} {rank_list}"
 
 
 # --- parents and children ---------------------------------------------------------------------------------------------
 
 
-def under_agent() -> bool:
+def is_under_agent() -> bool:
     """Whether this process is a rank whose agent is ours and alive."""
     return os.environ.get(AGENT_VARIABLE) == str(os.getppid())
 
 
-def beside_error_file(name: str) -> Path | None:
+def rank_file_path(name: str) -> Path | None:
     """A file of this rank that its launcher finds; None where no launcher named a folder."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     return Path(path).with_name(name) if path else None
 
 
-def begin_process() -> None:
+def install_process_guards() -> None:
     """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told to stop before the
     training handles signals closes what is open, and records its end."""
     global _fault_file
-    signals.leave_with_starter()
-    if not under_agent():
-        _leave_with_launcher(os.environ)
+    signals.watch_parent()
+    if not is_under_agent():
+        _die_with_launcher(os.environ)
         return
-    signals.StopSignals(signals.interrupt).__enter__()  # for the life of the process
-    signals.end_where_deaf(leave_stopped)
-    path = beside_error_file(FAULT_NAME)
+    signals.StopSignals(signals.raise_interrupt).__enter__()  # for the life of the process
+    signals.end_when_unresponsive(exit_stopped)
+    path = rank_file_path(FAULT_NAME)
     if path is not None:
         with contextlib.suppress(OSError):
             _fault_file = path.open("w", encoding="utf-8")
             faulthandler.enable(file=_fault_file, all_threads=False)
-    signals.leave_with(os.getppid(), signal.SIGTERM)
-    threading.Thread(target=_leave_after, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
+    signals.die_with_parent(os.getppid(), signal.SIGTERM)
+    threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
 
 
-def leave_stopped() -> None:
+def exit_stopped() -> None:
     """End this process, whose main thread does not hear that it was asked to stop."""
-    hand_over(KeyboardInterrupt())
+    report_to_agent(KeyboardInterrupt())
     os._exit(Interrupted.exit_code)
 
 
-def _leave_with_launcher(environment: Mapping[str, str]) -> None:
+def _die_with_launcher(environment: Mapping[str, str]) -> None:
     """End a rank with its launcher: torch's or DeepSpeed's, by the variables that they set, or with our agent where
     that ended before this rank could watch it."""
     agent = environment.get(AGENT_VARIABLE, "")
     if "RANK" in environment and agent.isdigit() and not psutil.pid_exists(int(agent)):
         os.kill(os.getpid(), signal.SIGTERM)
     if "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment):
-        signals.leave_with(os.getppid(), signal.SIGTERM)
+        signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
-def _leave_after(agent: int) -> None:
+def _exit_after_agent(agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(1)
     time.sleep(ORPHAN_S)
     os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
 
 
-def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:
+def find_agent_processes(agent: int) -> Iterator[psutil.Process]:
     """Every living process among an agent's ranks and what they started, by the variable that they inherited."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_own = process.environ().get(AGENT_VARIABLE) == str(agent)
-            if is_own and process.pid not in (agent, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+            belongs_to_agent = process.environ().get(AGENT_VARIABLE) == str(agent)
+            if belongs_to_agent and process.pid not in (agent, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def end_leftovers(agent: int, *, patience_s: float) -> list[int]:
+def kill_leftovers(agent: int, *, patience_s: float) -> list[int]:
     """Wait for the processes that an agent's ranks left behind, and kill those that do not end; returns their pids."""
     deadline = time.monotonic() + patience_s
-    while (left := list(ranks_of_agent(agent))) and time.monotonic() < deadline:
+    while (leftovers := list(find_agent_processes(agent))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for process in left:
+    for process in leftovers:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    return [process.pid for process in left]
+    return [process.pid for process in leftovers]
 
 
-def end_at_once(agent: int) -> None:
+def kill_process_tree(agent: int) -> None:
     """SIGKILL for an agent and everything below it; the agent itself ends only what is below it."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(agent)
         tree = [root, *root.children(recursive=True)]  # listed first: orphans get another parent
-    for process in [*tree, *ranks_of_agent(agent)]:
+    for process in [*tree, *find_agent_processes(agent)]:
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid():
                 process.kill()
 
 
-def end_compilers() -> None:
+def kill_compilers() -> None:
     """SIGKILL for what programs that this process runs have started in its session: ninja leaves its compilers behind
     where it is killed, as Python does when a signal ends its wait for it."""
     for process in psutil.Process().children(recursive=True):

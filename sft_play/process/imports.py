@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 LONG_CHARS = 1 << 18
 
 
-def give_back_free_memory() -> None:
+def release_free_memory() -> None:
     """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for every GiB kept."""
     with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows opens none, others have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def give_back(longest: int) -> None:
+def release_after_long_text(longest_chars: int) -> None:
     """Give freed memory back where the longest text of a batch, in characters, was a long one."""
-    if longest > LONG_CHARS:
-        give_back_free_memory()
+    if longest_chars > LONG_CHARS:
+        release_free_memory()
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def importing() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        with waiting("Loading torch, transformers and what is built on them"):
+        with report_wait("Loading torch, transformers and what is built on them"):
             yield
     finally:
         gc.freeze()

@@ -9,35 +9,35 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from sft_play.spelling import nearest, plain
+from sft_play.spelling import nearest_name, normalize_name
 
-_TABLE: Dict[str, Any] = json.loads(Path(__file__).with_name("variables.json").read_text(encoding="utf-8"))
+_VARIABLE_TABLE: Dict[str, Any] = json.loads(Path(__file__).with_name("variables.json").read_text(encoding="utf-8"))
 
 
-def _names(text: str) -> Tuple[str, ...]:
+def _expand_names(text: str) -> Tuple[str, ...]:
     """The words of an entry; `@NAME` stands for those of a group."""
-    found = []  # type: List[str]
+    names = []  # type: List[str]
     for word in text.split():
-        found += _names(_TABLE["groups"][word[1:]]) if word.startswith("@") else [word]
-    return tuple(found)
+        names += _expand_names(_VARIABLE_TABLE["groups"][word[1:]]) if word.startswith("@") else [word]
+    return tuple(names)
 
 
 # Commands that train, and those about the run that `train` with the same words would start.
-TRAINING, DESCRIBING = _names("@training"), _names("@describing")
-COMMANDS = _names("@commands")
-TARGETS: Dict[str, str] = _TABLE["targets"]
-MAINTAINING = _names("@maintaining")
-COMMANDS_OF_MAKE = _names("@commands_of_make")
+TRAINING_COMMANDS, DESCRIBING_COMMANDS = _expand_names("@training"), _expand_names("@describing")
+COMMANDS = _expand_names("@commands")
+TARGETS: Dict[str, str] = _VARIABLE_TABLE["targets"]
+MAINTENANCE_TARGETS = _expand_names("@maintaining")
+MAKE_ONLY_COMMANDS = _expand_names("@commands_of_make")
 # Flags that are not variables: the commands that take them, their help, and the setting for which some stand.
-FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _names(row["for"])} for flag, row in _TABLE["flags"].items()}
-SETTINGS: Dict[str, str] = _TABLE["settings"]
+EXTRA_FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _expand_names(row["for"])} for flag, row in _VARIABLE_TABLE["flags"].items()}
+SETTING_BY_VARIABLE: Dict[str, str] = _VARIABLE_TABLE["settings"]
 # Other names for the same, in capitals without underscores: launchers' and people's.
-OTHER_WORDS = {word: name for name, words in _TABLE["other_words"].items() for word in words.split()}
+VARIABLE_SYNONYMS = {word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()}
 # Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on.
-OF_OTHERS = _names(_TABLE["of_others"])
-_OTHERS = _names(_TABLE["others"])
+FOREIGN_PREFIXES = _expand_names(_VARIABLE_TABLE["of_others"])
+_FOREIGN_VARIABLES = _expand_names(_VARIABLE_TABLE["others"])
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-_ANYWHERE = ("*",)
+_ANY_COMMAND = ("*",)
 
 
 class Variable(NamedTuple):
@@ -46,7 +46,7 @@ class Variable(NamedTuple):
     `commands`: those that take it. `help` and `example`: its line of `make help`, and the help of its flag.
     `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from 1) and "number" (from 0) may
     not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/launch_options.py`.
-    `of`: what a count or a number counts, for error messages.
+    `counted_noun`: what a count or a number counts, for error messages.
     `ranks`: commands that take the flag, although make's target of that name does not pass the variable.
     """
 
@@ -56,89 +56,89 @@ class Variable(NamedTuple):
     kind: str
     has_flag: bool
     ranks: Tuple[str, ...]
-    of: str
+    counted_noun: str
 
 
-def _variable(row: Dict[str, Any]) -> Variable:
+def _parse_variable(row: Dict[str, Any]) -> Variable:
     return Variable(
-        _names(row["for"]),
+        _expand_names(row["for"]),
         row["help"],
         row["example"],
         row.get("kind", "text"),
         row.get("flag", True),
-        _names(row.get("ranks", "")),
+        _expand_names(row.get("ranks", "")),
         row.get("of", ""),
     )
 
 
-VARIABLES: Dict[str, Variable] = {name: _variable(row) for name, row in _TABLE["variables"].items()}
+VARIABLES: Dict[str, Variable] = {name: _parse_variable(row) for name, row in _VARIABLE_TABLE["variables"].items()}
 
 
-def command_of(target: str) -> str:
+def target_command(target: str) -> str:
     """The command of `sft-play` that a target of make runs."""
     return TARGETS.get(target, target)
 
 
-def targets() -> Set[str]:
+def all_targets() -> Set[str]:
     """Every target of make that the table speaks of."""
-    return {*COMMANDS, *TARGETS, *COMMANDS_OF_MAKE}
+    return {*COMMANDS, *TARGETS, *MAKE_ONLY_COMMANDS}
 
 
-def is_taken(name: str, target: str) -> bool:
+def takes_variable(name: str, target: str) -> bool:
     """Whether a target of make uses a variable."""
     commands = VARIABLES[name].commands
-    return commands == _ANYWHERE or target in commands or command_of(target) in commands
+    return commands == _ANY_COMMAND or target in commands or target_command(target) in commands
 
 
 def flag_commands(name: str) -> Tuple[str, ...]:
     """The commands of the program that take the flag of a variable."""
     variable = VARIABLES[name]
-    return tuple(one for one in (*variable.commands, *variable.ranks) if one not in (*TARGETS, *COMMANDS_OF_MAKE))
+    return tuple(command for command in (*variable.commands, *variable.ranks) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS))
 
 
-def about(makefile: str, target: str) -> List[str]:
+def target_help(makefile: str, target: str) -> List[str]:
     """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
     text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
-    taken = [(name, one) for name, one in VARIABLES.items() if is_taken(name, target)]
-    return [f"make {target}: {text}", *(f"  {name + '=' + one.example:<24} {one.help}" for name, one in taken)]
+    variables = [(name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)]
+    return [f"make {target}: {text}", *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables)]
 
 
-def refusal(
-    goals: Sequence[str], given: Iterable[str], empty: Iterable[str], here: Optional[Sequence[str]] = None
+def command_line_problem(
+    goals: Sequence[str], given_names: Iterable[str], empty_names: Iterable[str], makefile_targets: Optional[Sequence[str]] = None
 ) -> Optional[str]:
     """What is wrong with make's command line, in one line; None where nothing is.
 
     Args:
         goals: the targets that were asked for.
-        given: the names of all variables on the command line, of which `empty` have no value.
+        given_names: all variables on the command line, of which `empty_names` have no value.
         here: the targets of the Makefile that asks; None is every target of both.
     """
-    asked = list(goals or ["help"])
-    unknown = [_no_target(goal) for goal in asked if goal not in (here or targets())]
+    requested = list(goals or ["help"])
+    unknown = [_unknown_target_problem(goal) for goal in requested if goal not in (makefile_targets or all_targets())]
     if unknown:
         return "; ".join(unknown)
-    words = f"make {' '.join(asked)}" if goals else "make without a target"
-    wrong = [text for name in sorted(given) for text in [_wrong(name, asked, words)] if text]
-    for name in sorted(empty):
+    command_text = f"make {' '.join(requested)}" if goals else "make without a target"
+    problems = [text for name in sorted(given_names) for text in [_variable_problem(name, requested, command_text)] if text]
+    for name in sorted(empty_names):
         if (
             name in VARIABLES
             and VARIABLES[name].kind not in ("list", "switch")
-            and any(is_taken(name, goal) for goal in asked)
+            and any(takes_variable(name, goal) for goal in requested)
         ):
-            wrong.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
-    return "; ".join(wrong) or None
+            problems.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
+    return "; ".join(problems) or None
 
 
-def spoken(target: str) -> str:
+def make_command(target: str) -> str:
     """How a target is called, from the checkout."""
-    return f"make -C benchmarks {target}" if target in MAINTAINING else f"make {target}"
+    return f"make -C benchmarks {target}" if target in MAINTENANCE_TARGETS else f"make {target}"
 
 
-def _no_target(goal: str) -> str:
-    if goal in targets():  # of the other Makefile
-        return f"make {goal}: that target is called as {spoken(goal)}"
-    near = nearest(goal, targets())
-    hint = f"did you mean {spoken(near)}?" if near else "make help ALL=1 lists them"
+def _unknown_target_problem(goal: str) -> str:
+    if goal in all_targets():  # of the other Makefile
+        return f"make {goal}: that target is called as {make_command(goal)}"
+    suggestion = nearest_name(goal, all_targets())
+    hint = f"did you mean {make_command(suggestion)}?" if suggestion else "make help ALL=1 lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):
@@ -146,32 +146,32 @@ def _no_target(goal: str) -> str:
     return f"make {goal}: there is no such target; {hint}"
 
 
-def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
+def _variable_problem(name: str, requested: List[str], command_text: str) -> Optional[str]:
     if name in VARIABLES:
-        if any(is_taken(name, goal) for goal in asked):
+        if any(takes_variable(name, goal) for goal in requested):
             return None
-        refused = f"{name}= is not used by {words}; it belongs to {_takers(name)}"
-        is_run = any(command_of(goal) in (*TRAINING, *DESCRIBING) for goal in asked)
-        return f"{refused} (the setting: SET='{SETTINGS[name]}=...')" if is_run and name in SETTINGS else refused
-    if name.upper() in _OTHERS:
+        problem = f"{name}= is not used by {command_text}; it belongs to {_format_takers(name)}"
+        is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in requested)
+        return f"{problem} (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')" if is_run_command and name in SETTING_BY_VARIABLE else problem
+    if name.upper() in _FOREIGN_VARIABLES:
         return None
-    own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
+    usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in requested)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
-    alike = 0.85 if name.startswith(OF_OTHERS) else None
-    near = OTHER_WORDS.get(plain(name))
-    if near not in own:  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
-        near = nearest(name, own, alike=alike) or near or nearest(name, list(VARIABLES), alike=alike)
-    if near is not None:
-        whose = "" if near in own else f" It belongs to {_takers(near)}"
-        return f"{name}= is not a variable of {words}; did you mean {near}=?{whose}"
-    if name.startswith(OF_OTHERS):
+    min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
+    suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
+    if suggestion not in usable_names:  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+        suggestion = nearest_name(name, usable_names, min_similarity=min_similarity) or suggestion or nearest_name(name, list(VARIABLES), min_similarity=min_similarity)
+    if suggestion is not None:
+        owner_note = "" if suggestion in usable_names else f" It belongs to {_format_takers(suggestion)}"
+        return f"{name}= is not a variable of {command_text}; did you mean {suggestion}=?{owner_note}"
+    if name.startswith(FOREIGN_PREFIXES):
         return None
     return (
-        f"{name}= is not a variable of {words}, which takes {', '.join(own)} (a setting of the run YAML goes into "
+        f"{name}= is not a variable of {command_text}, which takes {', '.join(usable_names)} (a setting of the run YAML goes into "
         f"SET='a.b=1'; a variable for another program goes before make: {name}=... make)"
     )
 
 
-def _takers(name: str) -> str:
-    named = [spoken(one) for one in VARIABLES[name].commands]
-    return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"
+def _format_takers(name: str) -> str:
+    commands = [make_command(command) for command in VARIABLES[name].commands]
+    return ", ".join(commands) if len(commands) <= 7 else f"{', '.join(commands[:6])} and {len(commands) - 6} others"

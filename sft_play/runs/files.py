@@ -22,7 +22,7 @@ from sft_play.errors import RunFolderError, SftPlayError
 from sft_play.facts.host import nearest_disk_space
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[
     `what`: begins the message, such as "the checkpoint of step 6". `free`: bytes that are free there; None where that
     is not known. Raises RunFolderError where fewer bytes are free, or the disk refuses.
     """
-    words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({size_of(needed)}) "
+    words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({format_size(needed)}) "
     words += "are needed, and {}. Free space there, then resume the run"
     if free is not None and free < needed:
         raise RunFolderError(words.format(os.strerror(errno.ENOSPC), free_words(folder)))
@@ -238,4 +238,4 @@ def free_bytes(path: Path) -> int | None:
 def free_words(path: Path) -> str:
     """What a disk has free, for a message."""
     free = free_bytes(path)
-    return "what is free there is not known" if free is None else f"{free:,} bytes ({size_of(free)}) are free there"
+    return "what is free there is not known" if free is None else f"{free:,} bytes ({format_size(free)}) are free there"

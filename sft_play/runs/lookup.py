@@ -17,7 +17,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig, resolved
 from sft_play.config.schema import OutputConfig
-from sft_play.errors import RunFolderError, about
+from sft_play.errors import RunFolderError, error_prefix
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import MANIFEST, RunFolder
@@ -31,7 +31,7 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     has; raises RunFolderError where there is none, or the named one is finished or not ours."""
     base = output_dir(output)
     if name is not None or output.name is not None:
-        with about(name and f"RUN={one_line(name)}"):
+        with error_prefix(name and f"RUN={one_line(name)}"):
             folder = run_named(base, name) if name else run_at(base, checked_name(output.name or "", key="output.name"))
         if folder.manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")

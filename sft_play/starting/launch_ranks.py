@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError, SftPlayError, about
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import SETTLE_SHARE, NodeSetup, require_free_port
 from sft_play.launch.command import LaunchCommand, rank_timeout_s, torchrun_command
@@ -33,7 +33,7 @@ from sft_play.launch.machine import (
     spread_hardware,
     adjust_local_rank,
 )
-from sft_play.log import write_log_to
+from sft_play.log import start_log_file
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
@@ -67,8 +67,8 @@ def launch_ranks(
 
     Args:
         folder: the run's, which is made here; None on several nodes, where rank 0 makes it.
-        run: the name of the run that `make resume` resumes.
-        beside: what runs beside the ranks.
+        resumed_run: the name of the run that `make resume` resumes.
+        sidecar: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
     plan = stage_plans[0][0]
@@ -82,7 +82,7 @@ def launch_ranks(
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
     environment = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
     with sidecar, _write_launch_files(folder, loaded, stage_plans, is_resumed=is_resumed):
-        log_file = write_log_to(folder.log_path, buffer=log_buffer)
+        log_file = start_log_file(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
         try:
@@ -105,7 +105,7 @@ def _write_launch_files(
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
     launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_day(folder))
-    write_text(folder.path / LAUNCH_FILE, launch_plan.to_json(made=not is_resumed))
+    write_text(folder.path / LAUNCH_FILE, launch_plan.to_json(has_folder=not is_resumed))
     if deepspeed_config is not None:
         write_json(folder.path / DEEPSPEED_FILE, deepspeed_config)
     return run_lock
@@ -154,7 +154,7 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
         return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
                 rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with about(f"{nodes.exported_rank}, or {rank_explanation}"):
+    with error_prefix(f"{nodes.exported_rank}, or {rank_explanation}"):
         count = len(_meet_nodes(options, config, node_hardware, may_count_ranks=True).cards)
     if count < nodes.count:
         logger.info("Nodes: %s", rank_explanation)
@@ -200,26 +200,26 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
     passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
     received_signals: list[int] = []
-    environment = signals.ends_with_me(launch.merged_environment(os.environ), number=signal.SIGTERM)
+    environment = signals.child_environment(launch.merged_environment(os.environ), signal_number=signal.SIGTERM)
     # In a session of its own, so that a terminal's Ctrl-C reaches this process only, and the ranks hear of it once.
     process = subprocess.Popen(launch.agent_argv, env=environment, start_new_session=True)
 
-    def forward_signal(number: int) -> None:
-        received_signals.append(number)
+    def forward_signal(signal_number: int) -> None:
+        received_signals.append(signal_number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
-        name = signal.Signals(number).name
+        name = signal.Signals(signal_number).name
         logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
                        "second ends them at once", name)  # fmt: skip
 
-    def kill_ranks(number: int) -> None:
-        received_signals.append(number)
-        failures.end_at_once(process.pid)
+    def kill_ranks(signal_number: int) -> None:
+        received_signals.append(signal_number)
+        failures.kill_process_tree(process.pid)
 
     with signals.StopSignals(forward_signal, kill_ranks):
         agent_code = process.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
-            failures.end_leftovers(process.pid, patience_s=0 if len(received_signals) > 1 else failures.ORPHAN_S)
+            failures.kill_leftovers(process.pid, patience_s=0 if len(received_signals) > 1 else failures.ORPHAN_S)
     return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
 
 
@@ -261,7 +261,7 @@ LAUNCH_FILE = "launch.json"
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """What is decided before anything is made. `folder` is None on several nodes, where rank 0 names it."""
+    """A launch as planned, before anything is made. `folder` is None on several nodes, where rank 0 names it."""
 
     folder: RunFolder | None
     is_resumed: bool
@@ -275,16 +275,16 @@ class LaunchPlan:
     today: date = dataclasses.field(default_factory=date.today)
     """The day of the run's first start, for chat templates that write one."""
 
-    def to_json(self, *, made: bool) -> str:
-        """As JSON, for the ranks; `made`: whether their parent creates the folder."""
+    def to_json(self, *, has_folder: bool) -> str:
+        """As JSON, for the ranks; `has_folder`: whether their parent creates the folder."""
         assert self.folder is not None, "rank 0 names it"
         stage_fields = [{"plan": plan.as_json(), "deepspeed": deepspeed_config} for plan, deepspeed_config in self.stage_plans]
         folder, today = str(self.folder.path.absolute()), str(self.today)
-        return json.dumps({"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": made, "today": today})
+        return json.dumps({"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": has_folder, "today": today})
 
     @staticmethod
     def from_json(text: str) -> LaunchPlan:
-        """What a parent, or rank 0, has handed over; raises the error with which rank 0 has refused the run."""
+        """Read what a parent, or rank 0, has written; raises the error with which rank 0 has refused the run."""
         fields = json.loads(text)
         if "refused" in fields:
             raise (DoesNotFit if fields["exit_code"] == DoesNotFit.exit_code else ConfigError)(fields["refused"])
@@ -299,7 +299,8 @@ def refusal_to_json(error: SftPlayError) -> str:
 
 
 def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
-    """This rank's place, with the variables by which torch and gloo find the others, whichever launcher set them."""
+    """Set the variables by which torch and gloo find the other ranks, whichever launcher set them; returns this
+    rank."""
     os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
     os.environ.update(rendezvous_variables(os.environ, nodes=rank_info.node_count))
     if rank_info.run_folder is None:  # another launcher may show each rank its own GPU alone
@@ -309,8 +310,8 @@ def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
 
 
 def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | None:
-    """What this rank's parent has written, or rank 0 hands over, for which the others wait; None for rank 0, which
-    decides where no parent has."""
+    """Read the plan that this rank's parent has written, or wait for the one that rank 0 broadcasts. None for rank 0
+    without a parent: it makes the plan."""
     if rank_info.run_folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return LaunchPlan.from_json((rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8"))
     with importing():
@@ -323,8 +324,8 @@ def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | 
 
 
 def gather_rank_hardware(local_hardware: Hardware, rank_info: RankInfo) -> Hardware:
-    """The machine as all ranks use it, for rank 0 to plan with; `here` is what this process sees of it. Raises
-    HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
+    """The machine as all ranks use it, for rank 0 to plan with; `local_hardware` is what this process sees of it.
+    Raises HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
     from sft_play.training.ranks.distributed import gather_gpus
 
     sees_one_gpu = len(local_hardware.gpus) == 1 and rank_info.local_world_size > 1

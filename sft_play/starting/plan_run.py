@@ -148,7 +148,7 @@ def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, la
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def load_model_shape(config: RunConfig) -> ModelShape:
+def load_run_model_shape(config: RunConfig) -> ModelShape:
     """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
     where it is no model that a run with this config trains."""
     model = config.model
@@ -168,8 +168,8 @@ def has_eval(config: RunConfig) -> bool:
 
 
 def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, has_stages: bool = False) -> Backend:
-    """The backend that trains a run on this machine; `staged`: in stages. Raises BackendError where Unsloth was asked
-    for and cannot run it, and no fallback was named."""
+    """The backend that trains a run on this machine; `has_stages`: in stages. Raises BackendError where Unsloth was
+    asked for and cannot run it, and no fallback was named."""
     from sft_play.training.prepare import backend as backends
 
     backend = backends.choose_backend(
@@ -179,7 +179,7 @@ def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, 
         return backend
     from sft_play.training.prepare.model_spec import build_model_spec  # imports torch, which is not needed before
 
-    precision = choose_precision(config, hardware, load_model_shape(config))
+    precision = choose_precision(config, hardware, load_run_model_shape(config))
     problem = backends.unsloth_model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
     return backends.fall_back(config, problem) if problem else backend
 
@@ -221,8 +221,8 @@ def plan_run(
     constraints: ResumeConstraints = NO_RESUME_CONSTRAINTS,
     rows: RowTokens | None = None,
 ) -> Plan:
-    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for. `kept`:
-    what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
+    `constraints`: what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
     request = _plan_request(config, hardware, layouts, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if include_suggestions and constraints.batch is None else make_plan
@@ -268,7 +268,7 @@ def _can_resume_with(suggestion: Suggestion) -> bool:
 
 
 def check_without_rows(config: RunConfig, hardware: Hardware, *, layouts: tuple[LayoutName, ...]) -> None:
-    """Raises as `plan_run` does what no length of the rows changes, without a plan."""
+    """Run only the checks that do not depend on row lengths. Raises what `plan_run` raises."""
     check_plan_request(_plan_request(config, hardware, layouts))
 
 
@@ -279,7 +279,7 @@ def _plan_request(
     config = _apply_backend_fallback(config, training_backend(config, hardware, layouts))
     return PlanRequest(
         config,
-        load_model_shape(config),
+        load_run_model_shape(config),
         hardware,
         layouts,
         has_eval(config),

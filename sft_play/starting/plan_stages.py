@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, SftPlayError, in_stage
+from sft_play.errors import ConfigError, SftPlayError, stage_context
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.deepspeed.files import (
     keeps_params_on_gpu,
@@ -37,7 +37,7 @@ from sft_play.starting.plan_run import (
     plan_run,
     check_without_rows,
     require_resumable_layout,
-    load_model_shape,
+    load_run_model_shape,
     read_previous_run,
 )
 from sft_play.starting.row_survey import count_row_tokens, has_variable_lengths, cached_row_tokens
@@ -61,7 +61,7 @@ def plan_stages(
     for part, stage_folder in _match_stage_folders(loaded, resume_from):
         if part.stage is not None:
             logger.debug("Stage %s:", part.stage)
-        with in_stage(part.stage):
+        with stage_context(part.stage):
             stage_plans.append(plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed))
     return stage_plans
 
@@ -99,7 +99,7 @@ def count_rows_before_planning(
     if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.parts):
         return
     for part in loaded.parts if is_batch_open else ():
-        with in_stage(part.stage):
+        with stage_context(part.stage):
             check_without_rows(part.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_in_process:
@@ -139,9 +139,9 @@ def plan_ranks(
 ) -> PlanWithDeepSpeed:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
-    `given`: DeepSpeed's config as the run that is resumed was first given it. Raises ConfigError where the strategy
-    cannot run the job, or contradicts DeepSpeed's config; RunFolderError where the run cannot be resumed in this layout
-    or over these ranks; DoesNotFit where nothing fits, and the batch was left to the plan.
+    `original_deepspeed`: DeepSpeed's config as the run that is resumed was first given it. Raises ConfigError where the
+    strategy cannot run the job, or contradicts DeepSpeed's config; RunFolderError where the run cannot be resumed in
+    this layout or over these ranks; DoesNotFit where nothing fits, and the batch was left to the plan.
     """
     previous = read_previous_run(resume_from) if resume_from else None
     config, strategy, deepspeed_request = loaded.config, options.strategy, options.deepspeed
@@ -214,7 +214,7 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 
 
 def _resolve_deepspeed_config(plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str) -> dict[str, Any]:
-    numbers = PlanValues.from_plan(plan, config, hidden_size=load_model_shape(config).hidden_size)
+    numbers = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = cpu_adam_obstacles() if offloads else ()
     resolved, lines = fill_auto_values(deepspeed_config, numbers, name=name, adam_obstacle="; ".join(obstacles) or None)
@@ -228,7 +228,7 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     """Raises ConfigError for a named layout that cannot run."""
     if strategy is None:
         return
-    possible, refused = find_layouts(config, load_model_shape(config), hardware, named=strategy)
+    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return

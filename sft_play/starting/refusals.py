@@ -13,7 +13,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.disk import LARGER, disk_use
-from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, in_stage
+from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, stage_context
 from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda_version
@@ -23,9 +23,9 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.files import free_bytes, free_words
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable, resumes
-from sft_play.starting.plan_run import load_model_shape
+from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.prepare.backend import check_trackers
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 
 def refusals(
@@ -59,7 +59,7 @@ def require_capable_machine(config: RunConfig, hardware: Hardware) -> None:
     """Raise an error where this machine cannot train a run: HardwareError, or for a package that is not installed."""
     if hardware.named:
         return
-    require_usable_hardware(config, hardware, os.environ, count_params=lambda: load_model_shape(config).params)
+    require_usable_hardware(config, hardware, os.environ, count_params=lambda: load_run_model_shape(config).params)
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
         require_attention_package(config.model.attn_implementation)
@@ -83,7 +83,7 @@ def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
 
 
 def _require_readable_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
-    with in_stage(part.stage):
+    with stage_context(part.stage):
         try:
             paths = find_data_paths(part.config.data)
         except DataError:
@@ -106,11 +106,11 @@ def require_gpus_and_disk(
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.parts, plans, strict=False):
         stage_folder = folder if part.stage is None else folder.of_stage(part.stage)
-        disk, free_disk = disk_use(part.config, load_model_shape(part.config), plan), free_bytes(folder.path)
+        disk, free_disk = disk_use(part.config, load_run_model_shape(part.config), plan), free_bytes(folder.path)
         needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints.glob("checkpoint-*"))))
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
                 f"{folder.path}: there is no room for what the run writes ({disk.count or 'all its'} checkpoints at "
-                f"once, and the final weights): at least {needed_bytes:,} bytes ({size_of(needed_bytes)}) are needed, and "
+                f"once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are needed, and "
                 f"{free_words(folder.path)}; {LARGER}"
             )

@@ -22,7 +22,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.checks import missed_columns
 from sft_play.data.sources.files import list_parts, find_data_paths
-from sft_play.errors import SftPlayError, in_stage
+from sft_play.errors import SftPlayError, stage_context
 from sft_play.facts.models.architecture import find_model_folder, load_max_positions
 from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, summarize_row_tokens
@@ -36,7 +36,7 @@ QUICK_BYTES = 32 * MIB
 _TOKENIZER_PATTERNS = ("tokenizer*", "vocab*")
 _TOKENIZER_FILE_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 # Options of the data section that decide neither which rows there are nor their tokens.
-_OPTIONS_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
+_OPTIONS_WITHOUT_EFFECT = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
 # What this process has counted, for a cache that cannot be written.
 _counted_rows: dict[str, RowTokens | None] = {}
 
@@ -51,7 +51,7 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     if not has_variable_lengths(config):
         return None
     with contextlib.suppress(OSError, SftPlayError, ValueError, KeyError, TypeError):
-        key = _cache_key(config)
+        key = _row_tokens_key(config)
         if key in _counted_rows:
             return _counted_rows[key]
         return TypeAdapter(RowTokens).validate_json(_note_path(key).read_bytes())
@@ -63,7 +63,7 @@ def count_row_tokens(loaded: LoadedConfig) -> None:
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
     for part in loaded.parts:
         if has_variable_lengths(part.config) and cached_row_tokens(part.config) is None:
-            with in_stage(part.stage):
+            with stage_context(part.stage):
                 _count_tokens(part.config)
 
 
@@ -92,7 +92,7 @@ def count_row_tokens_if_quick(
             if folder is None or data_bytes > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
                 continue
             try:
-                with in_stage(part.stage):
+                with stage_context(part.stage):
                     _count_tokens(config)
             except SftPlayError as error:
                 on_error(error)
@@ -116,12 +116,12 @@ def _count_tokens(config: RunConfig) -> None:
     lengths = row_lengths(to_dataset(splits.train.rows))
     held_out = [row_lengths(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
     counted = summarize_row_tokens(
-        dict(zip(*(found.tolist() for found in np.unique(lengths, return_counts=True)), strict=True)),
+        dict(zip(*(values.tolist() for values in np.unique(lengths, return_counts=True)), strict=True)),
         limit=length_limit,
         held_out=max((int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)), default=0),
     )
     counted = dataclasses.replace(counted, cut=splits.train.report.cut_rows) if counted else None
-    key = _cache_key(config)
+    key = _row_tokens_key(config)
     _counted_rows[key] = counted
     if counted is None:
         return
@@ -140,12 +140,12 @@ def _note_path(key: str) -> Path:
     return cache_dir() / "row_tokens" / f"{key}.json"
 
 
-def _cache_key(config: RunConfig) -> str:
+def _row_tokens_key(config: RunConfig) -> str:
     folder = find_model_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_tokenizer_file_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     key_parts: dict[str, Any] = {
-        "options": {name: value for name, value in _data_options(config).items() if name not in _OPTIONS_NOT_IN_KEY},
+        "options": {name: value for name, value in _data_options(config).items() if name not in _OPTIONS_WITHOUT_EFFECT},
         "limit": config.model.max_seq_len,
         "tokenizer": tokenizer,
         "files": sorted(_data_file_states(config)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from sft_play.config.load import LoadedConfig
-from sft_play.errors import ConfigError, RunFolderError, SftPlayError, about
+from sft_play.errors import ConfigError, RunFolderError, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
@@ -27,7 +27,7 @@ from sft_play.launch.launch_options import (
     fill_from_accelerate,
 )
 from sft_play.launch.machine import hide_gpus, warn_idle_gpus, restrict_to_device, select_hardware, use_one_gpu
-from sft_play.log import one_line, start_log_buffer, write_log_to
+from sft_play.log import one_line, start_log_buffer, start_log_file
 from sft_play.planner import plan_details
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS
 from sft_play.planner.mesh import parse_mesh
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRequest:
-    """A run that a command asks for, and which processes train it."""
+    """What is to be launched: a run, its options, and which processes train it."""
 
     loaded: LoadedConfig
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
@@ -68,7 +68,7 @@ class LaunchRequest:
     """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
     rank_info: RankInfo | None = None
     should_resume: bool = False
-    """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run`."""
+    """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run_name`."""
     folder: RunFolder | None = None
     run_name: str | None = None
     accelerate_config: AccelerateConfig | None = None
@@ -76,7 +76,7 @@ class LaunchRequest:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this process speaks for the run: not a rank that has a parent of ours, or is not the first."""
+        """True for the one process that prints: not a rank, or rank 0 under a foreign launcher."""
         return self.rank_info is None or (self.rank_info.is_first and self.rank_info.run_folder is None)
 
 
@@ -95,7 +95,7 @@ def start_run(request: LaunchRequest) -> LaunchResult:
     """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
     with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
     before a library is imported."""
-    signals.note_beginning(anew=request.rank_info is None)  # train.max_hours is the limit of all starts together
+    signals.record_start_time(anew=request.rank_info is None)  # train.max_hours is the limit of all starts together
     restarts = RestartBudget(request.options.max_restarts)
     if restarts.limit and request.rank_info is None and not request.launches_ranks:
         options = dataclasses.replace(request.options, processes=1)
@@ -111,12 +111,12 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
     stack."""
     with contextlib.ExitStack() as exit_stack:
         if request.rank_info is None:  # a rank that waits for the others is ended by its launcher
-            exit_stack.enter_context(signals.StopSignals(signals.interrupt))
+            exit_stack.enter_context(signals.StopSignals(signals.raise_interrupt))
         buffer = start_log_buffer() if request.rank_info is None or request.rank_info.is_first else None
         if request.is_reporting_rank:
             _log_base_model(request.loaded)
         request = _resolve_launch_request(request)
-        exit_stack.enter_context(about(request.options.nodes.exported_rank or None))
+        exit_stack.enter_context(error_prefix(request.options.nodes.exported_rank or None))
         launch_plan = _plan_launch(request, exit_stack) if request.rank_info is None else _plan_launch_as_rank(request, request.rank_info, exit_stack)
         folder, stage_plans = launch_plan.folder, launch_plan.stage_plans
         if not stage_plans:
@@ -150,7 +150,7 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
 
 
 def resume_request(loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: Trust) -> LaunchRequest:
-    """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
+    """A stopped run, the one named `run_name` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
@@ -276,7 +276,7 @@ def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack
     except SftPlayError as error:
         broadcast_text(refusal_to_json(error))
         raise
-    broadcast_text(launch_plan.to_json(made=False))  # the others wait; without a plan there is nothing left to do
+    broadcast_text(launch_plan.to_json(has_folder=False))  # the others wait; without a plan there is nothing left to do
     return launch_plan
 
 
@@ -285,7 +285,7 @@ def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack
 
 @dataclass
 class RestartBudget:
-    """The restarts of one command: at most `most` after a process died."""
+    """The restarts of one command: at most `limit` after a process died."""
 
     limit: int
     used: int = 0
@@ -333,7 +333,7 @@ def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _log_to_run(folder: RunFolder) -> Iterator[None]:
-    handler = write_log_to(folder.log_path)
+    handler = start_log_file(folder.log_path)
     try:
         yield
     finally:

@@ -37,10 +37,10 @@ def train_in_process(
     """Import the libraries and run; what was measured is remembered.
 
     Args:
-        ranks: this process's place among ranks; None where it trains alone.
+        rank_info: this process's place among ranks; None where it trains alone.
         gpus: the GPUs that were named for Unsloth's processes; empty for all that are visible.
-        beside: what runs beside the training.
-        start: how the run starts; fields of `training.job.RunJob`.
+        sidecar: what runs beside the training.
+        job_fields: how the run starts; fields of `training.job.RunJob`.
     """
     plan, configs = stage_plans[0][0], [part.config for part in loaded.parts]
     if gpus and rank_info is None:
@@ -56,7 +56,7 @@ def train_in_process(
     timeout_s = loaded.config.distributed.timeout_s if is_alone else rank_timeout_s(loaded.config, os.environ)
     lock_name = WRITER if rank_info is not None and rank_info.run_folder is not None else None
     job = build_run_job(loaded, stage_plans, folder, lock_role=lock_name, timeout_s=timeout_s, **job_fields)
-    with signals.StopSignals(signals.interrupt), sidecar, add_oom_advice(loaded.config, plan):
+    with signals.StopSignals(signals.raise_interrupt), sidecar, add_oom_advice(loaded.config, plan):
         summary = run_training(job)
     if rank_info is None or rank_info.is_first:
         # the configs have the starter's name, as plans look it up

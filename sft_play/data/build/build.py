@@ -34,7 +34,7 @@ from sft_play.data.sources.formats import Example, RowFormat, content_digest, di
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, hold_lock
-from sft_play.process.waiting import Waiting, waiting
+from sft_play.process.waiting import WaitProgress, report_wait
 
 # The rows of a source, and those of it that are split off for validation.
 KEPT, HELD = "kept", "held"
@@ -199,7 +199,7 @@ def _rows_of(
     count = min(asked, len(jobs))
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     stats = _no_rows(recipe)
-    with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: count_part_rows(parts)) as news:
+    with report_wait(f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)) as news:
         if count > 1:
             results = together(jobs, _Maker, recipe, count=count)
         else:
@@ -249,7 +249,7 @@ class _Maker:
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
         self._rows = RowMaker(renderer, task_mode=recipe.task_mode)
 
-    def __call__(self, job: _Job, *, news: Waiting | None = None) -> tuple[dict[str, str], _Stats]:
+    def __call__(self, job: _Job, *, news: WaitProgress | None = None) -> tuple[dict[str, str], _Stats]:
         """The rows of a piece, written into its files: their names, and the counts."""
         recipe, stats = self._recipe, _no_rows(self._recipe)
         counter = RowCounter(self._rows.renderer)
@@ -283,7 +283,7 @@ class _Maker:
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
     def _examples(
-        self, job: _Job, stats: _Stats, held: bytearray, news: Waiting | None
+        self, job: _Job, stats: _Stats, held: bytearray, news: WaitProgress | None
     ) -> Iterator[tuple[int, Example]]:
         """The piece's examples with their rows' numbers; `held` gets 1 for each that is split off, 0 for the others,
         bad ones among them."""

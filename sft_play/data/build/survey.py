@@ -16,8 +16,8 @@ from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import rephrased
-from sft_play.process.imports import give_back
+from sft_play.errors import translate_library_errors
+from sft_play.process.imports import release_after_long_text
 
 # Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64
@@ -152,7 +152,7 @@ class RowMaker:
                 else:
                     parts += [(number, part) for part in self.renderer.expand(self.renderer.as_chat(one))]
             taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
-            with rephrased():
+            with translate_library_errors():
                 rendered = iter(self.renderer.render_all(taken))
             for number, one in parts:
                 if isinstance(one, BadRow):
@@ -164,7 +164,7 @@ class RowMaker:
                     yield RowOutcome(number, one, None, row)
                 else:
                     yield RowOutcome(number, one, row, row if joined else self.renderer.cut(row))
-            give_back(max((character_count(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
+            release_after_long_text(max((character_count(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
 
 
 Numbered = tuple[int, Example | BadRow]

@@ -16,8 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from sft_play.data.sources.files import FilePart, split_part
-from sft_play.errors import DataError, rephrased
-from sft_play.process.signals import leave_with
+from sft_play.errors import DataError, translate_library_errors
+from sft_play.process.signals import die_with_parent
 
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
 FEW_BYTES = 4 << 20
@@ -102,7 +102,7 @@ def _start_worker(sent: bytes, parent: int) -> None:
     """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _do_job
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_with(parent, signal.SIGKILL)  # a parent that is killed cannot end its workers
+    die_with_parent(parent, signal.SIGKILL)  # a parent that is killed cannot end its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
     begin, recipe = pickle.loads(sent)
     _do_job = begin(recipe)
@@ -110,5 +110,5 @@ def _start_worker(sent: bytes, parent: int) -> None:
 
 def _work(job: Any) -> Any:
     assert _do_job is not None
-    with rephrased():  # a panic could not be sent to the parent
+    with translate_library_errors():  # a panic could not be sent to the parent
         return _do_job(job)

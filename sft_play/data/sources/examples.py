@@ -27,7 +27,7 @@ from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.data.sources.raw import BadRow, RawRow, read_blocks, is_gzipped, no_usable_rows_error
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 
 class ExampleReader:
@@ -59,7 +59,7 @@ class ExampleReader:
 
     def numbered_examples(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
-        with waiting(f"Reading rows of {one_line(str(self.path))}", unit="rows", total=self._total) as news:
+        with report_wait(f"Reading rows of {one_line(str(self.path))}", unit="rows", count_total=self._total) as news:
             for row, row_format in self.raw_rows():
                 news.add()
                 yield self.rows, read_example(row, row_format, self.data)

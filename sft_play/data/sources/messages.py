@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.data.sources.json_rows import ROLE_KEYS, strict_json
 from sft_play.log import one_line
-from sft_play.spelling import nearest
+from sft_play.spelling import nearest_name
 
 Message = dict[str, Any]
 
@@ -273,7 +273,7 @@ def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
         return ROLES[name]
     if name == "function" and is_result:
         return "tool"
-    suggestion = nearest(name, ROLES)
+    suggestion = nearest_name(name, ROLES)
     hint = f'; did you mean "{suggestion}"?' if suggestion else f"; known: {', '.join(ROLES)}"
     hint = (
         "; put think text into reasoning_content of the answer that follows"

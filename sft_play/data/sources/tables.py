@@ -29,7 +29,7 @@ from sft_play.data.sources.raw import (
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import is_hub_reachable
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 
 BATCH_ROWS = 1_000
 # About so many bytes of a table become Python objects at once.
@@ -405,7 +405,7 @@ def _load_hub(hub_name: str) -> Any:
     import datasets
 
     repo_id, config = parse_hub_name(hub_name)
-    with _convert_read_errors(hub_name, HUB_PREFIX), waiting(f"Asking the hub for the data set {repo_id}"):
+    with _convert_read_errors(hub_name, HUB_PREFIX), report_wait(f"Asking the hub for the data set {repo_id}"):
         return datasets.load_dataset(repo_id, config, streaming=not datasets.config.HF_HUB_OFFLINE)
 
 

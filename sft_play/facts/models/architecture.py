@@ -34,7 +34,7 @@ from sft_play.facts.models.config_fields import (
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 from sft_play.spelling import did_you_mean
 from sft_play.starter import BASE, BASE_NAME
 
@@ -245,7 +245,7 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     }
     is_offline = not is_hub_reachable()  # then only the cache is read, at once
     try:
-        with waiting(f"Asking the hub for the config.json of {model_text}"):
+        with report_wait(f"Asking the hub for the config.json of {model_text}"):
             path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         fallback_reason = f": its config.json cannot be fetched: {one_line(str(error))}"

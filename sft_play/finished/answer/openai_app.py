@@ -36,7 +36,7 @@ from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.errors import DataError, rephrased
+from sft_play.errors import DataError, translate_library_errors
 from sft_play.finished.answer import openai_requests as requests
 from sft_play.finished.answer.respond import Responder
 
@@ -154,7 +154,7 @@ class _OneModel(ModelManager):
     def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "sft_play"}]
 
-    @rephrased()  # a panic of the tokenizer is an answer with an error
+    @translate_library_errors()  # a panic of the tokenizer is an answer with an error
     def chat_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """The prompt of a conversation; raises HTTPException where it is none, or too long."""
         texts = (str(message.get("content") or "") for message in messages)

@@ -26,7 +26,7 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, allowed_host_names
 from sft_play.finished.run import FinishedRun, Outcome, context_of, next_line
 from sft_play.log import one_line
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
 from sft_play.runs.files import read_json
 
@@ -214,7 +214,7 @@ class VllmService:
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""
         sys.stdout.flush()  # execve drops what is still buffered
-        os.execve(self._words[0], self._words, for_another_run(os.environ))
+        os.execve(self._words[0], self._words, independent_environment(os.environ))
 
 
 Service = TransformersService | VllmService

@@ -20,7 +20,7 @@ from sft_play.data.masks.token_row import IGNORED, trained_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
-from sft_play.exit_codes import DO_NOT_SHIP, KINDS
+from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
@@ -72,7 +72,7 @@ class Shipped(Outcome):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "format": rule.FORMAT, "ok": self.ok, "kind": KINDS[0] if self.ok else DO_NOT_SHIP,
+            "format": rule.FORMAT, "ok": self.ok, "kind": EXIT_KINDS[0] if self.ok else DO_NOT_SHIP,
             "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),

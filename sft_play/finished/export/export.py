@@ -59,7 +59,7 @@ from sft_play.finished.run import (
 from sft_play.runs.files import read_json, write_json
 from sft_play.training.checkpoints.tensor_files import open_tensors, weight_files
 from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.units import gib
+from sft_play.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Exported(Outcome):
                 if self.prompts_checked else "Tokenizer: not compared"
             )  # fmt: skip
         what = f"{self.quant}, " if self.quant else ""
-        size = f"{what}{gib(self.bytes, digits=2)} GiB"
+        size = f"{what}{format_gib(self.bytes, digits=2)} GiB"
         lines.append(f"Written to: {self.file or self.path} ({size}, {self.wall_s:.0f} s)")
         lines += [f"Serve: {command}" for command in self.commands]
         elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}

@@ -113,7 +113,7 @@ def _download(folder: Path) -> Path:
         *("-r", str(wanted), "-d", str(target)),
     ]
     path = os.pathsep.join(filter(None, [str(build), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = signals.ends_with_me({**os.environ, "PYTHONPATH": path})
+    environment = signals.child_environment({**os.environ, "PYTHONPATH": path})
     done = subprocess.run(
         words, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False
     )
@@ -178,7 +178,7 @@ def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subpr
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=signals.ends_with_me({**kept, **own, **environment}),
+        env=signals.child_environment({**kept, **own, **environment}),
         check=False,
     )
 

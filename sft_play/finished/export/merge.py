@@ -52,7 +52,7 @@ from sft_play.training.checkpoints.model_saving import set_dtype
 from sft_play.training.prepare.experts import holds_routed_experts
 from sft_play.training.prepare.model_spec import ModelSpec, peft_loading_warning
 from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.units import gib
+from sft_play.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Merged(Outcome):
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
-        lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
+        lines.append(f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
         elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
         return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
 

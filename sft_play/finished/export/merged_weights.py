@@ -25,7 +25,7 @@ from sft_play.training.checkpoints.model_saving import (
 )
 from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model.model_loading import TORCH_DTYPES, read_model, silence_load_report
-from sft_play.units import gib
+from sft_play.units import format_gib
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class MergedWeights:
         from dataclasses import replace
 
         adapted = self._adapted
-        size = gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values()))
+        size = format_gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values()))
         why = "transformers joins tensors of its files into the layers that were trained"
         logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size, why)
         names = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -19,7 +19,7 @@ from sft_play.finished.export.places import MERGED, merge_words, merged_model, r
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
-from sft_play.units import size_of
+from sft_play.units import format_size
 
 # Names of files that belong to a model.
 UPLOADED = (
@@ -58,8 +58,8 @@ class Upload:
         access = "private" if self.is_private else "PUBLIC"
         how = f"the existing {access} repository is updated" if self.exists else f"a new {access} repository"
         sizes = self.sizes()
-        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {size_of(sum(sizes.values()))}:"]
-        lines += [f"  {name} ({size_of(size)})" for name, size in sizes.items()]
+        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {format_size(sum(sizes.values()))}:"]
+        lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
         return [*lines, *self.notes]
 
 

@@ -24,7 +24,7 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.units import duration_of, size_of
+from sft_play.units import format_duration, format_size
 
 # In the folder of the first run that is named.
 PAGE = "compare.html"
@@ -166,9 +166,9 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
         row("training_loss", "last training loss", lambda record: _of_curve(record, "loss", operator.itemgetter(-1)),
             "{:.4f}".format),
         row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format),
-        ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size_of),
-        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size_of),
-        row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration_of),
+        ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], format_size),
+        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], format_size),
+        row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), format_duration),
     )  # fmt: skip
     return tuple(figure for figure in figures if any(value is not None for value in figure.values))
 

@@ -18,7 +18,7 @@ from sft_play.config.options import leaves
 from sft_play.finished.listing import Status, best_of, status_of
 from sft_play.runs.files import metric_lines, read_json, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.units import GIB, duration_of, size_of
+from sft_play.units import GIB, format_duration, format_size
 
 Points = Sequence[tuple[float, float]]
 
@@ -217,9 +217,9 @@ def lead_of(record: Record) -> list[tuple[str, str]]:
     speed = tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
     kind, _, peak = max(map(predicted_and_measured, record.parts), key=lambda part: part[2] or 0)
-    lead += [(f"Peak memory, {kind}", size_of(peak))] if peak else []
+    lead += [(f"Peak memory, {kind}", format_size(peak))] if peak else []
     wall = record.summary.get("wall_s")
-    lead += [("Time", duration_of(wall))] if wall else []
+    lead += [("Time", format_duration(wall))] if wall else []
     return lead
 
 

@@ -29,7 +29,7 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.units import duration_of, size_of
+from sft_play.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)
 
@@ -170,13 +170,13 @@ def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
         is_whole = part.steps == run.get("steps")
         label = "time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted"
         difference = off_by(seconds, part.training_s) if is_whole else ""
-        yield label, "-" if seconds is None else duration_of(seconds), duration_of(part.training_s), difference
+        yield label, "-" if seconds is None else format_duration(seconds), format_duration(part.training_s), difference
     if part.summary.get("wall_s"):
-        yield "wall time, with loading, evaluation and saving", "-", duration_of(part.summary["wall_s"]), ""
+        yield "wall time, with loading, evaluation and saving", "-", format_duration(part.summary["wall_s"]), ""
 
 
 def _size(count: int | None) -> str:
-    return "-" if count is None else size_of(count)
+    return "-" if count is None else format_size(count)
 
 
 def samples_of(samples: Any) -> list[AnsweredQuestion]:

@@ -24,7 +24,7 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
 from sft_play.planner.layout import LayoutName
-from sft_play.spelling import nearest
+from sft_play.spelling import nearest_name
 
 # Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.
 ZERO_STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
@@ -39,8 +39,8 @@ DEEPSPEED_FILE_DESCRIPTION = "a DeepSpeed configuration in JSON or YAML, such as
 
 
 def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
-    """The configuration of a ZeRO layout of `STAGES`, its values "auto"; `configs/deepspeed/` holds the same. Raises
-    ConfigError where the layout is not one that DeepSpeed runs."""
+    """The configuration of a ZeRO layout of `ZERO_STAGES`, its values "auto"; `configs/deepspeed/` holds the same.
+    Raises ConfigError where the layout is not one that DeepSpeed runs."""
     if layout not in ZERO_STAGES:
         raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(ZERO_STAGES)}")
     stage, offloads_states, offloads_weights = ZERO_STAGES[layout]
@@ -112,8 +112,9 @@ _NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)
 def deepspeed_layout(
     config: DeepspeedConfig, *, name: str = "the DeepSpeed configuration", default_layout: LayoutName = "zero2"
 ) -> LayoutName:
-    """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of `planned`.
-    Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not shard."""
+    """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of
+    `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not
+    shard."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", AUTO)
     stage = ZERO_STAGES[default_layout][0] if stage in (AUTO, None) else int(stage)
@@ -214,7 +215,7 @@ def _section_keys(section: dict[str, str]) -> frozenset[str]:
 # The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
 # contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
 # ZeRO-3 loading.
-KNOWN_KEYS: dict[str, frozenset[str]] = {path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()}
+KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()}
 
 # Paths where DeepSpeed itself understands "auto".
 PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
@@ -273,16 +274,16 @@ def _drop_removed_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[st
 
 def _unknown_key_problems(config: DeepspeedConfig) -> Iterator[str]:
     for path, section in walk_sections(config):
-        for key in section if path in KNOWN_KEYS else ():
-            if key not in KNOWN_KEYS[path]:
+        for key in section if path in KNOWN_DEEPSPEED_KEYS else ():
+            if key not in KNOWN_DEEPSPEED_KEYS[path]:
                 yield f"{_join_path(path, key)} is not a DeepSpeed key; {_suggest_key(path, str(key))}"
 
 
 def _suggest_key(path: str, key: str) -> str:
-    sections = sorted((section_path for section_path, names in KNOWN_KEYS.items() if key in names), key=lambda section: section.count("."))
+    sections = sorted((section_path for section_path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names), key=lambda section: section.count("."))
     if sections:
         return f"it belongs at {' or '.join(_join_path(home, key) for home in sections[:3])}"
-    return f"the nearest is {_join_path(path, nearest(key, KNOWN_KEYS[path], alike=0.0) or '')}"
+    return f"the nearest is {_join_path(path, nearest_name(key, KNOWN_DEEPSPEED_KEYS[path], min_similarity=0.0) or '')}"
 
 
 # --- values, checked before ranks start: DeepSpeed itself raises late, on every rank ----------------------------------
@@ -290,10 +291,10 @@ def _suggest_key(path: str, key: str) -> str:
 
 def _is_whole_number(value: Any, *, minimum: int = 0) -> bool:
     """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
-    return _is_number(value) and value == int(value) and bool(value >= minimum)
+    return _is_finite_number(value) and value == int(value) and bool(value >= minimum)
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
@@ -301,7 +302,7 @@ _BATCH_KEYS_PATTERN = re.compile(r"train_batch_size|train_micro_batch_size_per_g
 # Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
 _VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
     (_BATCH_KEYS_PATTERN, lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1), 'a whole number from 1, or "auto"'),
-    (re.compile("gradient_clipping"), _is_number, 'a number from 0 (0: no clipping), or "auto"'),
+    (re.compile("gradient_clipping"), _is_finite_number, 'a number from 0 (0: no clipping), or "auto"'),
     (re.compile(r"zero_optimization\.stage"), lambda value: _is_whole_number(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
     (
         re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
@@ -324,8 +325,8 @@ _VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = 
 def _value_problems(config: DeepspeedConfig) -> list[str]:
     problems = []
     for path, value in walk_values(config):
-        if value is not None and (path in KNOWN_KEYS or path in ("optimizer.params", "scheduler.params")):
-            known_keys_text = f" with {', '.join(sorted(KNOWN_KEYS[path]))}" if path in KNOWN_KEYS else ""
+        if value is not None and (path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params")):
+            known_keys_text = f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
             problems.append(f"{path}: {show(value)} is not a section; expected {{…}}{known_keys_text}")
             continue
         check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)
@@ -333,7 +334,7 @@ def _value_problems(config: DeepspeedConfig) -> list[str]:
             problems.append(f"{path}: {show(value)} is not valid; expected {check[2]}")
     # These change which ranks hold what: the run would not be the planned one.
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
-        if _is_number(size := get_value_at(config, path)) and size > 1:
+        if _is_finite_number(size := get_value_at(config, path)) and size > 1:
             explanation = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
             problems.append(f"{path}: {size} {explanation}")
     for path, field in DTYPE_KEYS.items():

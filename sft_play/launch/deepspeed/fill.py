@@ -108,9 +108,9 @@ def fill_auto_values(
     adam_obstacle: str | None = None,
 ) -> tuple[DeepspeedConfig, tuple[str, ...]]:
     """A translated configuration with every "auto" resolved, and a line for each value that the plan supplied.
-    `torch_adam`: why DeepSpeed's own CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the offloaded
-    states. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts the plan; all of
-    them at once."""
+    `adam_obstacle`: why DeepSpeed's own CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the
+    offloaded states. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts the plan;
+    all of them at once."""
     filler = _ConfigFiller(copy.deepcopy(config), plan_values)
     layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
     if layout != plan_values.layout:  # memory and speed were planned for another one

@@ -15,7 +15,7 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.gpus.gpu_catalog import Price
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.planner.plan import Plan
-from sft_play.units import duration_of
+from sft_play.units import format_duration
 
 # Machines that are listed; the JSON has all.
 MAX_LISTED_MACHINES = 12
@@ -107,7 +107,7 @@ def _format_offer(offer: Offer) -> str:
     price_note = f", price of {offer.read}" if offer.read else ""
     error_text = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
     return (
-        f"{offer.machine_text}: {duration_of(3600 * offer.hours)}, {offer.cost:,.2f} USD "
+        f"{offer.machine_text}: {format_duration(3600 * offer.hours)}, {offer.cost:,.2f} USD "
         f"({offer.usd_per_gpu_hour:g} a GPU-hour{price_note}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
         f"{error_text})"
     )

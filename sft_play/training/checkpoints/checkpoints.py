@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 from sft_play.runs.files import flush
 from sft_play.units import MIB
 
@@ -91,7 +91,7 @@ def record_digests(folder: Path, *, on_bytes: Callable[[int], None] | None = Non
 def require_unchanged(folder: Path) -> None:
     """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
     no digests, and what people edit (`_EDITABLE_FILES`) may change."""
-    with waiting(f"Comparing {folder} with its digests"):
+    with report_wait(f"Comparing {folder} with its digests"):
         damage = find_damage(folder, editable=_EDITABLE_FILES) if (folder / COMPLETE_FILE).is_file() else None
     if damage is not None:
         raise ModelError(

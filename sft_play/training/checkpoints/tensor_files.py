@@ -22,7 +22,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 from sft_play.runs.files import read_json
 
 
@@ -80,7 +80,7 @@ def fetch_base_folder(name: str, *, revision: str | None) -> Path:
     # what transformers reads, and not the same weights again as .bin, .gguf or original/*.pth
     patterns = ["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"]
     try:
-        with waiting(f"Downloading {one_line(name)} from the hub"):
+        with report_wait(f"Downloading {one_line(name)} from the hub"):
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's own errors, and those of every layer below it
         problem = describe_broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"

@@ -19,13 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
 from sft_play.process import failures
-from sft_play.process.signals import StopSignals, elapsed_s, has_begun, interrupt
-from sft_play.process.waiting import waiting
+from sft_play.process.signals import StopSignals, elapsed_s, training_begun, raise_interrupt
+from sft_play.process.waiting import report_wait
 from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.loop.finite import describe_fp16_overflow as _fp16_fault
 from sft_play.training.ranks.distributed import any_rank, max_over_ranks
 from sft_play.training.ranks.engines import local_shard
-from sft_play.units import duration_of
+from sft_play.units import format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
         self.has_begun = True
-        has_begun.set()  # of the process, for a wait in native code; the attribute is this stage's
+        training_begun.set()  # of the process, for a wait in native code; the attribute is this stage's
         self._step_start = self._elapsed_s()
 
     def _is_time_up(self) -> bool:
@@ -212,10 +212,10 @@ def stop_signals(stop_after: StopAfter) -> StopSignals:
 
     def on_first_signal(signal_number: int) -> None:
         if not stop_after.has_begun:  # there is nothing to save
-            failures.end_compilers()
-            interrupt(signal_number)
+            failures.kill_compilers()
+            raise_interrupt(signal_number)
         stop_after.signal = signal_number
-        if not failures.under_agent():  # the agent says it once, and stops ranks for other reasons too
+        if not failures.is_under_agent():  # the agent says it once, and stops ranks for other reasons too
             logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
 
     return StopSignals(on_first_signal)
@@ -244,7 +244,7 @@ class Progress(TrainerCallback):
     def announce_start(self, message: str) -> Iterator[None]:
         """Say `message` is waited for where the first step takes long to come."""
         with contextlib.ExitStack() as self._start_message:
-            self._start_message.enter_context(waiting(message))
+            self._start_message.enter_context(report_wait(message))
             yield
 
     @property
@@ -290,4 +290,4 @@ class Progress(TrainerCallback):
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._count_tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{duration_of(remaining_s)} left{caveat}"
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{format_duration(remaining_s)} left{caveat}"

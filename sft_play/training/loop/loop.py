@@ -26,8 +26,8 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import Plan
-from sft_play.process.signals import leave_with
-from sft_play.process.waiting import Waiting, waiting
+from sft_play.process.signals import die_with_parent
+from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.class_checks.compiling import CompileMonitor
@@ -119,7 +119,7 @@ class PlannedLoop(CheckpointedLoop):
         self._micro_steps, self._micro_step = 1, 0
         self._slots: list[Any] = []
         self._max_eval_rows: int | None = None
-        self._eval_progress: Waiting | None = None
+        self._eval_progress: WaitProgress | None = None
         super().__init__(**options)
         self._set_rows(options["train_dataset"], packs, sorts_by_length=sorts_by_length, mix=mix, adds_sources=adds_sources, adds_masks=adds_masks)
 
@@ -385,7 +385,7 @@ class PlannedLoop(CheckpointedLoop):
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch_size
             try:
-                with waiting("Evaluating", unit="rows", total=lambda: len(dataset)) as self._eval_progress:
+                with report_wait("Evaluating", unit="rows", count_total=lambda: len(dataset)) as self._eval_progress:
                     metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
             finally:
                 self.args.per_device_eval_batch_size = configured_batch_size
@@ -403,7 +403,7 @@ class PlannedLoop(CheckpointedLoop):
         with (
             context_parallel.full_rows_attention(self.model),
             self._monitor.generating(),
-            waiting("Generating answers", unit="answers", total=lambda: len(questions)) as progress,
+            report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
         ):
             self.last_answers = generate_answers(
                 self.model, self.processing_class, questions, stop_tokens=self._stop_ids,
@@ -431,6 +431,6 @@ def _end_workers_with_parent(dataloader: Any) -> Any:
 
 
 def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    leave_with(parent_pid, signal.SIGKILL)
+    die_with_parent(parent_pid, signal.SIGKILL)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)

@@ -21,7 +21,7 @@ import torch
 
 from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
-from sft_play.process.imports import give_back_free_memory
+from sft_play.process.imports import release_free_memory
 from sft_play.training.ranks.heartbeat import Heartbeat
 
 # Seconds between two samples of resident memory; one takes 0.03 ms.
@@ -76,7 +76,7 @@ class MemoryPeaks:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
-            give_back_free_memory()  # what malloc keeps of one moment would count for the next
+            release_free_memory()  # what malloc keeps of one moment would count for the next
             self._sampler = _ResidentSampler()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class MemoryMeter:
             # What an earlier run in this process freed and the C library kept is resident already. This run would take
             # from it without the process growing, and its measured peak would be 0.
             gc.collect()
-            give_back_free_memory()
+            release_free_memory()
         self.level_bytes = psutil.Process().memory_info().rss
         """Resident bytes before anything of the run was loaded."""
         self.peaks = MemoryPeaks(on_gpu=on_gpu, level_bytes=self.level_bytes)

@@ -28,7 +28,7 @@ from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed, engines
-from sft_play.units import GIB, duration_of
+from sft_play.units import GIB, format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -
     speed = f"{summary['tokens_per_s']:,.0f} tokens/s in training"
     speed += f" ({predicted:,.0f} predicted)" if predicted is not None else ""
     lines = [
-        f"Steps: {steps_text} in {duration_of(summary['wall_s'])}; {speed}",
+        f"Steps: {steps_text} in {format_duration(summary['wall_s'])}; {speed}",
         *_metric_lines(summary),
         *_sample_lines(summary["samples"][:MAX_SHOWN_SAMPLES]),
         _memory_line(summary["peak_bytes"]),

@@ -14,7 +14,7 @@ from accelerate.utils import is_peft_model
 from peft.utils import TrainableTokensWrapper
 
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.prepare.experts import fit_balance_loss
 
 
@@ -63,7 +63,7 @@ def fused_head(model: Any, *, from_class_logits: bool = False) -> Iterator[None]
     the labels from the second on, each [B, T - 1], as under TRL's trainer; `from_class_logits`: of
     its class's own logits."""
     if not torch.cuda.is_available():
-        deepspeed_on_cpu()
+        set_deepspeed_to_cpu()
     from trl.trainer.utils import add_fused_lm_head  # imports the whole of TRL's utilities, DeepSpeed among them
 
     base = model.get_base_model() if is_peft_model(model) else model

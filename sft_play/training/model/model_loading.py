@@ -18,7 +18,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.process.waiting import waiting
+from sft_play.process.waiting import report_wait
 from sft_play.training.checkpoints.full_state_dict import embedding_layers, gather_zero3_parameter, tied_weight_names
 from sft_play.training.checkpoints.tensor_files import describe_broken_connection, fetch_base_folder, open_tensors
 from sft_play.training.model import nf4_experts, sdpa
@@ -83,7 +83,7 @@ def read_model(
         load_kwargs["state_dict"] = dequantised_tensors(config, reads_now="device_map" not in load_kwargs)
         del load_kwargs["trust_remote_code"]
     try:
-        with silence_load_report(), waiting(f"Loading the weights of {one_line(config.model.name)}"):
+        with silence_load_report(), report_wait(f"Loading the weights of {one_line(config.model.name)}"):
             model, loading_info = model_class.from_pretrained(source, **load_kwargs)
     except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise

@@ -17,7 +17,7 @@ from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import source_digest
-from sft_play.errors import BackendError, ConfigError, in_stage
+from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import require_available_model, base_weights_identity
 from sft_play.log import one_line
@@ -65,7 +65,7 @@ def prepare(job: RunJob) -> Prepared:
     """Load tokenizer, model on the meta device and rows; raises SftPlayError, naming the stage."""
     if job.folder.stage is not None:
         logger.debug("Stage %s:", job.folder.stage)
-    with in_stage(job.folder.stage):
+    with stage_context(job.folder.stage):
         config, layout = job.loaded.config, job.plan.choice.layout
         backend = choose_backend(
             config,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayError
-from sft_play.log import escape_control, write_log_to
+from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED, RESTARTS
@@ -35,7 +35,7 @@ def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         yield
         return
     with refusals(), _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts):
-        log_handler = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+        log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
             with refusals():

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sft_play.files import atomic
-from sft_play.process.signals import leave_with
+from sft_play.process.signals import die_with_parent
 from sft_play.units import MIB
 
 # Bytes that are reduced: DDP's buckets and FSDP's layers are in this range.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
-    leave_with(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
+    die_with_parent(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
     progress = _ProgressNote(options.out)
     progress.update("started")
     try:

@@ -29,8 +29,8 @@ from sft_play.facts.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
-from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.process.waiting import waiting
+from sft_play.process.environment import set_deepspeed_to_cpu
+from sft_play.process.waiting import report_wait
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 
         comm.init_distributed("nccl", auto_mpi_discovery=False)
         return
-    deepspeed_on_cpu()
+    set_deepspeed_to_cpu()
     from deepspeed import comm
 
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
@@ -249,7 +249,7 @@ def _wait_for_lock(baton: FileBaton) -> bool:
     where it has, ninja finds nothing left to do. A lock stays whose owner cannot be known: another user's, or one on a
     disk of several machines."""
     lock, is_abandoned = Path(baton.lock_file_path).resolve(), False
-    with waiting(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
+    with report_wait(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
         while not _try_acquire(baton):
             was_abandoned, is_abandoned = is_abandoned, False
             with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:

@@ -28,11 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from sft_play.errors import Interrupted, SftPlayError
-from sft_play.exit_codes import with_ending, write_json_line
+from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
 from sft_play.process.failures import Failure
-from sft_play.process.signals import STOPPING, StopSignals, end_where_deaf, leave_with_starter
+from sft_play.process.signals import STOP_SIGNALS, StopSignals, end_when_unresponsive, watch_parent
 from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import read_note
@@ -71,7 +71,7 @@ class RankExit:
     @property
     def was_told_to_stop(self) -> bool:
         """Whether it ended because somebody told it to."""
-        return self.failure.kind == "stopped" if self.failure else self.signal in {stop_signal.name for stop_signal in STOPPING}
+        return self.failure.kind == "stopped" if self.failure else self.signal in {stop_signal.name for stop_signal in STOP_SIGNALS}
 
 
 def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
@@ -155,7 +155,7 @@ class _StopRequest:
 
     def end_at_once(self, signal_number: int) -> None:
         self.is_immediate = True
-        failures.end_at_once(os.getpid())
+        failures.kill_process_tree(os.getpid())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(COMMAND, stream=sys.stderr)
     stop_request = _StopRequest()
     StopSignals(stop_request.forward_to_ranks, stop_request.end_at_once).__enter__()  # as long as the process lives
-    end_where_deaf(failures.leave_stopped)
+    end_when_unresponsive(failures.exit_stopped)
     torch_logger = logging.getLogger("torch.distributed.elastic")  # it would log every rank's end beside our report
     torch_logger.propagate = False
     torch_logger.addHandler(logging.NullHandler())
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.log_dir = options.log_dir or log_folder
         exit_code, text = 0, ""
         try:
-            leave_with_starter()
+            watch_parent()
             launcher.run(options)
         except ChildFailedError as error:
             exits = [_read_exit(rank, failure, Path(options.log_dir)) for rank, failure in error.failures.items()]
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             exit_code = 2
         _print_ending(text, exit_code)
         if exit_code:
-            failures.end_leftovers(os.getpid(), patience_s=LEFTOVER_TIMEOUT_S)
+            failures.kill_leftovers(os.getpid(), patience_s=LEFTOVER_TIMEOUT_S)
     return exit_code
 
 
@@ -202,7 +202,7 @@ def _print_ending(text: str, exit_code: int) -> None:
         sys.stderr.flush()
     answer = os.environ.get(failures.ANSWER_VARIABLE)
     if answer is not None:
-        write_json_line(with_ending(json.loads(answer), exit_code, redact(_error_text(text.splitlines())) if exit_code else None))
+        write_json_line(add_exit_status(json.loads(answer), exit_code, redact(_error_text(text.splitlines())) if exit_code else None))
 
 
 def _error_text(lines: Sequence[str]) -> str:
@@ -211,12 +211,12 @@ def _error_text(lines: Sequence[str]) -> str:
 
 
 def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
-    note_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.BEAT_NAME}")
+    note_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.HEARTBEAT_NAME}")
     fault_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
     last_note = read_note(note_path) if note_path is not None else None
     step = f"{last_note[0]} ({last_note[2]})" if last_note is not None else ""
     stack = fault_path.read_text(encoding="utf-8", errors="replace") if fault_path is not None else ""
-    rank_failure = failures.read(Path(failure.error_file))
+    rank_failure = failures.read_failure(Path(failure.error_file))
     rank_failure = rank_failure if rank_failure is not None and rank_failure.pid == failure.pid else None
     return RankExit(rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack)
 

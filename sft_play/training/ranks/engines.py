@@ -21,7 +21,7 @@ from sft_play.planner.gradients import gradient_sync
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import DTYPE_SHORT_NAMES, DtypeName
-from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.ranks import distributed
 
 
@@ -38,7 +38,7 @@ def engine_arguments(
         arguments["ddp_backend"] = "gloo"
     if deepspeed is not None:
         if on_cpu:
-            deepspeed_on_cpu()
+            set_deepspeed_to_cpu()
         return {**arguments, "deepspeed": dict(deepspeed)}
     if gradient_sync(config, plan.precision, plan.layout).interval != "step":
         # else the Trainer reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then

@@ -24,7 +24,7 @@ import psutil
 import torch.distributed as dist
 
 from sft_play.process import failures
-from sft_play.process.failures import numbered
+from sft_play.process.failures import format_ranks
 from sft_play.training.ranks.distributed import open_store
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def stall_report(
     if waiting_beats:
         waiting_positions = sorted({beat.position for beat in waiting_beats})
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(f"{numbered([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}")
+        parts.append(f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}")
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -136,7 +136,7 @@ class Heartbeat:
         self._publish_count = 0
         self._rank = self._world = 0
         self._store: Any = None
-        self._note_path, self._note_descriptor = failures.beside_error_file(failures.BEAT_NAME), -1
+        self._note_path, self._note_descriptor = failures.rank_file_path(failures.HEARTBEAT_NAME), -1
         self._stop_event = threading.Event()
         self._report_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -204,14 +204,14 @@ class Heartbeat:
             return
         if error is not None:
             with self._report_lock:
-                kind = failures.kind_of(error)
+                kind = failures.failure_kind(error)
                 is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world)) < self._world
                 if kind == "hung":
                     self._report_stall()
                 elif kind == "peer" and is_on_several_nodes:
-                    failures.write_down("peer", self._describe_lost_ranks(), error=error)
+                    failures.record_failure("peer", self._describe_lost_ranks(), error=error)
                 else:
-                    failures.hand_over(error)
+                    failures.report_to_agent(error)
         self._thread.join(self._interval_s)
         if self._note_descriptor >= 0:
             os.close(self._note_descriptor)
@@ -285,8 +285,8 @@ class Heartbeat:
         text = stall_report(beats, silent, missing=missing, waited_s=waited_s, now=time.time())
         if not beats:  # the store is gone, and with it what the others published
             text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
-        failures.write_down("hung", text)
-        if not failures.under_agent():
+        failures.record_failure("hung", text)
+        if not failures.is_under_agent():
             is_first = True
             with contextlib.suppress(RuntimeError):
                 is_first = self._store is None or int(self._store.add("told", 1)) == 1

@@ -240,7 +240,7 @@ def _start_worker(python: Path, handover: Path, index: int, rank_environment: di
     error_file = handover.parent / "ranks" / str(index) / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
     variables = {**worker_environment(os.environ), **rank_environment, failures.ERROR_FILE_VARIABLE: str(error_file)}
-    environment = signals.ends_with_me(variables, number=signal.SIGTERM)
+    environment = signals.child_environment(variables, signal_number=signal.SIGTERM)
     command = [str(python), str(WORKER_SCRIPT), str(handover)]
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
     return _Worker(subprocess.Popen(command, env=environment, start_new_session=True), error_file)
@@ -254,7 +254,7 @@ def _send_signal(workers: Sequence[_Worker], signal_number: signal.Signals) -> N
 
 def _raise_first(workers: Sequence[_Worker], *, signal_count: int) -> None:
     """A broken connection, or a killed process, is a consequence as long as there is another failure."""
-    results = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
+    results = [(worker.process.returncode, failures.read_failure(worker.error_file)) for worker in workers]
     failed = [(code, failure) for code, failure in results if code]
     if not failed:
         return

@@ -16,7 +16,7 @@ from typing import Any
 from sft_play.errors import BackendError
 from sft_play.files import ROOT, cache_dir
 from sft_play.log import escape_control, one_line
-from sft_play.process.environment import for_another_run
+from sft_play.process.environment import independent_environment
 
 # Names the environment; without it `.venv-unsloth` is used, of the working folder or the checkout.
 UNSLOTH_VARIABLE = "UNSLOTH_VENV"
@@ -63,7 +63,7 @@ def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for Unsloth's Python, without those of this one's packages or a launcher's ranks; its count of
     users is turned off, and its generated code goes into the cache."""
-    variables = for_another_run(environment)
+    variables = independent_environment(environment)
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
         variables.pop(name, None)
     variables["PYTHONSAFEPATH"] = "1"  # else modules beside the worker, such as profile.py, hide the standard library's

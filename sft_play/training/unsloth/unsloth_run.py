@@ -18,7 +18,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Split, Splits
 from sft_play.errors import BackendError
-from sft_play.log import one_line, write_log_to
+from sft_play.log import one_line, start_log_file
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.model_saving import saved_shapes
@@ -56,7 +56,7 @@ def train_handover(path: Path) -> None:
     check_gpu(job.plan, job.loaded.config)
     memory = MemoryMeter(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
-        log_handler = write_log_to(job.folder.log_path) if distributed.is_first() else None
+        log_handler = start_log_file(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
                 job, _build_prepared(handover, job.loaded.config), RunMonitors(memory, beat, handover.started),

@@ -85,9 +85,9 @@ def run_handover(path: Path) -> int:
 
     survive_lost_output()
     set_up_logging("train", rank=int(os.environ.get("RANK", "0")))
-    signals.leave_with_starter()
+    signals.watch_parent()
     try:
-        with signals.StopSignals(signals.interrupt):
+        with signals.StopSignals(signals.raise_interrupt):
             try:
                 import unsloth  # noqa: F401
             except Exception as error:
@@ -98,13 +98,13 @@ def run_handover(path: Path) -> int:
             train_handover(path)
         return 0
     except SftPlayError as error:
-        failures.hand_over(error)
+        failures.report_to_agent(error)
         return error.exit_code
     except KeyboardInterrupt as error:
-        failures.hand_over(error)
+        failures.report_to_agent(error)
         return 130
     except Exception as error:
-        failures.hand_over(error)
+        failures.report_to_agent(error)
         sys.stderr.write(traceback.format_exc())
         return 1
 
