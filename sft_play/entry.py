@@ -40,7 +40,10 @@ def main(command: "Optional[str]" = None) -> int:
     if sys.version_info < MIN_PYTHON:
         version_text = ".".join(map(str, MIN_PYTHON))
         return _exit_with_message(
-            name, argv, f"{sys.executable} is {_python_version()}, and sft_play needs {version_text} or newer; {_install_hint(argv)}"
+            name,
+            argv,
+            f"{sys.executable} is {_python_version()}, and sft_play needs {version_text} or newer; "
+            f"{_install_hint(argv)}",
         )
     try:
         from sft_play.cli import main as run_program
@@ -137,7 +140,8 @@ def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -
     with contextlib.suppress(ImportError, ValueError):
         if find_spec(package) is not None:
             return None
-    return f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs; {_install_hint(argv, package)}"
+    hint = _install_hint(argv, package)
+    return f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs; {hint}"
 
 
 def _python_version() -> str:

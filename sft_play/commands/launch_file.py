@@ -56,8 +56,9 @@ def run_launch_file(request: Request) -> CommandResult:
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
     doubt = ", predicted not to fit, and tried" if plan_result.exit_code else ""
     machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
-    data = {"path": str(path), "for": request.for_, "launch": command, "submit": f"{submit_command} {shlex.quote(str(path))}",
-            "nodes": job.nodes, "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
+    data = {"path": str(path), "for": request.for_, "launch": command,
+            "submit": f"{submit_command} {shlex.quote(str(path))}", "nodes": job.nodes,
+            "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
     lines = [f"Written to: {path}, for {machines_text}", f"On each node: {command}", f"Submit: {data['submit']}"]
     return CommandResult(data, lines, is_written_to_out=False)
 

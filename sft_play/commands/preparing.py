@@ -124,7 +124,8 @@ def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
     sources = f"data.sources: {', '.join(data.source_names)}"
     return warn_finding(
         "training files",
-        f"make train with this config reads {sources if configured_path is None else f'data.train_path={one_line(configured_path)}'}; "
+        f"make train with this config reads "
+        f"{sources if configured_path is None else f'data.train_path={one_line(configured_path)}'}; "
         f"checked below is {written_file}, which was written just now",
         f"to train on it: data.train_path={written_file}, with val_path and test_path beside it",
     )

@@ -308,7 +308,8 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
         return dataclasses.replace(cell, state="finished")
     if child.exit_code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
-    error = f"its process ended with {f'signal {-child.exit_code}' if child.exit_code < 0 else f'exit code {child.exit_code}'}"
+    code = child.exit_code
+    error = f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = str(json.loads(child.stdout)["error"])
     return dataclasses.replace(cell, state="failed", error=error)

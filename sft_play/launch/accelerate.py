@@ -164,9 +164,11 @@ class AccelerateConfig(BaseModel):
         total_text = f"num_processes: {total} is the total over num_machines: {machines}"
         if total is not None and total % machines:
             divisible_totals = [machines * (total // machines), machines * -(-total // machines)]
-            yield f"{total_text} and is not divisible by it; use {' or '.join(str(total_option) for total_option in divisible_totals if total_option)}"
+            options = " or ".join(str(option) for option in divisible_totals if option)
+            yield f"{total_text} and is not divisible by it; use {options}"
         elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
-            yield f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
+            listed_ids = ",".join(map(str, ids))
+            yield f"{total_text}, and gpu_ids: {listed_ids} has {len(ids)} for each; one process needs one GPU"
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"

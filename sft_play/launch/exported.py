@@ -98,7 +98,8 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         rank, world_size = exported["RANK"], exported["WORLD_SIZE"]
         prefix = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world_size)} in the environment, without LOCAL_RANK"
         line = (
-            f"{prefix}: this is node {one_line(rank)} of {one_line(world_size)} nodes (NNODES= and NODE_RANK= say otherwise)"
+            f"{prefix}: this is node {one_line(rank)} of {one_line(world_size)} nodes "
+            "(NNODES= and NODE_RANK= say otherwise)"
         )
         renamed |= {"NODE_RANK": rank, "NNODES": world_size, "EXPORTED": line}
         if world_size != "1":
@@ -141,8 +142,8 @@ def refuse_lone_node(nodes: NodeSetup) -> None:
             logger.warning("%s is this machine, and neither %s: the run is on this node alone", address_text, missing_text)
             return
     raise ConfigError(
-        f"{address_text} is another machine, and neither {missing_text}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
-        "NODE_RANK=0), or NNODES=1 for this machine alone"
+        f"{address_text} is another machine, and neither {missing_text}: give NNODES=2 NODE_RANK=1 (on the machine at "
+        "that address NODE_RANK=0), or NNODES=1 for this machine alone"
     )
 
 
@@ -231,8 +232,8 @@ def read_nodes(values: Mapping[str, str], names: tuple[str, str, str, str] = NOD
         return NodeSetup(1, 0, address, port)
     if rank is None or address is None:
         raise ConfigError(
-            f"{count_name}={count} needs {rank_name}=0 to {count - 1} and {address_name}=, an address at which the others "
-            f"reach node 0 (and {port_name}=, default {DEFAULT_PORT})"
+            f"{count_name}={count} needs {rank_name}=0 to {count - 1} and {address_name}=, an address at which the "
+            f"others reach node 0 (and {port_name}=, default {DEFAULT_PORT})"
         )
     if not is_host_address(address):
         raise ConfigError(

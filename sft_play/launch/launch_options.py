@@ -87,8 +87,9 @@ def fill_from_accelerate(options: LaunchOptions, accelerate_config: AccelerateCo
         address = nodes.address or accelerate_config.main_process_ip
         if address is None:
             raise ConfigError(
-                f"{one_line(str(accelerate_config.path))}: num_machines: {accelerate_config.num_machines} needs main_process_ip, the "
-                "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
+                f"{one_line(str(accelerate_config.path))}: num_machines: {accelerate_config.num_machines} "
+                "needs main_process_ip, the address of the machine of rank 0 that the others reach "
+                "(make setup-accelerate: MAIN_IP=)"
             )
         port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
         nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)

@@ -163,8 +163,9 @@ def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
         raise HardwareError(f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen")
     if visible_gpus[rank_info.local_rank].name != planned_gpu.name:
         raise HardwareError(
-            f"rank {rank_info.rank} has a {visible_gpus[rank_info.local_rank].name}, and the plan is for {planned_gpu.name}: use GPUs of "
-            "one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, names those of this machine)"
+            f"rank {rank_info.rank} has a {visible_gpus[rank_info.local_rank].name}, and the plan is for "
+            f"{planned_gpu.name}: use GPUs of one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, "
+            "names those of this machine)"
         )
 
 
@@ -242,8 +243,8 @@ def require_usable_hardware(
     param_count = count_params()  # asked last: for a model of the hub it fetches the config
     if param_count > MAX_CPU_PARAMS:
         raise HardwareError(
-            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion parameters: "
-            f"make gpu-info shows what this machine has; or {CPU_HINT}"
+            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion "
+            f"parameters: make gpu-info shows what this machine has; or {CPU_HINT}"
         )
     return None
 

@@ -167,8 +167,8 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
     if name.startswith(FOREIGN_PREFIXES):
         return None
     return (
-        f"{name}= is not a variable of {command_text}, which takes {', '.join(usable_names)} (a setting of the run YAML goes into "
-        f"SET='a.b=1'; a variable for another program goes before make: {name}=... make)"
+        f"{name}= is not a variable of {command_text}, which takes {', '.join(usable_names)} (a setting of the run "
+        f"YAML goes into SET='a.b=1'; a variable for another program goes before make: {name}=... make)"
     )
 
 

@@ -148,7 +148,10 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
     nodes, node_hardware = options.nodes, select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware()))
     if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
         return options
-    rank_explanation = f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each node"
+    rank_explanation = (
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
+        "node"
+    )
     if options.dry_run:  # asks nobody
         logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
         return options
@@ -335,5 +338,6 @@ def gather_rank_hardware(local_hardware: Hardware, rank_info: RankInfo) -> Hardw
     hardware = spread_hardware(local_hardware, rank_info.world_size, rank_info.node_count, sees_own_gpu_only=sees_one_gpu and all(gpus))
     if hardware.gpus and rank_info.local_world_size < len(local_hardware.gpus):
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
-                       len(local_hardware.gpus) - rank_info.local_world_size, len(local_hardware.gpus), len(local_hardware.gpus))  # fmt: skip
+                       len(local_hardware.gpus) - rank_info.local_world_size, len(local_hardware.gpus),
+                       len(local_hardware.gpus))  # fmt: skip
     return hardware

@@ -120,8 +120,8 @@ def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: i
     if remainder:
         possible_ranks = ", ".join(str(number) for number in divisors(effective_batch) if number <= 2 * ranks)
         raise RunFolderError(
-            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective_batch} "
-            f"(it was stopped with {previous.batch.ranks}); numbers that do: {possible_ranks}"
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of "
+            f"{effective_batch} (it was stopped with {previous.batch.ranks}); numbers that do: {possible_ranks}"
         )
     micro_batch = requested_micro_batch or previous.batch.micro_batch
     if rank_share % micro_batch and train.batch_size == "auto" and not previous.oom_micro_batch:
@@ -259,7 +259,10 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         earlier = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
         alternatives = [suggestion for suggestion in find_suggestions(replace(request, measured_runs=earlier)) if suggestion.fits]
         alternatives = [suggestion for suggestion in alternatives if suggestion.hardware is None or suggestion.required < failed_plan.memory.required]
-        return [f"{suggestion.change} ({suggestion.needs}; {'resume takes it' if _can_resume_with(suggestion) else 'a new run'})" for suggestion in alternatives]
+        return [
+            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
+            for item in alternatives
+        ]
     return []
 
 

@@ -111,6 +111,6 @@ def require_gpus_and_disk(
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
                 f"{folder.path}: there is no room for what the run writes ({disk.count or 'all its'} checkpoints at "
-                f"once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are needed, and "
-                f"{free_words(folder.path)}; {LARGER}"
+                f"once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are "
+                f"needed, and {free_words(folder.path)}; {LARGER}"
             )

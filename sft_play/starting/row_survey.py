@@ -110,8 +110,8 @@ def _count_tokens(config: RunConfig) -> None:
     logger.debug("Rows: counting their tokens before the plan is made")
     length_limit, positions = _length_limit(config)
     splits = build_splits(
-        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=length_limit, positions=positions,
-        today=date.today(),
+        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=length_limit,
+        positions=positions, today=date.today(),
     )  # fmt: skip
     lengths = row_lengths(to_dataset(splits.train.rows))
     held_out = [row_lengths(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]

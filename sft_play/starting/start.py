@@ -132,7 +132,8 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             resumed_run = str(folder.path) if request.should_resume and folder is not None else None
             exit_code, launch = launch_ranks(
                 request.loaded, request.options, stage_plans, folder,
-                is_resumed=launch_plan.is_resumed, resumed_run=resumed_run, sidecar=_tensorboard_sidecar(request, folder), log_buffer=buffer,
+                is_resumed=launch_plan.is_resumed, resumed_run=resumed_run,
+                sidecar=_tensorboard_sidecar(request, folder), log_buffer=buffer,
             )  # fmt: skip
             return LaunchResult(exit_code, request.folder if request.options.nodes.count > 1 else folder, plan, launch)
         if request.launches_ranks:
@@ -140,9 +141,9 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             logger.debug("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
         if not request.options.dry_run:
             train_in_process(
-                request.loaded, stage_plans, folder, rank_info=request.rank_info, gpus=request.options.gpus, sidecar=_tensorboard_sidecar(request, folder),
-                resume=launch_plan.is_resumed, log_buffer=buffer, has_folder=launch_plan.has_folder, lock=launch_plan.lock,
-                today=launch_plan.today,
+                request.loaded, stage_plans, folder, rank_info=request.rank_info, gpus=request.options.gpus,
+                sidecar=_tensorboard_sidecar(request, folder), resume=launch_plan.is_resumed, log_buffer=buffer,
+                has_folder=launch_plan.has_folder, lock=launch_plan.lock, today=launch_plan.today,
             )  # fmt: skip
         if request.rank_info is not None and request.is_reporting_rank:
             report_at_end(folder)
@@ -348,8 +349,8 @@ def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: Ran
     request_text = f"MAX_RESTARTS={options.max_restarts}"
     if rank_info is not None or options.nodes.count > 1:
         raise ConfigError(
-            f"{request_text} starts processes again that this command has started on one machine: let the launcher or the "
-            "scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
+            f"{request_text} starts processes again that this command has started on one machine: let the launcher or "
+            "the scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
         )
     if loaded.config.tuning.backend == "unsloth":
         raise ConfigError(f"{request_text} does not watch the processes of tuning.backend=unsloth; leave it out")

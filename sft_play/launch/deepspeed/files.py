@@ -176,8 +176,8 @@ def merge_deepspeed_batch(
         micro_batch, grad_accum = (merged_values.get(field) for field in ("batch_size", "grad_accum"))
         if "effective_batch_size" not in merged_values and micro_batch and grad_accum:
             taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
-            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = {micro_batch * grad_accum * ranks}, "
-                         "which neither file gives")  # fmt: skip
+            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
+                         f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
         # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
         if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
             default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
