@@ -123,10 +123,10 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play.commands.diagnosing import check; from sft_play.facts.hardware import detect; "
+        "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect; "
         "from sft_play.diagnose.pages import finding_lines; "
         "from pathlib import Path; "
-        "report = check(Path('run.yaml'), (), detect()); "
+        "report = check_run(Path('run.yaml'), (), detect()); "
         "bad = [line for one in report.findings if one.verdict == 'FAIL' and one.name != 'model files' for line in "
         "finding_lines([one])]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"

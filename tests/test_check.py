@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.diagnosing import check as check_run
+from sft_play.commands.diagnosing import check_run as check_run
 from sft_play.commands.preparing import full_pipeline
 from sft_play.commands.rows import preview, render
 from sft_play.config.load import load_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.diagnosing import check
+from sft_play.commands.diagnosing import check_run
 from sft_play.commands.rows import preview, render
 from sft_play.config.load import config_from_text, load_config, resolved
 from sft_play.config.schema import DataConfig, RunConfig
@@ -99,7 +99,7 @@ def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
     loaded = load_config(path)
     written = render(loaded, out=None, force=False)
     assert [(file["split"], file["source"]) for file in written.data["files"]] == [("train", "mine.jsonl")]
-    report = check(path, (), detect_hardware())
+    report = check_run(path, (), detect_hardware())
     assert not any("processed" in line for line in report.lines())
     shown = preview(loaded, count=1, row=None, page=stale / "page.html", force=False)
     assert shown.source == "mine.jsonl"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
-from sft_play.commands.diagnosing import check
+from sft_play.commands.diagnosing import check_run
 from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
@@ -78,7 +78,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
             continue
         config = load_config(out).config
         assert plan_run(config, detect_hardware(), include_suggestions=False).fits
-        problems = [one for one in check(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
+        problems = [one for one in check_run(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
         assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
     assert len(refused) < 7
 

@@ -39,14 +39,14 @@ def run_diagnosing(request: Request) -> CommandResult | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.engine_names(request.serve)
-        return check_result(check(request.config, request.overrides, requested_hardware(request), engine_names=serve), is_full=request.why)
+        return check_result(check_run(request.config, request.overrides, requested_hardware(request), engine_names=serve), is_full=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
     return _doctor(request) if request.command == "doctor" else _memory_check(request)
 
 
-def check(
+def check_run(
     config_path: Path,
     overrides: Sequence[str],
     hardware: Hardware,

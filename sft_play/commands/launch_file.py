@@ -52,7 +52,7 @@ def run_launch_file(request: Request) -> CommandResult:
     loaded = load_config(request.config, overrides=request.overrides)
     job = _scheduler_job(request, loaded, plan_result.data)
     path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
-    _write(path, text, force=request.force)
+    _write_job_file(path, text, force=request.force)
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
     doubt = ", predicted not to fit, and tried" if plan_result.exit_code else ""
     machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
@@ -138,7 +138,7 @@ def _local_paths(loaded: LoadedConfig, extra_paths: list[str]) -> Iterator[str]:
     return (path for path in dict.fromkeys(paths) if path and Path(path).expanduser().exists())
 
 
-def _write(path: Path, text: str, *, force: bool) -> None:
+def _write_job_file(path: Path, text: str, *, force: bool) -> None:
     try:
         if path.is_dir() or (path.exists() and not force and path.read_text(encoding="utf-8") != text):
             raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")

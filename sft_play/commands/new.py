@@ -24,7 +24,7 @@ from sft_play.planner.plan_summary import long_cpu_warnings
 from sft_play.starting.plan_run import plan_run, load_run_model_shape
 from sft_play.starting.refusals import require_capable_machine
 
-_MODES = ("lora", "qlora")
+_MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
 _RunYaml = tuple[list[str], Mapping[str, Plain], list[str]]  # lines for the file's head, settings, comments below them
 
@@ -97,7 +97,7 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     assert request.data is not None
     folder = find_model_folder(request.model)
     model_settings: dict[str, Plain] = {"model.name": request.model}
-    qlora_config = config_from_text(run_yaml({**model_settings, "tuning.mode": _MODES[-1]}), name="the run YAML")
+    qlora_config = config_from_text(run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML")
     dataset_info = first_look(request.data, count=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions)
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None and not _has_template(folder):
@@ -111,7 +111,7 @@ def _select_mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, 
     hardware = requested_hardware(request)
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
-    for mode in _MODES:
+    for mode in _MODES_BY_PREFERENCE:
         config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
         try:
             plan = plan_run(config, hardware, include_suggestions=False)
@@ -124,7 +124,7 @@ def _select_mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, 
                 return mode, ", ".join([f"{mode} fits {machine_text}", *(one_line(note, limit=400) for note in notes)])
         except SftPlayError as error:
             reason = f"no plan was made for {machine_text}: {one_line(str(error))}"
-    return _MODES[-1], f"{_MODES[-1]}, but {reason}"
+    return _MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}"
 
 
 def _token_counter(folder: Path | None) -> Count:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result
-from sft_play.commands.diagnosing import check, check_result
+from sft_play.commands.diagnosing import check_run, check_result
 from sft_play.commands.request import Request, requested_hardware, make_argv
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
@@ -114,7 +114,7 @@ def _pipeline_steps(
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
     extra_findings = [_training_files_finding(config.data, folder)]
-    yield "check", lambda: check_result(check(loaded.path, overrides, hardware, extra_findings=extra_findings), is_full=is_full)
+    yield "check", lambda: check_result(check_run(loaded.path, overrides, hardware, extra_findings=extra_findings), is_full=is_full)
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # In the environment of a TensorBoard of this project: the cache folder of whoever started it.
 OWNER_VARIABLE = "SFT_PLAY_TENSORBOARD"
-DEFAULT_PORT = 6006
+DEFAULT_TENSORBOARD_PORT = 6006
 PORTS_TRIED = 100
 # TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that.
 START_TIMEOUT_S = 60.0
@@ -105,7 +105,7 @@ def server_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     return {**({"host": host} if host else {}), **({"port": int(port)} if port else {})}
 
 
-def password_warning(host: str, port: int = DEFAULT_PORT) -> str | None:
+def password_warning(host: str, port: int = DEFAULT_TENSORBOARD_PORT) -> str | None:
     """The warning for a host that others can reach; None for this machine's own addresses."""
     if is_local(host):
         return None
@@ -152,7 +152,7 @@ def start_server(
     logdir: Path,
     *,
     host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
+    port: int = DEFAULT_TENSORBOARD_PORT,
     title: str | None = None,
     ends_with_caller: bool = False,
     python: str = sys.executable,
