@@ -375,11 +375,11 @@ def test_stages_share_the_layout_that_fits_them_all():
         for length in (256, 32_768)
     )
     alone = [plan_run(config, machine, layouts=only, include_suggestions=False).layout for config in (short, long)]
-    found = common_layout([short, long], machine, only=only)
+    found = common_layout([short, long], machine, layouts=only)
     assert alone[0] != alone[1] == found
     assert not plan_run(long, machine, layouts=(alone[0],), include_suggestions=False).fits
     assert plan_run(short, machine, layouts=(found,), include_suggestions=False).fits
-    assert common_layout([short, short], machine, only=only) == alone[0]
+    assert common_layout([short, short], machine, layouts=only) == alone[0]
 
 
 @pytest.mark.build

@@ -179,7 +179,7 @@ def _stage_plans(
     if not stages:
         return []
     layouts = (strategy,) if strategy else LAYOUT_NAMES
-    common_strategy = strategy or common_layout([stage.config for stage in stages], hardware, only=layouts)
+    common_strategy = strategy or common_layout([stage.config for stage in stages], hardware, layouts=layouts)
     make_plan = functools.partial(plan_run, hardware=hardware, layouts=(common_strategy,), trace=trace, keeps_params=keeps_params)
     return [(stage.name, stage.config, make_plan(stage.config)) for stage in stages]
 

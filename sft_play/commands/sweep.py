@@ -204,7 +204,7 @@ def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
 
 def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]) -> list[Plan]:
     if loaded.stages and len(layouts) > 1:
-        layouts = (common_layout([stage.config for stage in loaded.stages], hardware, only=layouts),)
+        layouts = (common_layout([stage.config for stage in loaded.stages], hardware, layouts=layouts),)
     plans = []
     for part in loaded.parts:
         with stage_context(part.stage):

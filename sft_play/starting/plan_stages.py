@@ -70,7 +70,7 @@ def _select_stage_layout(loaded: LoadedConfig, hardware: Hardware, resume_from: 
     previous = read_previous_run(resume_from) if resume_from is not None else None
     if previous is not None and (previous.processes == hardware.ranks or previous.layout in DEEPSPEED_LAYOUTS):
         return previous.layout
-    return common_layout([stage.config for stage in loaded.stages], hardware, only=layout_choices(hardware.ranks))
+    return common_layout([stage.config for stage in loaded.stages], hardware, layouts=layout_choices(hardware.ranks))
 
 
 def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
@@ -108,14 +108,14 @@ def count_rows_before_planning(
     count_row_tokens(loaded)
 
 
-def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
+def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, layouts: tuple[LayoutName, ...]) -> LayoutName:
     """The fastest layout that fits every stage, of those that some stage would use by itself; else that of the stage
     with the longest rows, whose plan says what does not fit."""
 
-    def make_plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
-        return [plan_run(config, hardware, layouts=layouts, include_suggestions=False) for config in configs]
+    def make_plans(tried_layouts: tuple[LayoutName, ...]) -> list[Plan]:
+        return [plan_run(config, hardware, layouts=tried_layouts, include_suggestions=False) for config in configs]
 
-    separate_plans = make_plans(only)
+    separate_plans = make_plans(layouts)
     # the longest rows first: their stage's layout is the answer where none fits them all
     names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
     if len(names) == 1:
