@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import starter_language, what_fits
-from sft_play.config.options import leaves, sections, yaml_value
-from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
+from sft_play.config.options import all_options, format_yaml_value, sections
+from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConfig
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.process.variables import MAINTENANCE_TARGETS, VARIABLES
 
@@ -105,14 +105,14 @@ def reference_yaml() -> str:
     """The text of configs/reference.yaml."""
     lines = [_HEADER]
     open_sections: list[str] = []
-    for leaf in leaves().values():
+    for leaf in all_options().values():
         *holders, name = leaf.path.split(".")
         lines += _section_heads(holders, open_sections)
         open_sections = holders
-        indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.expects})"
+        indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.accepted_values})"
         wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in wrapped]
-        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else yaml_value(leaf.default)}")
+        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else format_yaml_value(leaf.default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -141,8 +141,8 @@ def json_schema() -> str:
 
 def _published(value: Any) -> Any:
     if isinstance(value, dict):
-        shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, ELSEWHERE)}
+        shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, EXTERNAL_NAMES)}
         if "bfloat16" in (names := shown.get("enum", ())):
-            shown["enum"] = [*names, *(short for short, name in DTYPES.items() if name in names)]
+            shown["enum"] = [*names, *(short for short, name in DTYPE_ALIASES.items() if name in names)]
         return shown
     return [_published(item) for item in value] if isinstance(value, list) else value

@@ -42,7 +42,7 @@ def finished_run(
     from peft import get_peft_model
 
     from sft_play.api import plan
-    from sft_play.config.load import load_config, resolved
+    from sft_play.config.load import load_config, resolved_config
     from sft_play.facts.models.architecture import base_weights_identity
     from sft_play.runs.files import write_json
     from sft_play.runs.folder import FORMAT
@@ -78,7 +78,7 @@ def finished_run(
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     folder.mkdir(parents=True)
     save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base=base)
-    write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
+    write_json(folder / "resolved.json", resolved_config(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
     facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
     ended = "2026-01-01T00:00:00+00:00"

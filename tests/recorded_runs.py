@@ -108,7 +108,7 @@ def recorded_run(
 def planned_folder(folder: Path, base: Path) -> Path:
     """A folder with the plan and the settings of a LoRA run of `base` on a CPU."""
     from sft_play.api import plan
-    from sft_play.config.load import load_config, resolved
+    from sft_play.config.load import load_config, resolved_config
 
     folder.mkdir(parents=True)
     rows = folder / "rows.jsonl"
@@ -121,5 +121,5 @@ def planned_folder(folder: Path, base: Path) -> Path:
     loaded = load_config(folder / "config.yaml")
     planned = plan(loaded)
     write_json(folder / "plan.json", planned.as_json())
-    write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
+    write_json(folder / "resolved.json", resolved_config(loaded.config, effective_batch=8))
     return folder

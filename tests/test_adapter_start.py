@@ -30,7 +30,7 @@ def adapted(base, *, rank: int, alpha: int, **options):
 
 
 def started(base, lora: LoraConfig):
-    model = adapted(base, rank=lora.rank, alpha=lora.alpha_of_rank)
+    model = adapted(base, rank=lora.stored_rank, alpha=lora.stored_alpha)
     initialize_adapters(model, lora, seed=1, device=CPU, read_base_weights=lambda: None)
     freeze_pissa_half(model, lora)
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft_play.config.load import LoadedConfig, config_from_text, resolved
+from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
@@ -52,7 +52,7 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         follows = effective is None and "auto" not in (micro, accum)
         wanted = micro * accum * ranks if follows else effective or 32
         assert effective_batch(train, ranks=ranks) == wanted
-        assert train.effective_follows == follows
+        assert train.derives_effective_batch == follows
         if effective is not None and "auto" not in (micro, accum) and micro * accum == effective:
             continue  # agrees on one rank: the next test
         fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0
@@ -126,15 +126,15 @@ def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
 
 def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back():
     config = written("train.batch_size=2", "train.grad_accum=2")
-    assert resolved(config)["train"]["effective_batch_size"] is None  # it hangs on the ranks
-    kept = resolved(config, effective_batch=8)
+    assert resolved_config(config)["train"]["effective_batch_size"] is None  # it hangs on the ranks
+    kept = resolved_config(config, effective_batch=8)
     again = config_from_text(json.dumps(kept), name="resolved.json")
     assert effective_batch(again.train, ranks=2) == 8
     assert batch_splits(again.train, ranks=2) == [BatchPlan(2, 2, 2)]
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=8 is not .* x 4 ranks = 16"):
         batch_splits(again.train, ranks=4)  # it agreed over two
     plain = written()
-    assert resolved(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
+    assert resolved_config(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
 
 
 def test_ways_out_keep_an_effective_batch_that_follows():
@@ -224,7 +224,7 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         assert plan.batch.effective_batch == effective
         assert plan.batch.ranks == ranks
         assert loaded.config.model_dump() == before
-        now = resolved(loaded.config, effective_batch=plan.batch.effective_batch)["train"]
+        now = resolved_config(loaded.config, effective_batch=plan.batch.effective_batch)["train"]
         for name in ("batch_size", "grad_accum", "effective_batch_size"):
             assert now[name] == kept[name], (given, first, ranks)
         check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
@@ -257,6 +257,6 @@ def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny
 
 def test_what_to_change_for_another_effective_batch_is_what_was_given():
     both = written("train.batch_size=2", "train.grad_accum=2")
-    assert both.train.effective_words == "train.batch_size or train.grad_accum"
-    assert written("train.batch_size=2").train.effective_words == "train.effective_batch_size"
-    assert written("train.effective_batch_size=32").train.effective_words == "train.effective_batch_size"
+    assert both.train.effective_batch_options == "train.batch_size or train.grad_accum"
+    assert written("train.batch_size=2").train.effective_batch_options == "train.effective_batch_size"
+    assert written("train.effective_batch_size=32").train.effective_batch_options == "train.effective_batch_size"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.options import leaves
+from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
 from sft_play.finished.report.charts import charts_of
@@ -40,7 +40,7 @@ def changed(resolved: dict, path: str, value: object) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_settings_that_differ_are_listed_and_no_others(tmp_path, plan_of, seed):
     draw = random.Random(seed)
-    paths = [path for path in leaves() if "curriculum" not in path]
+    paths = [path for path in all_options() if "curriculum" not in path]
     chosen = draw.sample(paths, 5)
 
     def change(resolved):

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from benchmarks.generate import REFERENCE, SCHEMA, json_schema, reference_yaml
-from sft_play.config.load import config_from_text, differing_keys, load_config, resolved, split_overrides
-from sft_play.config.options import leaves, sections
-from sft_play.config.yaml_io import parse
+from sft_play.config.load import config_from_text, differing_options, load_config, resolved_config, split_overrides
+from sft_play.config.options import all_options, sections
+from sft_play.config.yaml_io import parse_yaml
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
@@ -237,35 +237,35 @@ def test_a_config_is_frozen():
 
 
 def test_every_leaf_has_a_docstring_an_owner_and_words_for_its_values():
-    assert len(leaves()) > 50
-    for leaf in leaves().values():
+    assert len(all_options()) > 50
+    for leaf in all_options().values():
         assert leaf.doc, leaf.path
         assert leaf.owner, leaf.path
-        assert leaf.expects, leaf.path
+        assert leaf.accepted_values, leaf.path
 
 
 def test_no_docstring_of_an_option_stands_twice():
-    docs = [leaf.doc for leaf in leaves().values()]
+    docs = [leaf.doc for leaf in all_options().values()]
     assert len(docs) == len(set(docs))
 
 
 def test_the_reference_is_current_and_a_valid_run_yaml_with_every_key():
     assert (ROOT / REFERENCE).read_text(encoding="utf-8") == reference_yaml()
-    written = parse(reference_yaml(), name="reference").data
-    for path in leaves():
+    written = parse_yaml(reference_yaml(), name="reference").data
+    for path in all_options():
         holder = written
         for part in path.split("."):
             assert part in holder, path
             holder = holder[part]
     config = load(reference_yaml())
-    assert differing_keys(resolved(config), resolved(load("model: {name: Qwen/Qwen2.5-3B-Instruct}"))) == {}
+    assert differing_options(resolved_config(config), resolved_config(load("model: {name: Qwen/Qwen2.5-3B-Instruct}"))) == {}
 
 
 def test_the_json_schema_is_current_and_accepts_every_shipped_config():
     assert (ROOT / SCHEMA).read_text(encoding="utf-8") == json_schema()
     schema = json.loads(json_schema())
     for file in SHIPPED:
-        jsonschema.validate(parse(file.read_text(encoding="utf-8"), name=file.name).data, schema)
+        jsonschema.validate(parse_yaml(file.read_text(encoding="utf-8"), name=file.name).data, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"model": {"nmae": "gpt2"}}, schema)
 
@@ -309,7 +309,7 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
 
 
 def test_sections_and_leaves_do_not_overlap():
-    assert not set(sections()) & set(leaves())
+    assert not set(sections()) & set(all_options())
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)

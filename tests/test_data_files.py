@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from sft_play.config.options import leaves
+from sft_play.config.options import all_options
 from sft_play.data.sources.formats import KNOWN_COLUMNS
 from tests.conftest import ROOT
 
@@ -41,7 +41,7 @@ def record(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
-PATH = {"anyOf": [{"enum": list(leaves())}, {"pattern": r"^data\.(columns|chat_template_kwargs)\.\w+$"}]}
+PATH = {"anyOf": [{"enum": list(all_options())}, {"pattern": r"^data\.(columns|chat_template_kwargs)\.\w+$"}]}
 ROW = {
     "keys": TEXT, "words": TEXT, "path": PATH, "read": TEXT, "switch": YES,
     "values": mapping({"type": ["string", "object"]}),
@@ -94,12 +94,12 @@ SCHEMAS = {
             "groups": mapping(TEXT),
             "targets": mapping(TEXT),
             "flags": mapping(
-                record({"for": TEXT, "help": {"type": "string"}}, switch=YES, setting={"enum": list(leaves())})
+                record({"for": TEXT, "help": {"type": "string"}}, switch=YES, setting={"enum": list(all_options())})
             ),
             "variables": mapping(
                 record({"for": TEXT, "help": TEXT, "example": TEXT}, kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)
             ),
-            "settings": mapping({"enum": list(leaves())}),
+            "settings": mapping({"enum": list(all_options())}),
             "other_words": mapping(TEXT),
             "of_others": TEXT,
             "others": TEXT,

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.commands.diagnosing import check_run
 from sft_play.commands.rows import preview, render
-from sft_play.config.load import config_from_text, load_config, resolved
+from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
@@ -59,7 +59,7 @@ def test_what_is_given_stays_as_it_is_given():
     given = DataConfig(val_path=None)
     assert (given.val_path, given.test_path) == (None, f"{STALE}/test.jsonl")
     own = config("x", "", "data.train_path=mine.jsonl")
-    assert resolved(own)["data"]["val_path"] is None
+    assert resolved_config(own)["data"]["val_path"] is None
     assert config("x", "", "data.train_path=mine.jsonl", "data.val_path=v.jsonl").data.val_path == "v.jsonl"
 
 

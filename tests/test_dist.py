@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, DistConfig, asked
-from sft_play.config.yaml_io import parse
+from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
 from sft_play.files import atomic
@@ -145,7 +145,7 @@ def test_auto_takes_what_the_device_has(device, precision):
 
 def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypatch, tmp_path, caplog):
     text = (ROOT / DEFAULT_CONFIG).read_text(encoding="utf-8")
-    assert parse(text, name="x").data == DistConfig().model_dump()
+    assert parse_yaml(text, name="x").data == DistConfig().model_dump()
     monkeypatch.chdir(tmp_path)
     found = asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True)
     assert found.settings == DistConfig()

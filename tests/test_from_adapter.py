@@ -142,10 +142,10 @@ def test_a_config_may_repeat_the_adapters_settings_and_choose_another_dropout(tm
 
 
 def test_what_a_run_has_resolved_needs_no_adapter_to_be_read_again(tmp_path, world):
-    from sft_play.config.load import resolved
+    from sft_play.config.load import resolved_config
 
     config = settings(tmp_path, world, adapter="plain")
-    plain = {**resolved(config)}
+    plain = {**resolved_config(config)}
     plain["model"]["adapter"] = str(tmp_path / "gone")
     assert config_from_text(json.dumps(plain), name="resolved.json").tuning == config.tuning
 

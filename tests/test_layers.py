@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.options import leaves, training_options
+from sft_play.config.options import all_options, optimizer_options
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "sft_play"
@@ -278,15 +278,15 @@ def test_nothing_prints_and_entry_points_are_thin():
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 20
 
 
-@pytest.mark.parametrize("path", sorted(leaves()))
+@pytest.mark.parametrize("path", sorted(all_options()))
 def test_the_owner_of_an_option_reads_it(path):
-    leaf = leaves()[path]
+    leaf = all_options()[path]
     source = PACKAGE / (leaf.owner.replace(".", "/") + ".py")
     assert source.exists(), f"{path}: its owner {leaf.owner} does not exist"
     tree = tree_of(source)
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    if path in {option.key for option in training_options()}:  # its owner reads the table
-        read |= {path.rpartition(".")[2]} if "training_options" in source.read_text(encoding="utf-8") else set()
+    if path in {option.path for option in optimizer_options()}:  # its owner reads the table
+        read |= {path.rpartition(".")[2]} if "optimizer_options" in source.read_text(encoding="utf-8") else set()
     assert path.rpartition(".")[2] in read, f"{path}: {leaf.owner} never reads it"
 
 

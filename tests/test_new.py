@@ -22,8 +22,8 @@ from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.options import homes, leaves
-from sft_play.config.translated import run_yaml, translate
+from sft_play.config.options import all_options, find_option
+from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import first_look
 from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import check_first_rows
@@ -211,7 +211,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     assert out.name == "theirs_sft_play.yaml"
     assert "hf_secret" not in out.read_text()
     config = load_config(out).config
-    found = translate(text, name="theirs.yaml", beside={}).settings
+    found = translate_file(text, name="theirs.yaml", user_settings={}).settings
     assert {path: found.get(path, "absent") for path in expected} == expected
     plan = plan_run(config, parse_hardware("8xH100"), include_suggestions=False)
     assert plan.choice is not None
@@ -219,13 +219,13 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
 
 def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
     with pytest.raises(ConfigError, match=r"rl: .*preference tuning is not supported.*nothing is written"):
-        translate("base_model: a/b\nrl: dpo\n", name="x.yaml", beside={})
+        translate_file("base_model: a/b\nrl: dpo\n", name="x.yaml", user_settings={})
     with pytest.raises(ConfigError, match=r"x\.yaml names no model.*FROM=x\.yaml MODEL=owner/name"):
-        translate("lora_r: 8\n", name="x.yaml", beside={})
-    assert translate("lora_r: 8\n", name="x.yaml", beside={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
+        translate_file("lora_r: 8\n", name="x.yaml", user_settings={})
+    assert translate_file("lora_r: 8\n", name="x.yaml", user_settings={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
 
 
-KEYS = sorted(other_tools.table().plain_keys)
+KEYS = sorted(other_tools.key_table().plain_keys)
 VALUES = st.sampled_from(
     [True, False, None, 0, 1, 4, 8, 16, 0.05, 2e-4, "auto", "lora", "qlora", "full", "epoch", "no", "steps", "cosine",
      "a/b", "x.jsonl", "q_proj,v_proj", [], ["wandb"], [{"path": "a/b", "type": "alpaca"}], {"x": 1}, -1, 3.0]
@@ -237,16 +237,16 @@ VALUES = st.sampled_from(
 def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
     """The result loads, and no key of the file is lost without a word."""
     try:
-        found = translate(json.dumps(said) if said else "{}", name="x.yaml", beside={"model.name": "a/b"})
+        found = translate_file(json.dumps(said) if said else "{}", name="x.yaml", user_settings={"model.name": "a/b"})
     except ConfigError as error:
         assert "preference tuning" in str(error)  # noqa: PT017  (others are faults)
         return
-    config_from_text(run_yaml(found.settings), name="x.yaml")
+    config_from_text(format_run_yaml(found.settings), name="x.yaml")
     comments = " ".join(" ".join(found.comments()).replace("# ", "").split())
     for key, value in said.items():
-        row = other_tools.table().rows[key]
+        row = other_tools.key_table().known_keys[key]
         # the table's answer, or our own key of that name, which is the better one where the table has words alone
-        asked = [*(path for path, _ in other_tools.answer(row, value).settings), *homes(key)]
+        asked = [*(path for path, _ in other_tools.translate_value(row, value).settings), *find_option(key)]
         is_taken = any(f"{one}.".startswith(f"{path}.") for one in found.settings for path in asked)
         assert is_taken or key in comments or any(path in comments for path in asked)
 
@@ -529,16 +529,16 @@ def test_the_settings_of_a_translation_are_options():
     """Every answer of the table is written as an option that there is."""
     paths = {
         path
-        for row in other_tools.table().rows.values()
-        for meaning in row.values.values()
+        for row in other_tools.key_table().known_keys.values()
+        for meaning in row.translations.values()
         for path, _ in meaning.settings
     }
     assert len(paths) > 20
-    assert paths <= set(leaves())
+    assert paths <= set(all_options())
 
 
 def test_a_secret_is_in_no_comment_wherever_it_stands():
     text = "hub: {token: hf_0, api_key: zzz}\nsecrets: {HF_TOKEN: hf_1}\nhub_token: hf_2\nwandb: {wandb_token: w_3}\n"
-    said = "\n".join(translate(text, name="x.yaml", beside={"model.name": "a/b"}).comments())
+    said = "\n".join(translate_file(text, name="x.yaml", user_settings={"model.name": "a/b"}).comments())
     assert not any(secret in said for secret in ("hf_0", "zzz", "hf_1", "hf_2", "w_3")), said
     assert said.count("not shown") >= 4

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.config.options import leaves, sections
+from sft_play.config.options import all_options, sections
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
@@ -890,7 +890,7 @@ UNREACHABLE_CHOICES = {("train.report_to", "wandb"), ("train.report_to", "mlflow
 
 
 def test_every_option_is_probed():
-    assert {leaf for leaf, _ in PROBES} | set(RUN_PROBES) | NEEDS_A_GPU == set(leaves())
+    assert {leaf for leaf, _ in PROBES} | set(RUN_PROBES) | NEEDS_A_GPU == set(all_options())
 
 
 def choices() -> Iterator[tuple[str, str]]:
@@ -899,7 +899,7 @@ def choices() -> Iterator[tuple[str, str]]:
         for name, found in model.model_fields.items():
             path = f"{section}.{name}".lstrip(".")
             for word in _words(found.annotation):
-                default = leaves()[path].default if path in leaves() else None
+                default = all_options()[path].default if path in all_options() else None
                 if word != default and not (isinstance(default, list) and word in default):
                     yield path, word
 

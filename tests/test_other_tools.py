@@ -12,7 +12,7 @@ import pytest
 
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
-from sft_play.config.options import accepts, homes, leaves, sections
+from sft_play.config.options import all_options, find_option, option_accepts, sections
 from sft_play.errors import ConfigError
 from sft_play.process.variables import FOREIGN_PREFIXES, VARIABLES, all_targets
 
@@ -295,16 +295,16 @@ def test_a_key_of_nobody_is_not_guessed_at(key):
 
 # --- over the whole table ---------------------------------------------------------------------------------------------
 def test_every_target_of_the_table_exists_and_takes_the_translated_values():
-    assert len(other_tools.table().rows) > 500
-    for key, row in other_tools.table().rows.items():
+    assert len(other_tools.key_table().known_keys) > 500
+    for key, row in other_tools.key_table().known_keys.items():
         # one key of a mapping is a path too: data.columns.prompt
-        is_path = row.path in leaves() or row.path.rpartition(".")[0] in leaves()
-        assert is_path or (not row.path and (row.words or row.values or row.read)), key
-        for spelling, answer in row.values.items():
+        is_path = row.path in all_options() or row.path.rpartition(".")[0] in all_options()
+        assert is_path or (not row.path and (row.explanation or row.translations or row.read_value)), key
+        for spelling, answer in row.translations.items():
             assert spelling == spelling.lower(), key
             for path, value in answer.settings:
-                assert accepts(path, value), (key, spelling, path, value)
-    assert set(other_tools.table().sections.values()) <= set(sections())
+                assert option_accepts(path, value), (key, spelling, path, value)
+    assert set(other_tools.key_table().sections.values()) <= set(sections())
 
 
 VALUES = [True, False, None, 0, 1, 4, -1, 0.05, 0.9, 500, 3.0, 1e9, "", "auto", "no", "16", "2e-5", "a/b", "x.jsonl",
@@ -313,25 +313,25 @@ VALUES = [True, False, None, 0, 1, 4, -1, 0.05, 0.9, 500, 3.0, 1e9, "", "auto", 
 
 def test_whatever_the_value_a_hint_names_only_what_is_taken():
     chance = random.Random(0)
-    for key, row in other_tools.table().rows.items():
+    for key, row in other_tools.key_table().known_keys.items():
         for value in chance.sample(VALUES, 8):
-            answer = other_tools.answer(row, value)
+            answer = other_tools.translate_value(row, value)
             # what is part of a data set's entry needs no words
-            assert answer.settings or answer.words or key.startswith(("entry.", "held_out.")), (key, value)
+            assert answer.settings or answer.explanation or key.startswith(("entry.", "held_out.")), (key, value)
             for path, ours in answer.settings:
-                assert accepts(path, ours), (key, value, path, ours)
+                assert option_accepts(path, ours), (key, value, path, ours)
 
 
 def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
-    rows = [*other_tools.table().rows.values(), *(row for _, row in other_tools.table().prefixes)]
-    words = {row.words for row in rows} | {answer.words for row in rows for answer in row.values.values()}
+    rows = [*other_tools.key_table().known_keys.values(), *(row for _, row in other_tools.key_table().prefixed_keys)]
+    words = {row.explanation for row in rows} | {answer.explanation for row in rows for answer in row.translations.values()}
     seen = 0
     for text in words:
         for key in re.findall(
             r"(?<![/\w])(?:model|tuning|data|train|eval|distributed|output)\.[a-z_0-9]+(?:\.[a-z_]+)*", text
         ):
             seen += 1
-            assert key in leaves() or key in sections(), text
+            assert key in all_options() or key in sections(), text
         for target in re.findall(r"(?<!before )\bmake ([a-z]+(?:-[a-z]+)*) (?:[A-Z(]|$)", text):
             assert target in all_targets(), text
         for name in re.findall(r"\b([A-Z_]{3,})=", text):
@@ -340,7 +340,7 @@ def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
 
 
 def test_no_key_of_the_table_is_guessed_at():
-    keys = other_tools.table().plain_keys
+    keys = other_tools.key_table().plain_keys
     said = problems(MINIMAL + "".join(f"{key}: 1\n" for key in keys))
     assert len(said) == len(keys)
     assert not [line for line in said if "did you mean" in line]
@@ -371,4 +371,4 @@ def fields_of(package: str, file: str) -> set[str]:
 def test_every_option_of_the_installed_trainers_is_answered(package, file, count):
     keys = {key for key in fields_of(package, file) if not key.startswith("_")}
     assert len(keys) >= count
-    assert not [key for key in sorted(keys) if other_tools.known((key,)) is None and not homes(key)]
+    assert not [key for key in sorted(keys) if other_tools.find_known_key((key,)) is None and not find_option(key)]

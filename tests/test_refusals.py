@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sft_play.commands import COMMAND_FILES
-from sft_play.config.load import load_config, resolved
+from sft_play.config.load import load_config, resolved_config
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.runs.folder import FORMAT
 from sft_play.starter import BASE
@@ -138,7 +138,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (run / "adapter" / "adapter_config.json").write_text("{}")
     (run / "adapter" / "adapter_model.safetensors").touch()
     (run / "config.yaml").write_text((folder / CONFIG).read_text())
-    (run / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG).config)))
+    (run / "resolved.json").write_text(json.dumps(resolved_config(load_config(folder / CONFIG).config)))
     manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
     (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
     adapter = base_weights_identity(str(run / "adapter"), None)["sha256"]
@@ -152,7 +152,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     half = folder / HALF  # stopped after a step; a part of its settings was given in SET
     given = ("train.learning_rate=0.001", "tuning.lora.r=4")
     half.mkdir(parents=True)
-    (half / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG, overrides=given).config)))
+    (half / "resolved.json").write_text(json.dumps(resolved_config(load_config(folder / CONFIG, overrides=given).config)))
     manifest |= {
         "status": "stopped",
         "overrides": given,

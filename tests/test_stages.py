@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.cli import main
-from sft_play.config.load import LoadedConfig, config_from_text, load_config, resolved
+from sft_play.config.load import LoadedConfig, config_from_text, load_config, resolved_config
 from sft_play.errors import ConfigError
 from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, chat
@@ -54,8 +54,8 @@ def test_a_stage_takes_from_the_run_what_it_does_not_give(tmp_path):
 def test_the_settings_that_a_run_records_are_read_as_they_were(name):
     """Of stages too: a path that follows from the run's own files is not given for a stage that has others."""
     given = load_config(ROOT / "configs" / name)
-    read = config_from_text(json.dumps(resolved(given.config, effective_batch=8)), name="resolved.json")
-    assert resolved(read, effective_batch=8) == resolved(given.config, effective_batch=8)
+    read = config_from_text(json.dumps(resolved_config(given.config, effective_batch=8)), name="resolved.json")
+    assert resolved_config(read, effective_batch=8) == resolved_config(given.config, effective_batch=8)
 
 
 def test_stages_of_recorded_settings_have_the_held_out_rows_that_they_had(tmp_path):
@@ -65,7 +65,7 @@ def test_stages_of_recorded_settings_have_the_held_out_rows_that_they_had(tmp_pa
         "- {name: c, data: {sources: [{path: own.jsonl, val_path: held.jsonl}]}}\n"
     )
     given = load_config(path)
-    path.write_text(json.dumps(resolved(given.config)))
+    path.write_text(json.dumps(resolved_config(given.config)))
     read = load_config(path)
     held = ["data/processed/val.jsonl", None, None]
     assert [stage.config.data.val_path for stage in given.stages] == held

@@ -160,7 +160,7 @@ def test_each_cell_is_a_run_one_that_fails_keeps_no_other_and_again_only_what_is
     world, capsys, monkeypatch
 ):
     # planned here, and refused by the process of the cell
-    monkeypatch.setattr("sft_play.config.validation.MOST_LEARNING_RATE", float("inf"))
+    monkeypatch.setattr("sft_play.config.validation.MAX_LEARNING_RATE", float("inf"))
     words = ("train.learning_rate=1e30,1e-3,1e-2",)
     answer = swept(*words, capsys=capsys, code=2)
     assert [one["status"] for one in answer["cells"]] == ["failed", "finished", "finished"]

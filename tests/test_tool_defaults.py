@@ -10,11 +10,11 @@ import pytest
 
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
-from sft_play.config.options import accepts, homes, leaves
-from sft_play.config.translated import run_yaml, translate
+from sft_play.config.options import all_options, find_option, option_accepts
+from sft_play.config.translated import format_run_yaml, translate_file
 from tests.tool_sources import WHEELS, default_in, installed_source, source_in_wheels, version_of_wheel, wheels
 
-TOOLS: dict[str, Any] = other_tools._file("tool_defaults.yaml")
+TOOLS: dict[str, Any] = other_tools._load_tables("tool_defaults.yaml")
 NAMED = [tool for tool in TOOLS if tool != "none"]
 INSTALLED = ("transformers", "trl", "peft", "torch")
 
@@ -88,16 +88,16 @@ def test_the_table_has_its_form(tool):
     assert len(entry["marks"].split()) >= 4
     # a file with its marks alone is its own
     marks = {mark.replace("*", "a") for mark in entry["marks"].split()}
-    found = other_tools.tool_of(marks)
+    found = other_tools.detect_tool(marks)
     assert found.name == f"{entry['name']} {entry['version']}"
-    for row in found.rows.values():
-        assert not row.path or accepts(row.path, leaves()[row.path].default) or row.path in leaves()
+    for row in found.known_keys.values():
+        assert not row.path or option_accepts(row.path, all_options()[row.path].default) or row.path in all_options()
     for part in entry["defaults"]:
         assert set(part) <= {"in", "code", "are"}
         assert (" " in part["in"]) is ("code" not in part), part["in"]
         for key, value in part["are"].items():
             for path in value if isinstance(value, dict) else ():
-                assert path == "words" or path in leaves(), (key, path)
+                assert path == "words" or path in all_options(), (key, path)
 
 
 NEUTRAL = {
@@ -119,15 +119,15 @@ NEUTRAL = {
 def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
     """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
     names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
-    found = translate(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", beside={"model.name": "a/b"})
+    found = translate_file(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", user_settings={"model.name": "a/b"})
     assert found.tool.name.startswith(TOOLS[tool]["name"])
-    config = config_from_text(run_yaml(found.settings), name="x.yaml")
+    config = config_from_text(format_run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())
     seen: set[str] = set()
     for key, value in found.tool.defaults.items():
-        row = found.tool.rows.get(key) or other_tools.known(tuple(key.split(".")))
-        wanted = value if isinstance(value, dict) else dict(other_tools.answer(row, value).settings) if row else {}
-        wanted = wanted if row or isinstance(value, dict) else {homes(key)[0]: value}
+        row = found.tool.known_keys.get(key) or other_tools.find_known_key(tuple(key.split(".")))
+        wanted = value if isinstance(value, dict) else dict(other_tools.translate_value(row, value).settings) if row else {}
+        wanted = wanted if row or isinstance(value, dict) else {find_option(key)[0]: value}
         for path, ours in wanted.items() if value is not None else ():
             is_idle = mode == "full" and path.startswith("tuning.lora.")
             if path in {"words", "tuning.mode", *seen} or isinstance(ours, (dict, list)) or is_idle:
@@ -136,7 +136,7 @@ def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
             for name in path.split("."):
                 at = getattr(at, name)
             assert at == ours, (key, path)
-            assert path in found.defaults or ours == leaves()[path].default, (key, path)
+            assert path in found.default_options or ours == all_options()[path].default, (key, path)
             seen.add(path)
         if isinstance(value, dict) and set(value) == {"words"}:
             assert f"{key} (not in the file): {value['words']}" in said

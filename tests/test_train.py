@@ -392,7 +392,7 @@ def test_checkpoints_are_kept_to_the_limit(train):
 @pytest.fixture
 def any_rate(monkeypatch):
     """Lets a run have a learning rate that ruins it."""
-    monkeypatch.setattr("sft_play.config.validation.MOST_LEARNING_RATE", float("inf"))
+    monkeypatch.setattr("sft_play.config.validation.MAX_LEARNING_RATE", float("inf"))
 
 
 @pytest.mark.usefixtures("any_rate")

@@ -9,20 +9,20 @@ import pytest
 from sft_play.config import options as config_options
 from sft_play.config import other_tools, schema, unknown_keys
 from sft_play.config.load import config_from_text
-from sft_play.config.options import homes, training_options
-from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, training
-from sft_play.config.validation import cross_problems
+from sft_play.config.options import find_option, optimizer_options
+from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, TrainConfig, optimizer_option
+from sft_play.config.validation import find_conflicts
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.fill import PlanValues, fill_auto_values, deepspeed_options
 
-EPSILON = Elsewhere("adam_epsilon", deepspeed="optimizer.params.eps", tools="adam_eps epsilon", optimizers=ADAMW)
+EPSILON = ExternalNames("adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS)
 
 
 class LongerTrain(TrainConfig):
     """The section with an option more."""
 
-    adam_epsilon: float = training(1e-8, EPSILON, gt=0.0)
+    adam_epsilon: float = optimizer_option(1e-8, EPSILON, gt=0.0)
     """Added to the root of AdamW's average of squared gradients."""
 
 
@@ -36,7 +36,7 @@ class LongerRun(RunConfig):
 @pytest.fixture
 def longer(monkeypatch):
     """A run with train.adam_epsilon, while the schema has it."""
-    cached = (config_options.leaves, config_options.sections, config_options.listed, other_tools.table)
+    cached = (config_options.all_options, config_options.sections, config_options.list_item_sections, other_tools.key_table)
     monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
     monkeypatch.setattr(config_options, "RunConfig", LongerRun)
     for one in cached:
@@ -93,7 +93,7 @@ def test_other_tools_names_lead_to_a_new_option(longer, name):
 def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
     train = longer.train.model_copy(update={"optim": "adafactor"})
     config = longer.model_copy(update={"train": train})
-    told = [problem for problem in cross_problems(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
+    told = [problem for problem in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
     assert [problem.message for problem in told] == [
         "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
     ]
@@ -104,12 +104,12 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
 
     from sft_play.launch.deepspeed.files import KNOWN_DEEPSPEED_KEYS
 
-    assert len(training_options()) == 8
-    for option in training_options():
-        assert option.elsewhere.trainer in TrainingArguments.__dataclass_fields__
-        path = option.elsewhere.deepspeed
+    assert len(optimizer_options()) == 8
+    for option in optimizer_options():
+        assert option.external_names.trainer in TrainingArguments.__dataclass_fields__
+        path = option.external_names.deepspeed
         assert path is None or path.startswith("optimizer.params.") or path in KNOWN_DEEPSPEED_KEYS[""]
-        assert set(option.elsewhere.optimizers) <= set(ADAMW)
+        assert set(option.external_names.optimizers) <= set(ADAMW_OPTIMIZERS)
 
 
 # --- hints ------------------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
 
 def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
-    own = {path.rpartition(".")[2]: path for path in config_options.leaves() if not path.startswith("plan.")}
-    own = {name: path for name, path in own.items() if len(homes(name)) == 1 and name not in unknown_keys._VAGUE}
+    own = {path.rpartition(".")[2]: path for path in config_options.all_options() if not path.startswith("plan.")}
+    own = {name: path for name, path in own.items() if len(find_option(name)) == 1 and name not in unknown_keys._VAGUE_NAMES}
     assert len(own) > 80
     for name in own:
         with pytest.raises(ConfigError) as error:
@@ -129,9 +129,9 @@ def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
 
 def test_no_row_of_words_holds_a_name_that_the_table_answers():
     """A row that says `remove it` of a key that has become an option here, or of its synonyms, is out of date."""
-    ours = {name: option.key for option in training_options() for name in (option.name, *option.other_names)}
-    listed = other_tools.rows_by_key(other_tools._file()["rows"])
+    ours = {name: option.path for option in optimizer_options() for name in (option.name, *option.other_names)}
+    listed = other_tools.parse_known_keys(other_tools._load_tables()["rows"])
     assert len(listed) > 800
     assert not {key: ours[key] for key, row in listed.items() if key in ours and row.path != ours[key]}
-    answered = [key for key, row in listed.items() if row.only_words and "remove it" in row.words]
-    assert not [key for key in answered if homes(key) and key not in unknown_keys._VAGUE]
+    answered = [key for key, row in listed.items() if row.has_fixed_answer and "remove it" in row.explanation]
+    assert not [key for key in answered if find_option(key) and key not in unknown_keys._VAGUE_NAMES]

@@ -16,7 +16,7 @@ from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.config.translated import Translation, run_yaml, translate
+from sft_play.config.translated import Translation, format_run_yaml, translate_file
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import find_source
 from sft_play.errors import ConfigError
@@ -25,12 +25,12 @@ MODEL = {"model.name": "a/b"}
 
 
 def translated(text: str, *, rows: str = "") -> Translation:
-    return translate(text, name="theirs.yaml", beside=MODEL, rows=rows)
+    return translate_file(text, name="theirs.yaml", user_settings=MODEL, row_format=rows)
 
 
 def config_of(text: str, *, rows: str = "") -> RunConfig:
     """The run that is written for a file of another tool."""
-    return config_from_text(run_yaml(translated(text, rows=rows).settings), name="x.yaml")
+    return config_from_text(format_run_yaml(translated(text, rows=rows).settings), name="x.yaml")
 
 
 def value(config: RunConfig, path: str) -> object:
@@ -156,7 +156,7 @@ def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
     text = f"{FACTORY}dataset: my.jsonl\n"
     assert "not in the file, defaults of LLaMA-Factory" in comments(text)
     found = translated(text)
-    assert {"tuning.lora.r", "train.learning_rate"} <= set(found.defaults)
+    assert {"tuning.lora.r", "train.learning_rate"} <= set(found.default_options)
     assert "model.max_seq_len" not in found.settings  # 2,048 in both
     assert "defaults of" not in comments(
         f"{AXOLOTL}sequence_len: 8\nexcess_length_strategy: drop\nadapter: lora\ngradient_accumulation_steps: 1\n"
@@ -166,13 +166,13 @@ def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
 def test_an_adapter_that_is_continued_keeps_its_own_options():
     config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
     assert config.model.adapter == "saves/first"
-    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").defaults)
+    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").default_options)
 
 
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
-    found = translate(text, name="x.yaml", beside={})
-    assert (found.defaults, found.left_out) == ([], [])
+    found = translate_file(text, name="x.yaml", user_settings={})
+    assert (found.default_options, found.left_out) == ([], [])
     assert found.settings == {
         "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
         "tuning.mode": "lora",
@@ -475,7 +475,7 @@ def test_modules_and_modes_of_torchtune_are_ours():
     assert config_of(TUNE.replace("lora_llama3_1_8b,", "llama3_1_8b,")).tuning.mode == "full"
     # the folder of the weights, by OmegaConf's reference too
     text = TUNE.replace("/m}", "'${base}'}") + "base: /weights\n"
-    assert translate(text, name="x.yaml", beside={}).settings["model.name"] == "/weights"
+    assert translate_file(text, name="x.yaml", user_settings={}).settings["model.name"] == "/weights"
 
 
 def test_options_of_two_keys_are_joined():
@@ -485,7 +485,7 @@ def test_options_of_two_keys_are_joined():
 
 def test_data_given_beside_the_file_is_the_data():
     text = f"{SWIFT}dataset: [a.jsonl#5, b.jsonl]\n"
-    found = translate(text, name="x.yaml", beside={**MODEL, "data.train_path": "mine.jsonl"})
+    found = translate_file(text, name="x.yaml", user_settings={**MODEL, "data.train_path": "mine.jsonl"})
     assert "data.sources" not in found.settings
     assert found.settings["data.train_path"] == "mine.jsonl"
     assert "DATA= names the rows" in " ".join(found.comments())
@@ -521,7 +521,7 @@ def test_what_is_said_of_data_sets_is_taken_or_named(entries):
         found = translated(text)
     except ConfigError as error:
         raise AssertionError(text) from error
-    config_from_text(run_yaml(found.settings), name="x.yaml")
+    config_from_text(format_run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())
     plain = {"type": ["train"], "train_on_eos": []}
     for number, entry in enumerate(given_entries):

@@ -24,7 +24,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.options import leaves
+from sft_play.config.options import all_options
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.planner.precision import Precision
@@ -193,18 +193,18 @@ def test_all_that_is_not_supported_is_named_at_once(standin):
 
 def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypatch):
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
-    monkeypatch.setattr(backend, "_changed_options", lambda _: dict.fromkeys(leaves(), "set"))
+    monkeypatch.setattr(backend, "_changed_options", lambda _: dict.fromkeys(all_options(), "set"))
     refused = {item.partition("=")[0] for item in backend.unsupported_options(config())}
-    told = {path for path in leaves() if path not in refused}
+    told = {path for path in all_options() if path not in refused}
     owners = (*backend._PARENT_OWNERS, *backend._WORKER_OWNERS)
-    assert not {path for path in told - backend._SUPPORTED_OPTIONS if not leaves()[path].owner.startswith(owners)}
+    assert not {path for path in told - backend._SUPPORTED_OPTIONS if not all_options()[path].owner.startswith(owners)}
     assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
-    assert set(leaves()) >= backend._SUPPORTED_OPTIONS
+    assert set(all_options()) >= backend._SUPPORTED_OPTIONS
 
 
 def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
-    new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="training.model.new")
-    monkeypatch.setattr(backend, "leaves", lambda: {**leaves(), "train.new": new})
+    new = dataclasses.replace(all_options()["train.seed"], path="train.new", owner="training.model.new")
+    monkeypatch.setattr(backend, "all_options", lambda: {**all_options(), "train.new": new})
     assert any(item.startswith("train.new=") for item in backend.unsupported_options(config()))
 
 

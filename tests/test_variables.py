@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
 from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
-from sft_play.config.options import leaves
+from sft_play.config.options import all_options
 from sft_play.errors import ConfigError
 from sft_play.process import variables
 from tests.conftest import ROOT, chat
@@ -120,7 +120,7 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(targe
 
 
 def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting():
-    both = {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
+    both = {name.partition(".")[0].upper() for name in all_options()} & set(variables.VARIABLES)
     assert both == {"DATA", "MODEL", "OUTPUT"}
     refuse_make_variables(["output={dir: elsewhere}"])
     with pytest.raises(ConfigError, match="variable of make"):
@@ -302,8 +302,8 @@ def test_the_flag_of_a_path_reads_as_a_path(tmp_path: Path):
 
 
 def test_a_setting_that_is_named_beside_a_variable_is_one():
-    from sft_play.config.options import leaves
+    from sft_play.config.options import all_options
 
-    assert set(variables.SETTING_BY_VARIABLE.values()) <= set(leaves())
+    assert set(variables.SETTING_BY_VARIABLE.values()) <= set(all_options())
     assert not any(variables.takes_variable(name, "train") for name in variables.SETTING_BY_VARIABLE)
     assert "the setting" not in (variables.command_line_problem(["merge"], ["DATA"], []) or "the setting")

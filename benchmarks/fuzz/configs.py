@@ -14,9 +14,9 @@ import yaml
 
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import Judge, Wrong, command, own_surroundings, require_told
-from sft_play.config.load import config_from_text, load_config, resolved
-from sft_play.config.options import accepts, leaves
-from sft_play.config.yaml_io import parse
+from sft_play.config.load import config_from_text, load_config, resolved_config
+from sft_play.config.options import all_options, option_accepts
+from sft_play.config.yaml_io import parse_yaml
 from sft_play.errors import SftPlayError
 from sft_play.files import ROOT
 
@@ -53,10 +53,10 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 def judging() -> Iterator[Judge]:
     """Cases of run YAMLs."""
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
-    plain = [parse(seed.decode(), name="seed").data for seed in seeds]
-    keys = list(leaves())
+    plain = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
+    keys = list(all_options())
     words = re.findall(r'"(\w[\w.-]*)"', (ROOT / "sft_play/config/schema.py").read_text(encoding="utf-8"))
-    fitting = {key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if accepts(key, one)] for key in keys}
+    fitting = {key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys}
 
     def judge(draw: random.Random, folder: Path) -> bool:
         path = folder / "run.yaml"
@@ -124,10 +124,10 @@ def _loads(path: Path, overrides: list[str], why_refused: str) -> bool:
         return False
     if why_refused:
         raise Wrong(f"accepted in spite of {why_refused}")
-    settings = resolved(loaded.config, effective_batch=8)
+    settings = resolved_config(loaded.config, effective_batch=8)
     if settings["model"].get("adapter") is None:  # what is written into a run folder is read again as the same
         read = config_from_text(json.dumps(settings, allow_nan=False), name="resolved.json")
-        again = resolved(read, effective_batch=8)
+        again = resolved_config(read, effective_batch=8)
         if again != settings:
             changed = {key for key in settings if again.get(key) != settings[key]}
             raise Wrong(f"resolved.json reads otherwise in {changed}")

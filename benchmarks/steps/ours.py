@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.steps.order import Order
 from sft_play.config.load import load_config
-from sft_play.config.options import training_options
+from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
@@ -196,7 +196,7 @@ def _steps(trainer: Any, count: int) -> Any:
 
 def training_facts(config: RunConfig) -> dict[str, Any]:
     """The training options of a run by the Trainer's names."""
-    return {option.elsewhere.trainer: option.value(config) for option in training_options()}
+    return {option.external_names.trainer: option.value(config) for option in optimizer_options()}
 
 
 def write_facts(folder: Path, job: Any, prepared: Any) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from sft_play.config.options import expects
+from sft_play.config.options import describe_values
 from sft_play.config.schema import Name, Section
-from sft_play.config.validation import hint_at
-from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show
+from sft_play.config.validation import value_hint
+from sft_play.config.yaml_io import Problem, YamlDocument, format_value, parse_yaml, read_text
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_deepspeed_config, translate_deepspeed_keys
 from sft_play.log import one_line
@@ -108,7 +108,7 @@ def _read(config: Any) -> tuple[YamlDocument, Path | None]:
         logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT)
         return YamlDocument(name="the defaults"), None
     path = path or Path(config).expanduser()
-    return parse(read_text(path), name=one_line(str(path))), path.absolute().parent
+    return parse_yaml(read_text(path), name=one_line(str(path))), path.absolute().parent
 
 
 def _places(path: Path, *folders: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def _settings(document: YamlDocument) -> DistConfig:
     problems = [str(problem) for problem in document.problems]
 
     def add(key: str, message: str) -> None:
-        problems.append(str(Problem(one_line(key), document.where((key,)), message)))
+        problems.append(str(Problem(one_line(key), document.location((key,)), message)))
 
     for key in data.keys() - fields.keys():
         hint = did_you_mean(key, fields) or f"the keys are {_KEYS}"
@@ -133,16 +133,16 @@ def _settings(document: YamlDocument) -> DistConfig:
         settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
     except ValidationError as error:
         for key in dict.fromkeys(str(item["loc"][0]) for item in error.errors()):
-            wanted = expects(fields[key].annotation, tuple(fields[key].metadata))
-            raw = document.raw.get((key,)) if not isinstance(data[key], str) else None
-            add(key, f"expected {wanted}, found {_shown(data[key], raw)}{hint_at(data[key], raw, wanted)}")
+            wanted = describe_values(fields[key].annotation, tuple(fields[key].metadata))
+            raw = document.raw_texts.get((key,)) if not isinstance(data[key], str) else None
+            add(key, f"expected {wanted}, found {_shown(data[key], raw)}{value_hint(data[key], raw, wanted)}")
     _refuse(problems)
     return settings
 
 
 def _shown(value: Any, raw: str | None = None) -> str:
     try:
-        return show(value, raw=raw)
+        return format_value(value, raw_text=raw)
     except (TypeError, ValueError):  # an object of a script's own class
         return one_line(repr(value), limit=80)
 

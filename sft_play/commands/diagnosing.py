@@ -90,7 +90,7 @@ def _doctor(request: Request) -> CommandResult:
         options = apply_mesh(options, config)
 
     def planner(machine: Hardware) -> Planned:
-        config = load_config(request.config, overrides=request.overrides).longest
+        config = load_config(request.config, overrides=request.overrides).longest_config
         # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_impossible_strategy(config, machine, strategy)

@@ -82,7 +82,7 @@ def launch_request_from(request: Request) -> LaunchRequest:
     trusts = functools.partial(trusts_code, request)
     if rank_info is not None:
         if request.is_config_recorded:
-            refuse_code(request.config, *(part.config.model for part in loaded.parts), trusts=trusts)
+            refuse_code(request.config, *(part.config.model for part in loaded.runs), trusts=trusts)
         return LaunchRequest(loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run)
     if command == "resume":
         return resume_request(loaded, options, run_name=request.run, trusts=trusts)

@@ -11,8 +11,8 @@ from pathlib import Path
 from sft_play.commands.answer import CommandResult
 from sft_play.commands.request import Request, requested_hardware
 from sft_play.config.load import config_from_text
-from sft_play.config.translated import run_yaml, translate
-from sft_play.config.yaml_io import Plain, read_text
+from sft_play.config.translated import format_run_yaml, translate_file
+from sft_play.config.yaml_io import JsonValue, read_text
 from sft_play.data.checks import missed_columns
 from sft_play.data.infer_dataset import Count, by_characters, first_look
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
@@ -26,7 +26,7 @@ from sft_play.starting.refusals import require_capable_machine
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
-_RunYaml = tuple[list[str], Mapping[str, Plain], list[str]]  # lines for the file's head, settings, comments below them
+_RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]  # lines for the file's head, settings, comments below them
 
 
 def run_new(request: Request) -> CommandResult:
@@ -37,7 +37,7 @@ def run_new(request: Request) -> CommandResult:
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
     head, settings, comments = _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
-    text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
+    text = "\n".join([*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
         missed_lines = missed_columns(config.data, task_mode=config.task_mode)
@@ -80,13 +80,13 @@ def _default_file_name(request: Request) -> str:
 
 
 def _translate_file(request: Request, file: Path) -> _RunYaml:
-    settings: dict[str, Plain] = {"model.name": request.model} if request.model else {}
+    settings: dict[str, JsonValue] = {"model.name": request.model} if request.model else {}
     dataset_info = first_look(request.data) if request.data else None
     if dataset_info is not None:
         data_keys = re.compile(r"data\.(\w+_path|columns|encoding)")
         settings |= {path: value for path, value in dataset_info.settings.items() if data_keys.fullmatch(path)}
-    text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
-    result = translate(text, name=str(file), beside=settings, rows=dataset_info.format if dataset_info else "")
+    text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
+    result = translate_file(text, name=str(file), user_settings=settings, row_format=dataset_info.format if dataset_info else "")
     head = f"From {one_line(str(file))}, a file of {result.tool.name}; what is not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []
@@ -96,8 +96,8 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     assert request.model is not None
     assert request.data is not None
     folder = find_model_folder(request.model)
-    model_settings: dict[str, Plain] = {"model.name": request.model}
-    qlora_config = config_from_text(run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML")
+    model_settings: dict[str, JsonValue] = {"model.name": request.model}
+    qlora_config = config_from_text(format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML")
     dataset_info = first_look(request.data, count=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions)
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None and not _has_template(folder):
@@ -107,12 +107,12 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     return [f"{one_line(request.data)}: {dataset_info.words}", f"tuning.mode: {mode_reason}"], settings, []
 
 
-def _select_mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
+def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
     hardware = requested_hardware(request)
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
     for mode in _MODES_BY_PREFERENCE:
-        config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
+        config = config_from_text(format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
         try:
             plan = plan_run(config, hardware, include_suggestions=False)
             if plan.fits:

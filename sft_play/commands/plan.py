@@ -52,7 +52,7 @@ def run_plan(request: Request) -> CommandResult:
     configs = []
     for cell in cell_overrides:
         with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-            configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
+            configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest_config))
     strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
     loaded, configs = _map_configs(loaded, apply_deepspeed), [(cell, apply_deepspeed(config)) for cell, config in configs]
     layouts = (strategy,) if strategy else LAYOUT_NAMES

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
-from sft_play.config.load import load_config, refuse_typographic, split_overrides
+from sft_play.config.load import check_quotes, load_config, split_overrides
 from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
-from sft_play.config.yaml_io import parse_value
+from sft_play.config.yaml_io import parse_yaml_value
 from sft_play.data.sources.files import list_parts, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
@@ -197,7 +197,7 @@ def _variable_text(parsed: argparse.Namespace, environment: Mapping[str, str], n
         flag = environment.get(name) or None
     text = "1" if flag is True else flag
     if text is not None and name not in _FREE_TEXT_VARIABLES:
-        refuse_typographic(text, name)
+        check_quotes(text, name)
     return text
 
 
@@ -418,7 +418,7 @@ def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
     path, required_value = f"model.{key}", getattr(model, key)
     set_values = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
     if set_values:
-        return bool(parse_value(set_values[-1], name=path) == required_value)
+        return bool(parse_yaml_value(set_values[-1], name=path) == required_value)
     if not request.is_config_given or request.is_config_recorded:
         return False
     config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model

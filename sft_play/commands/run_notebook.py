@@ -81,7 +81,7 @@ def read_notebook(path: Path) -> dict[str, types.CodeType]:
 def _cell_sources(path: Path) -> Iterator[str]:
     notebook_text = f"NOTEBOOK={one_line(str(path))}"
     try:
-        data = json.loads(read_text(path, variable="NOTEBOOK", wanted="a notebook (.ipynb)"))
+        data = json.loads(read_text(path, variable="NOTEBOOK", expected="a notebook (.ipynb)"))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{notebook_text} is not a notebook: not valid JSON ({one_line(str(error))})") from None
     version = data.get("nbformat") if isinstance(data, dict) else None

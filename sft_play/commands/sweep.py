@@ -206,7 +206,7 @@ def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutN
     if loaded.stages and len(layouts) > 1:
         layouts = (common_layout([stage.config for stage in loaded.stages], hardware, layouts=layouts),)
     plans = []
-    for part in loaded.parts:
+    for part in loaded.runs:
         with stage_context(part.stage):
             trace = part.config.plan.trace and bool(hardware.gpus)
             plans.append(plan_run(part.config, hardware, layouts=layouts, trace=trace))

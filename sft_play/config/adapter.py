@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.options import accepts, leaves
-from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
+from sft_play.config.options import all_options, option_accepts
+from sft_play.config.yaml_io import JsonValue, Problem, YamlDocument, find_value, format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
-KEY = "model.adapter"
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_KEY = "model.adapter"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 # The name that means the run that finished last.
-LAST = "last"
+LAST_RUN = "last"
 # As in runs/folder.py, which is in a layer above.
-_RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
+_MANIFEST_FILE, _MANIFEST_FORMAT = "manifest.json", "sft_play run "
 # Ways to start an adapter that change the base's weights too, which its files do not hold.
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Settings of PEFT that change what an adapter computes or which tensors it has, and that are not trained here.
-_NOT_TRAINED = (
+_UNSUPPORTED_SETTINGS = (
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
     *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("velora_config", "monteclora_config"),
@@ -38,182 +38,188 @@ _NOT_TRAINED = (
 
 @dataclass(frozen=True)
 class EarlierAdapter:
-    """An adapter to continue: `place` is its folder (absolute), `settings` those of `tuning.lora`."""
+    """An adapter to continue: `path` is its folder (absolute), `settings` those of `tuning.lora`."""
 
-    place: str
-    settings: Mapping[str, Plain]
+    path: str
+    settings: Mapping[str, JsonValue]
     mode: str | None
     """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
-    tokens: list[Plain]
+    added_tokens: list[JsonValue]
     """`model.add_tokens` of that run, whose rows the adapter has."""
     needs_nf4: bool = False
-    """Whether it was started at what NF4 lost of the base."""
+    """Whether it was started at what NF4 lost of the base (tuning.lora.init=loftq)."""
 
 
-def put_adapter(document: YamlDocument) -> list[Problem]:
+def apply_adapter(document: YamlDocument) -> list[Problem]:
     """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it."""
-    path = ("model", "adapter")
-    given, folder = (value_at(document.data, at) for at in (path, ("output", "dir")))
-    if not isinstance(given, str) or not given:
+    key_path = ("model", "adapter")
+    name, output_dir = (find_value(document.data, section_path) for section_path in (key_path, ("output", "dir")))
+    if not isinstance(name, str) or not name:
         return []
     try:
-        output = Path(folder if isinstance(folder, str) else leaves()["output.dir"].default)
-        adapter = find_adapter(given, output=output)
+        output_root = Path(output_dir if isinstance(output_dir, str) else all_options()["output.dir"].default)
+        adapter = find_adapter(name, output_dir=output_root)
     except ConfigError as error:
-        return [document.problem(path, str(error))]
-    model, tuning, lora = (document.section(at) for at in (("model",), ("tuning",), ("tuning", "lora")))
+        return [document.problem(key_path, str(error))]
+    model, tuning, lora = (document.ensure_section(section_path) for section_path in (("model",), ("tuning",), ("tuning", "lora")))
     if model is None or tuning is None or lora is None:
         return []  # reported as a section that holds a value
     problems = []
     if tuning.get("mode") == "full":
-        why = f"full trains all weights, and {KEY} continues an adapter: use lora or qlora, or merge the adapter"
+        reason = f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter"
         problems.append(
-            document.problem(("tuning", "mode"), f"{why} (make merge) and name the merged model in model.name")
+            document.problem(("tuning", "mode"), f"{reason} (make merge) and name the merged model in model.name")
         )
-    for name, theirs in adapter.settings.items():
-        if name in lora and name != "dropout" and not _is_same(name, lora[name], theirs):
-            why = f"{show(lora[name])}, and the adapter {one_line(adapter.place)} has {show(theirs)}"
-            problems.append(document.problem(("tuning", "lora", name), f"{why}; leave it out: the adapter's is taken"))
-        elif name != "dropout" or name not in lora:
-            lora[name] = theirs
-    if adapter.tokens and model.setdefault("add_tokens", adapter.tokens) != adapter.tokens:
-        why = f"the adapter {one_line(adapter.place)} has rows of {show(adapter.tokens)}; leave it out"
-        problems.append(document.problem(("model", "add_tokens"), f"{why}: the adapter's is taken"))
+    for option, adapter_value in adapter.settings.items():
+        if option in lora and option != "dropout" and not _is_same_value(option, lora[option], adapter_value):
+            adapter_name = f"the adapter {one_line(adapter.path)}"
+            reason = f"{format_value(lora[option])}, and {adapter_name} has {format_value(adapter_value)}"
+            problems.append(document.problem(("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken"))
+        elif option != "dropout" or option not in lora:
+            lora[option] = adapter_value
+    if adapter.added_tokens and model.setdefault("add_tokens", adapter.added_tokens) != adapter.added_tokens:
+        reason = f"the adapter {one_line(adapter.path)} has rows of {format_value(adapter.added_tokens)}; leave it out"
+        problems.append(document.problem(("model", "add_tokens"), f"{reason}: the adapter's is taken"))
     if adapter.mode is not None:
         tuning.setdefault("mode", adapter.mode)
     if adapter.needs_nf4 and tuning.get("mode") == "lora":
-        why = f"lora, and the adapter {one_line(adapter.place)} was started at what NF4 lost (tuning.lora.init=loftq)"
-        problems.append(document.problem(("tuning", "mode"), f"{why}; use qlora, or merge it (make merge)"))
-    model["adapter"] = adapter.place
+        reason = f"lora, and the adapter {one_line(adapter.path)} was started at what NF4 lost (tuning.lora.init=loftq)"
+        problems.append(document.problem(("tuning", "mode"), f"{reason}; use qlora, or merge it (make merge)"))
+    model["adapter"] = adapter.path
     return problems
 
 
-def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
-    if name in ("target_modules", "target_parameters") and ours == "auto":
+def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> bool:
+    if name in ("target_modules", "target_parameters") and value == "auto":
         return True
-    if isinstance(ours, list) and isinstance(theirs, list):
-        return sorted(map(str, ours)) == sorted(map(str, theirs))
-    return ours == theirs
+    if isinstance(value, list) and isinstance(adapter_value, list):
+        return sorted(map(str, value)) == sorted(map(str, adapter_value))
+    return value == adapter_value
 
 
-def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
-    """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder. Raises
+def find_adapter(name: str, *, output_dir: Path) -> EarlierAdapter:
+    """The adapter that `name` names: `last`, a run in `output_dir`, a run's or an adapter's folder. Raises
     ConfigError where nothing of that name is found, or it is none that is trained here."""
-    folder = _folder(given, output.expanduser())
-    place = str(folder.absolute())
-    run = run_of(folder)
-    resolved = _mapping(run[0] / "resolved.json") if run is not None else {}
-    tokens = resolved.get("model", {}).get("add_tokens") or []
-    settings = _settings(_mapping(folder / CONFIG_FILE), place, has_tokens=bool(tokens))
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
+    folder = _adapter_folder(name, output_dir.expanduser())
+    path = str(folder.absolute())
+    owner_run = run_of_adapter(folder)
+    resolved = _read_mapping(owner_run[0] / "resolved.json") if owner_run is not None else {}
+    added_tokens = resolved.get("model", {}).get("add_tokens") or []
+    settings = _lora_settings(_read_mapping(folder / ADAPTER_CONFIG_FILE), path, has_added_tokens=bool(added_tokens))
+    if not (folder / ADAPTER_WEIGHTS_FILE).is_file():
+        raise ConfigError(f"{path} holds no {ADAPTER_WEIGHTS_FILE}; pickled weights (.bin) are not read")
     tuning = resolved.get("tuning") or {}
     needs_nf4 = (tuning.get("lora") or {}).get("init") == "loftq"
-    return EarlierAdapter(place, settings, tuning.get("mode"), tokens, needs_nf4)
+    return EarlierAdapter(path, settings, tuning.get("mode"), added_tokens, needs_nf4)
 
 
-def _folder(given: str, output: Path) -> Path:
-    last = _last(output) if given == LAST else None
+def _adapter_folder(name: str, output_dir: Path) -> Path:
+    last_run = _last_finished_run(output_dir) if name == LAST_RUN else None
     try:
-        path = Path(given).expanduser()
-        places = [last] if last is not None else [*([output / given] if path.name == given else []), path]
-        at = next((place for place in places if place.is_dir()), None)
+        path = Path(name).expanduser()
+        candidates = [last_run] if last_run is not None else [*([output_dir / name] if path.name == name else []), path]
+        adapter_dir = next((folder for folder in candidates if folder.is_dir()), None)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{one_line(given)} cannot be a folder: {one_line(str(error))}") from None
-    if at is None:
-        looked = " and ".join(one_line(str(place)) for place in places)
+        raise ConfigError(f"{one_line(name)} cannot be a folder: {one_line(str(error))}") from None
+    if adapter_dir is None:
+        searched = " and ".join(one_line(str(folder)) for folder in candidates)
         raise ConfigError(
-            f"there is no run or adapter {one_line(given)}: looked for {looked} (from {Path.cwd()}); name a run of "
-            f"{output}, a run's folder, {LAST}, or a folder with {CONFIG_FILE} (one of the hub: hf download)"
+            f"there is no run or adapter {one_line(name)}: looked for {searched} (from {Path.cwd()}); name a run of "
+            f"{output_dir}, a run's folder, {LAST_RUN}, or a folder with {ADAPTER_CONFIG_FILE} (one of the hub: "
+            "hf download)"
         )
-    if (at / CONFIG_FILE).is_file():
-        return at
-    manifest = _manifest(at)
+    if (adapter_dir / ADAPTER_CONFIG_FILE).is_file():
+        return adapter_dir
+    manifest = _read_manifest(adapter_dir)
     if manifest is None:
-        raise ConfigError(f"{at} is neither a run of this toolkit nor an adapter: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{adapter_dir} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}")
     if manifest.get("status") != "finished":
         raise ConfigError(
-            f"the run {at} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make resume "
-            f"RUN={at.name} trains it to its end; one of its checkpoints is named by its own path"
+            f"the run {adapter_dir} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make "
+            f"resume RUN={adapter_dir.name} trains it to its end; one of its checkpoints is named by its own path"
         )
-    if not (at / "adapter" / CONFIG_FILE).is_file():
-        whole = f"; it trained all weights: give model.name: {at / 'model'}" if (at / "model").is_dir() else ""
-        raise ConfigError(f"the run {at} has no adapter ({at / 'adapter' / CONFIG_FILE}){whole}")
-    return at / "adapter"
+    if not (adapter_dir / "adapter" / ADAPTER_CONFIG_FILE).is_file():
+        advice = f"; it trained all weights: give model.name: {adapter_dir / 'model'}" if (adapter_dir / "model").is_dir() else ""
+        raise ConfigError(f"the run {adapter_dir} has no adapter ({adapter_dir / 'adapter' / ADAPTER_CONFIG_FILE}){advice}")
+    return adapter_dir / "adapter"
 
 
-def _last(output: Path) -> Path:
+def _last_finished_run(output_dir: Path) -> Path:
     finished = []
-    for path in sorted(output.iterdir()) if output.is_dir() else []:
-        manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _manifest(path)
+    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+        manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _read_manifest(path)
         if manifest is not None and manifest.get("status") == "finished":
             finished.append((str(manifest.get("ended")), str(path)))
     if not finished:
-        raise ConfigError(f"there is no finished run in {output}; name another run, or train one first")
+        raise ConfigError(f"there is no finished run in {output_dir}; name another run, or train one first")
     return Path(max(finished)[1])
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
     return {}
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    manifest = _mapping(folder / _RUN_FILE)
-    return manifest if str(manifest.get("format")).startswith(_RUN_FORMAT) else None
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    manifest = _read_mapping(folder / _MANIFEST_FILE)
+    return manifest if str(manifest.get("format")).startswith(_MANIFEST_FORMAT) else None
 
 
-def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def run_of_adapter(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with its manifest."""
-    for place in list(folder.absolute().parents)[:4]:
-        manifest = _manifest(place)
+    for parent in list(folder.absolute().parents)[:4]:
+        manifest = _read_manifest(parent)
         if manifest is not None and "stage" not in manifest:
-            return place, manifest
+            return parent, manifest
     return None
 
 
-def _settings(config: Mapping[str, Any], place: str, *, has_tokens: bool) -> dict[str, Plain]:
-    """An adapter's settings of `tuning.lora`; `has_tokens`: its run says which tokens it added. Raises ConfigError."""
-    name = f"the adapter {one_line(place)}"
-    kind = config.get("peft_type")
-    if str(kind).upper() != "LORA":
+def _lora_settings(config: Mapping[str, Any], path: str, *, has_added_tokens: bool) -> dict[str, JsonValue]:
+    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names the tokens it added. Raises ConfigError."""
+    name = f"the adapter {one_line(path)}"
+    peft_type = config.get("peft_type")
+    if str(peft_type).upper() != "LORA":
         raise ConfigError(
-            f"{name} has peft_type={one_line(str(kind))} in its {CONFIG_FILE}, and only LORA can be trained here"
+            f"{name} has peft_type={one_line(str(peft_type))} in its {ADAPTER_CONFIG_FILE}, and only LORA can be trained "
+            "here"
         )
-    start = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
-    if start.startswith(_CHANGES_THE_BASE):
-        raise ConfigError(f"{name} was started with {one_line(start)}, which changes its base too, and the change is "
-                          "not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
-    odd = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _NOT_TRAINED
-           if config.get(key) and not (key == "trainable_token_indices" and has_tokens)]  # fmt: skip
-    odd += [f"bias={config['bias']}"] if config.get("bias") not in (None, "none") else []
-    if odd:
-        raise ConfigError(f"{name} has {', '.join(odd)}, which this toolkit does not train: merge it into its base "
-                          "with PEFT, and name the merged model in model.name")  # fmt: skip
+    init_method = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
+    if init_method.startswith(_BASE_CHANGING_INITS):
+        raise ConfigError(f"{name} was started with {one_line(init_method)}, which changes its base too, and the "
+                          "change is not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
+    unsupported = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _UNSUPPORTED_SETTINGS
+           if config.get(key) and not (key == "trainable_token_indices" and has_added_tokens)]  # fmt: skip
+    unsupported += [f"bias={config['bias']}"] if config.get("bias") not in (None, "none") else []
+    if unsupported:
+        raise ConfigError(f"{name} has {', '.join(unsupported)}, which this toolkit does not train: merge it into "
+                          "its base with PEFT, and name the merged model in model.name")  # fmt: skip
     targets = config.get("target_modules")
-    stacked = [str(target) for target in config.get("target_parameters") or ()]
+    target_parameters = [str(target) for target in config.get("target_parameters") or ()]
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        given = one_line(json.dumps(targets), limit=80)
-        raise ConfigError(f"{name} has target_modules={given} in its {CONFIG_FILE}; write the modules' names as a list")
+        display_value = one_line(json.dumps(targets), limit=80)
+        raise ConfigError(
+            f"{name} has target_modules={display_value} in its {ADAPTER_CONFIG_FILE}; write the modules' names as "
+            "a list"
+        )
     # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
-    # (training/prepare/origin).
-    names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
-    parameters: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in stacked})]
-    whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
-    rank, alpha = (int(one) if isinstance(one, float) and one.is_integer() else one
-                   for one in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
-    if not (accepts("tuning.lora.r", rank) and accepts("tuning.lora.alpha", alpha)):
-        given = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
-        raise ConfigError(f"{name} has {given} in its {CONFIG_FILE}, and whole numbers from 1 are needed")
+    # (training/prepare/base_adapter).
+    module_names: list[JsonValue] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
+    parameter_names: list[JsonValue] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in target_parameters})]
+    modules_to_save: list[JsonValue] = [*sorted(config.get("modules_to_save") or ())]
+    rank, alpha = (int(value) if isinstance(value, float) and value.is_integer() else value
+                   for value in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
+    if not (option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)):
+        display_value = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
+        raise ConfigError(f"{name} has {display_value} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed")
     return {
         "r": rank,
         "alpha": alpha,
         "dropout": config.get("lora_dropout") or 0.0,
-        "target_modules": names,
-        "target_parameters": parameters,
-        "modules_to_save": whole,
+        "target_modules": module_names,
+        "target_parameters": parameter_names,
+        "modules_to_save": modules_to_save,
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
     }

@@ -15,28 +15,29 @@ from __future__ import annotations
 import math
 
 # At 128 rows a step; of adapters at alpha 32 (by alpha / r).
-ADAPTERS, FULL = 4e-4, 2e-5
-ALPHA = 32
+ADAPTER_RATE, FULL_RATE = 4e-4, 2e-5
+REFERENCE_ALPHA = 32
 # Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675).
-LION = 5
+LION_DIVISOR = 5
 # Fewer, or more, rows than these change nothing any more.
-ROWS = (16, 128)
+BATCH_ROWS_RANGE = (16, 128)
 
 
-def auto_learning_rate(*, alpha: float | None, rows: int, lion: bool = False) -> tuple[float, str]:
+def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False) -> tuple[float, str]:
     """The peak learning rate and the reason for it. `alpha`: the adapters' scale times their rank (alpha, or with
     rsLoRA alpha x sqrt(r)) and the ratio of lora_B's rate to this one; None: all weights train. `rows`: the effective
     batch."""
-    fewest, most = ROWS
-    counted = min(max(rows, fewest), most)
-    base = FULL if alpha is None else ADAPTERS
-    rate, words = base * math.sqrt(counted / most), f"{base:g} at {most} rows a step x sqrt({counted}/{most})"
-    if alpha is not None and alpha > ALPHA:
-        rate, words = (
-            rate * ALPHA / alpha,
-            f"{words} x {ALPHA}/{alpha:.4g}, since the adapters' scale x rank x lora_B's ratio is that large",
+    min_rows, max_rows = BATCH_ROWS_RANGE
+    counted_rows = min(max(rows, min_rows), max_rows)
+    base = FULL_RATE if alpha is None else ADAPTER_RATE
+    rate, derivation = base * math.sqrt(counted_rows / max_rows), f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})"
+    if alpha is not None and alpha > REFERENCE_ALPHA:
+        rate, derivation = (
+            rate * REFERENCE_ALPHA / alpha,
+            f"{derivation} x {REFERENCE_ALPHA}/{alpha:.4g}, since the adapters' scale x rank x lora_B's ratio is that "
+            "large",
         )
-    if lion:
-        rate, words = rate / LION, f"{words} / {LION} for Lion"
+    if is_lion:
+        rate, derivation = rate / LION_DIVISOR, f"{derivation} / {LION_DIVISOR} for Lion"
     rounded = float(f"{rate:.3g}")
-    return rounded, f"learning rate {rounded:g} (auto): {words} (docs/tuning.md)"
+    return rounded, f"learning rate {rounded:g} (auto): {derivation} (docs/tuning.md)"

@@ -1,4 +1,4 @@
-"""The leaves of `RunConfig` as a table: path, default, owner, docstring, and the values that each accepts.
+"""The options of `RunConfig` as a table: path, default, owner, docstring, and the values that each accepts.
 
 Whatever lists options (error messages, the reference, the tests) reads this table.
 """
@@ -17,29 +17,29 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sft_play.config import schema
-from sft_play.config.schema import ELSEWHERE, HUB_KERNEL, OWNER, Elsewhere, RunConfig, Section
+from sft_play.config.schema import EXTERNAL_NAMES, HUB_KERNEL_PATTERN, OWNER, ExternalNames, RunConfig, Section
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One option: `path` is dotted, `default` is plain data, `expects` completes "expected …"."""
+class Option:
+    """One option: `path` is dotted, `default` is plain data, `accepted_values` completes "expected …"."""
 
     path: str
     default: Any
     required: bool
     owner: str
     doc: str
-    expects: str
+    accepted_values: str
 
 
 @cache
-def leaves() -> dict[str, Leaf]:
-    """Every leaf by its dotted path, in the order of the schema."""
-    return {leaf.path: leaf for leaf in _walk(RunConfig, "")}
+def all_options() -> dict[str, Option]:
+    """Every option by its dotted path, in the order of the schema."""
+    return {option.path: option for option in _walk_options(RunConfig, "")}
 
 
-def accepts(path: str, value: Any) -> bool:
-    """Whether a leaf accepts a value (plain data), whatever the other leaves are."""
+def option_accepts(path: str, value: Any) -> bool:
+    """True if an option accepts a value (plain data), whatever the other options are."""
     data: dict[str, Any] = {"model": {"name": "any"}}  # the one key without a default
     *holders, name = path.split(".")
     section = data
@@ -53,85 +53,85 @@ def accepts(path: str, value: Any) -> bool:
     return True
 
 
-def homes(name: str) -> list[str]:
-    """The leaves and sections with that name, by their dotted paths."""
-    return [path for path in [*leaves(), *sections()] if path and path.rpartition(".")[2] == name]
+def find_option(name: str) -> list[str]:
+    """The dotted paths of the options and sections of that name."""
+    return [path for path in [*all_options(), *sections()] if path and path.rpartition(".")[2] == name]
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
     """Every section by its dotted path; the root is the empty path."""
-    return {"": RunConfig, **dict(_sections(RunConfig, ""))}
+    return {"": RunConfig, **dict(_walk_sections(RunConfig, ""))}
 
 
-def _sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+def _walk_sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
     for name, field in model.model_fields.items():
-        inner = _section_type(field)
-        if inner is not None:
-            yield prefix + name, inner
-            yield from _sections(inner, f"{prefix}{name}.")
+        section = _section_class(field)
+        if section is not None:
+            yield prefix + name, section
+            yield from _walk_sections(section, f"{prefix}{name}.")
 
 
 @cache
-def listed() -> dict[str, type[Section]]:
+def list_item_sections() -> dict[str, type[Section]]:
     """The sections that are items of lists, by the dotted path of the list (`data.sources`)."""
     return {
-        prefix + name: inner
-        for holder, section in sections().items()
-        for prefix in [f"{holder}." if holder else ""]
+        prefix + name: item_section
+        for parent, section in sections().items()
+        for prefix in [f"{parent}." if parent else ""]
         for name, field in section.model_fields.items()
-        if (inner := _item_type(field.annotation)) is not None
+        if (item_section := _list_item_section(field.annotation)) is not None
     }
 
 
-def item_leaf(path: str, name: str) -> Leaf:
-    """A leaf of the sections in a list."""
-    return _leaf(name, listed()[path].model_fields[name])
+def list_item_option(path: str, name: str) -> Option:
+    """An option of the sections in a list."""
+    return _field_option(name, list_item_sections()[path].model_fields[name])
 
 
-def _item_type(kind: Any) -> type[Section] | None:
+def _list_item_section(annotation: Any) -> type[Section] | None:
     """The section that a list holds; None for lists of values and for everything else."""
-    first = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
-    return first if isinstance(first, type) and issubclass(first, Section) else None
+    item_type = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
+    return item_type if isinstance(item_type, type) and issubclass(item_type, Section) else None
 
 
-def _walk(model: type[Section], prefix: str) -> Iterator[Leaf]:
+def _walk_options(model: type[Section], prefix: str) -> Iterator[Option]:
     for name, field in model.model_fields.items():
-        inner = _section_type(field)
-        if inner is not None:
-            yield from _walk(inner, f"{prefix}{name}.")
+        section = _section_class(field)
+        if section is not None:
+            yield from _walk_options(section, f"{prefix}{name}.")
         else:
-            yield _leaf(prefix + name, field)
+            yield _field_option(prefix + name, field)
 
 
-def _section_type(field: FieldInfo) -> type[Section] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+def _section_class(field: FieldInfo) -> type[Section] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def _leaf(path: str, field: FieldInfo) -> Leaf:
+def _field_option(path: str, field: FieldInfo) -> Option:
     extra = field.json_schema_extra
     owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
     # a derived default: the one that follows where no other key of the section is given
     default = field.get_default(call_default_factory=True, validated_data={})
-    return Leaf(
+    return Option(
         path=path,
-        default=None if default is PydanticUndefined else plain(default),
+        default=None if default is PydanticUndefined else to_plain_data(default),
         required=field.is_required(),
         owner=owner,
         doc=(field.description or "").strip(),
-        expects=expects(field.annotation, tuple(field.metadata)),
+        accepted_values=describe_values(field.annotation, tuple(field.metadata)),
     )
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """A default as JSON has it: tuples become lists."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+    return [to_plain_data(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def yaml_value(value: Any) -> str:
+def format_yaml_value(value: Any) -> str:
     """A default as written in YAML: JSON is YAML, but plain words and numbers need no quotes."""
     if isinstance(value, str):
         return value
@@ -140,47 +140,47 @@ def yaml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
+def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     """The values that an annotation accepts, in words: `auto or a whole number of at least 1`."""
-    origin = get_origin(kind)
+    origin = get_origin(annotation)
     if origin is Annotated:
-        inner, *more = get_args(kind)
+        item_annotation, *metadata = get_args(annotation)
         constraints: list[Any] = []
-        for item in more:
+        for item in metadata:
             constraints += item.metadata if isinstance(item, FieldInfo) else [item]
-        return expects(inner, tuple(constraints))
+        return describe_values(item_annotation, tuple(constraints))
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(expects(option, limits) for option in get_args(kind)))
+        return " or ".join(dict.fromkeys(describe_values(member, limits) for member in get_args(annotation)))
     if origin is Literal:
-        *options, last = map(str, get_args(kind))
-        return f"{', '.join(options)} or {last}" if options else last
-    if (section := _item_type(kind)) is not None:
+        *literals, last_literal = map(str, get_args(annotation))
+        return f"{', '.join(literals)} or {last_literal}" if literals else last_literal
+    if (section := _list_item_section(annotation)) is not None:
         return f"a list of sections with {', '.join(section.model_fields)}"
     if origin is tuple:
-        item, *rest = get_args(kind)
-        if rest != [...]:
+        item, *further_items = get_args(annotation)
+        if further_items != [...]:
             return "a list"
-        return "a list of text" if item is str else f"a list of {expects(item).removeprefix('a ')}"
+        return "a list of text" if item is str else f"a list of {describe_values(item).removeprefix('a ')}"
     if origin is dict:
         return "a mapping of words to words"
     for limit in limits:
-        if getattr(limit, "pattern", None) in _FORMS:
-            return _FORMS[limit.pattern]
-    return _WORDS.get(kind, str(kind)) + _limits(limits, number=kind in (int, float))
+        if getattr(limit, "pattern", None) in _PATTERN_DESCRIPTIONS:
+            return _PATTERN_DESCRIPTIONS[limit.pattern]
+    return _TYPE_DESCRIPTIONS.get(annotation, str(annotation)) + _describe_limits(limits, is_number=annotation in (int, float))
 
 
-def _limits(limits: tuple[Any, ...], *, number: bool) -> str:
-    def shown(value: Any) -> str:
-        return f"{value:g}" if isinstance(value, float) else str(value)
+def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
+    def format_number(number: Any) -> str:
+        return f"{number:g}" if isinstance(number, float) else str(number)
 
-    said = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    given = ((word, getattr(limit, name, None)) for limit in limits if number for name, word in said.items())
-    words = [f"{word} {shown(value)}" for word, value in given if value is not None]
-    return (" " + " and ".join(words)) if words else ""
+    words_by_constraint = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+    bounds = ((word, getattr(limit, name, None)) for limit in constraints if is_number for name, word in words_by_constraint.items())
+    phrases = [f"{word} {format_number(value)}" for word, value in bounds if value is not None]
+    return (" " + " and ".join(phrases)) if phrases else ""
 
 
-_FORMS = {HUB_KERNEL: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"}
-_WORDS: dict[Any, str] = {
+_PATTERN_DESCRIPTIONS = {HUB_KERNEL_PATTERN: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"}
+_TYPE_DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -196,40 +196,40 @@ _WORDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class TrainingOption:
+class OptimizerOption:
     """A key of the section `train`, and its other names."""
 
     name: str
     default: Any
-    elsewhere: Elsewhere
+    external_names: ExternalNames
 
     @property
-    def key(self) -> str:
+    def path(self) -> str:
         """Its dotted path."""
         return f"train.{self.name}"
 
     @property
     def other_names(self) -> list[str]:
         """Names for it in other tools' files, the Trainer's and DeepSpeed's among them."""
-        in_deepspeed = (self.elsewhere.deepspeed or "").rpartition(".")[2]
-        names = [self.elsewhere.trainer, in_deepspeed, *self.elsewhere.tools.split()]
+        deepspeed_name = (self.external_names.deepspeed or "").rpartition(".")[2]
+        names = [self.external_names.trainer, deepspeed_name, *self.external_names.other_tools.split()]
         return [name for name in dict.fromkeys(names) if name not in ("", self.name) and not name.isdigit()]
 
     def value(self, config: RunConfig) -> Any:
         """Its value in a run; the run's own property of that name says what auto is."""
-        given = getattr(config.train, self.name)
-        return getattr(config, self.name) if given == "auto" else given
+        value = getattr(config.train, self.name)
+        return getattr(config, self.name) if value == "auto" else value
 
     def is_read_by(self, optimizer: str) -> bool:
-        """Whether a value of train.optim reads it."""
-        return optimizer in (self.elsewhere.optimizers or (optimizer,))
+        """True if the optimizer (a value of train.optim) reads it."""
+        return optimizer in (self.external_names.optimizers or (optimizer,))
 
 
-def training_options() -> tuple[TrainingOption, ...]:
+def optimizer_options() -> tuple[OptimizerOption, ...]:
     """The table, in the order of the schema."""
     options = []
     for name, field in schema.TrainConfig.model_fields.items():
-        extra: Any = field.json_schema_extra
-        if ELSEWHERE in extra:
-            options.append(TrainingOption(name, field.default, extra[ELSEWHERE]))
+        metadata: Any = field.json_schema_extra
+        if EXTERNAL_NAMES in metadata:
+            options.append(OptimizerOption(name, field.default, metadata[EXTERNAL_NAMES]))
     return tuple(options)

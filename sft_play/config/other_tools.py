@@ -15,137 +15,137 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from sft_play.config.options import accepts, leaves, training_options
-from sft_play.config.yaml_io import Plain, parse
+from sft_play.config.options import all_options, optimizer_options, option_accepts
+from sft_play.config.yaml_io import JsonValue, parse_yaml
 
 
 @dataclass(frozen=True)
-class Meaning:
+class KeyTranslation:
     """What a key means here: our settings by path, and an explanation."""
 
-    settings: tuple[tuple[str, Plain], ...] = ()
-    words: str = ""
+    settings: tuple[tuple[str, JsonValue], ...] = ()
+    explanation: str = ""
 
 
 # Reads another tool's value for our key; None where it cannot, so that the row's other fields answer.
-Reader = Callable[[Any, str], Meaning | None]
+ValueReader = Callable[[Any, str], KeyTranslation | None]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownKey:
     """A row of the table; `other_tools.yaml` explains its fields."""
 
     path: str = ""
-    values: Mapping[str, Meaning] = field(default_factory=dict)
-    read: Reader | None = None
-    words: str = ""
-    switch: bool = False
+    translations: Mapping[str, KeyTranslation] = field(default_factory=dict)
+    read_value: ValueReader | None = None
+    explanation: str = ""
+    is_switch: bool = False
 
     @property
-    def only_words(self) -> bool:
-        """Whether the answer does not depend on the value."""
-        return not (self.path or self.values or self.read)
+    def has_fixed_answer(self) -> bool:
+        """True if the answer does not depend on the value."""
+        return not (self.path or self.translations or self.read_value)
 
 
 @dataclass(frozen=True)
-class OtherTools:
-    """`rows` by key, `prefixes` of keys that share a row, our section for each `sections` of other tools, the names of
-    each part of a `data_set`, and the `plain_keys`, which stand alone, for spelling suggestions."""
+class KeyTable:
+    """The table: `known_keys` by name, `prefixed_keys` share a row by prefix, `sections` has ours for each of theirs,
+    `data_set_names` the names of each part of a data set, `plain_keys` stand alone, for spelling suggestions."""
 
-    rows: Mapping[str, Known]
-    prefixes: tuple[tuple[tuple[str, ...], Known], ...]
+    known_keys: Mapping[str, KnownKey]
+    prefixed_keys: tuple[tuple[tuple[str, ...], KnownKey], ...]
     sections: Mapping[str, str]
-    data_set: Mapping[str, list[str]]
+    data_set_names: Mapping[str, list[str]]
     plain_keys: list[str]
 
 
 @functools.cache
-def _file(name: str = "other_tools.yaml") -> dict[str, Any]:
-    document = parse(resources.files("sft_play.config").joinpath(name).read_text(encoding="utf-8"), name=name)
+def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
+    document = parse_yaml(resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8"), name=file_name)
     assert not document.problems, document.problems
     return document.data
 
 
-def rows_by_key(entries: list[dict[str, Any]]) -> dict[str, Known]:
+def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
     """The rows of a file by each of their keys."""
-    return {key: _row(entry) for entry in entries for key in entry["keys"].split()}
+    return {key: _parse_known_key(entry) for entry in entries for key in entry["keys"].split()}
 
 
 @functools.cache
-def table() -> OtherTools:
+def key_table() -> KeyTable:
     """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
-    data = _file()
-    data_set = {part: names.split() for part, names in data["data_set"].items()}
+    tables = _load_tables()
+    data_set = {part: names.split() for part, names in tables["data_set"].items()}
     # what is part of a source's entry needs no answer, unless a row has one
-    parts = [f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names]
-    rows = dict.fromkeys(parts, Known(read=lambda value, path: Meaning())) | rows_by_key(data["rows"])
-    for option in training_options():  # its names are ours, whatever the file says of them
-        rows |= dict.fromkeys(option.other_names, Known(option.key))
-    prefixes = tuple((tuple(entry["keys"].split()), _row(entry)) for entry in data["prefixes"])
-    sections = {name: ours for ours, names in data["sections"].items() for name in names.split()}
-    return OtherTools(rows, prefixes, sections, data_set, [key for key in rows if "." not in key])
+    data_set_keys = [f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names]
+    known_keys = dict.fromkeys(data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())) | parse_known_keys(tables["rows"])
+    for option in optimizer_options():  # its names are ours, whatever the file says of them
+        known_keys |= dict.fromkeys(option.other_names, KnownKey(option.path))
+    prefixes = tuple((tuple(entry["keys"].split()), _parse_known_key(entry)) for entry in tables["prefixes"])
+    sections = {name: section for section, names in tables["sections"].items() for name in names.split()}
+    return KeyTable(known_keys, prefixes, sections, data_set, [key for key in known_keys if "." not in key])
 
 
 @dataclass(frozen=True)
-class Tool:
-    """Another tool, as `tool_defaults.yaml` describes the version that was read: `rows` are keys that mean something
-    else in its files than in others', `defaults` what it takes for a key that its file leaves out."""
+class OtherTool:
+    """Another tool, as `tool_defaults.yaml` describes the version that was read: `known_keys` mean something else
+    in its files than in others', `defaults` is what it takes for a key that its file leaves out."""
 
     name: str
-    rows: Mapping[str, Known]
+    known_keys: Mapping[str, KnownKey]
     defaults: Mapping[str, Any]
 
 
-def tool_of(names: Collection[str]) -> Tool:
+def detect_tool(key_names: Collection[str]) -> OtherTool:
     """The tool whose telltale keys a file has most of; the first of the table where it has no tool's."""
-    tools = _file("tool_defaults.yaml")
+    tools = _load_tables("tool_defaults.yaml")
     best = max(
-        tools.values(), key=lambda entry: sum(bool(fnmatch.filter(names, mark)) for mark in entry["marks"].split())
+        tools.values(), key=lambda entry: sum(bool(fnmatch.filter(key_names, pattern)) for pattern in entry["marks"].split())
     )
     # a tool's own defaults count before those of the tools that it is built on
     entries = [*(tools[name] for name in reversed(best.get("like", "").split())), best]
-    defaults = {key: value for entry in entries for one in entry["defaults"] for key, value in one["are"].items()}
-    return Tool(f"{best['name']} {best['version']}".strip(), rows_by_key(best.get("rows", [])), defaults)
+    defaults = {key: value for entry in entries for group in entry["defaults"] for key, value in group["are"].items()}
+    return OtherTool(f"{best['name']} {best['version']}".strip(), parse_known_keys(best.get("rows", [])), defaults)
 
 
-def _row(entry: dict[str, Any]) -> Known:
+def _parse_known_key(entry: dict[str, Any]) -> KnownKey:
     path = entry.get("path", "")
-    values = {
-        spelling: answer_of(answer, path)
+    translations = {
+        spelling: parse_translation(answer, path)
         for spellings, answer in entry.get("values", {}).items()
         for spelling in spellings.split()
     }
-    read = _READERS[entry["read"]] if "read" in entry else None
-    return Known(path, values, read, entry.get("words", ""), entry.get("switch", False))
+    read_value = _READERS[entry["read"]] if "read" in entry else None
+    return KnownKey(path, translations, read_value, entry.get("words", ""), entry.get("switch", False))
 
 
-def answer_of(written: str | dict[str, Plain], path: str = "") -> Meaning:
+def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> KeyTranslation:
     """An answer as the tables write it: words, or settings with words beside them."""
-    if isinstance(written, str):
-        return say(written)
-    settings = tuple((path if key == "to" else key, value) for key, value in written.items() if key != "words")
-    return Meaning(settings, str(written.get("words", "")))
+    if isinstance(answer, str):
+        return explain_only(answer)
+    settings = tuple((path if key == "to" else key, value) for key, value in answer.items() if key != "words")
+    return KeyTranslation(settings, str(answer.get("words", "")))
 
 
-def to(path: str, value: Plain, words: str = "") -> Meaning:
+def translate_to(path: str, value: JsonValue, explanation: str = "") -> KeyTranslation:
     """An answer that is one of our settings."""
-    return Meaning(((path, value),), words)
+    return KeyTranslation(((path, value),), explanation)
 
 
-def say(words: str) -> Meaning:
+def explain_only(explanation: str) -> KeyTranslation:
     """An answer in words only."""
-    return Meaning((), words)
+    return KeyTranslation((), explanation)
 
 
-OFF = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
+OFF_SPELLINGS = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|txt|gz)$", re.IGNORECASE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 # a file or a folder, or a name on the hub; a YAML is another tool's list of data sets
-_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
+_FILE_OR_HUB_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
 
 
-def spelled(value: Plain) -> str:
-    """A value as `Known.values` spells it: YAML's word in lower case, whole numbers without a decimal point."""
+def normalize_spelling(value: JsonValue) -> str:
+    """A value as `KnownKey.translations` spells it: YAML's word in lower case, whole numbers without decimal point."""
     if isinstance(value, str):
         return value.strip().lower()
     if isinstance(value, float) and value.is_integer():
@@ -156,180 +156,180 @@ def spelled(value: Plain) -> str:
 # --- readers of values that need more than a lookup -------------------------------------------------------------------
 
 
-def _held_out_share(value: Any, path: str) -> Meaning | None:
+def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
     """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         return None
     if value >= 1:
-        return say(
+        return explain_only(
             f"{path} is a fraction (0.05), not a number of rows; put {{value}} rows of your choice into a file of "
             "their own and name it in data.val_path"
         )
     if value > 0.5:
-        return say(f"{path} is the fraction held out, at most 0.5, not the fraction trained on")
-    return to(path, float(value))
+        return explain_only(f"{path} is the fraction held out, at most 0.5, not the fraction trained on")
+    return translate_to(path, float(value))
 
 
-DATA = ("data.train_path", "data.val_path")  # where data sets are named
+DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are named
 
 
-def _data_files(value: Any, path: str, *more: tuple[str, Plain]) -> Meaning:
-    """The data sets of `data_sets`: one as a path; several, or a part of one, as sources; `more` settings beside."""
-    entries = [_sources_of(entry, "train" if path == DATA[0] else "val|dev") for entry in data_sets(value)]
+def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonValue]) -> KeyTranslation:
+    """The data sets of a key: one as a path; several, or a part of one, as sources; `further_settings` beside."""
+    entries = [_data_set_sources(entry, "train" if path == DATA_SET_OPTIONS[0] else "val|dev") for entry in parse_data_sets(value)]
     # by their paths, since no source may be there twice
     sources = list({source["path"]: source for entry in entries for source in entry}.values())
     if not sources:
-        return say("it names no file, and of the hub no data set in the split that is read here")
-    if not all(_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
-        return say(
+        return explain_only("it names no file, and of the hub no data set in the split that is read here")
+    if not all(_FILE_OR_HUB_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
+        return explain_only(
             "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
             f"{path} (several: data.sources)"
         )
-    if path == DATA[0] and (len(sources) > 1 or len(sources[0]) > 1):
-        return Meaning((("data.sources", list(sources)), *more), "a weight in each sets its share of an epoch")
-    several = "one file is taken, not several: make process joins them"
-    words = several if len(sources) > 1 else "the format is detected, see make preview"
-    return Meaning(((path, sources[0]["path"]), *more), words)
+    if path == DATA_SET_OPTIONS[0] and (len(sources) > 1 or len(sources[0]) > 1):
+        return KeyTranslation((("data.sources", list(sources)), *further_settings), "a weight in each sets its share of an epoch")
+    explanation_of_several = "one file is taken, not several: make process joins them"
+    explanation = explanation_of_several if len(sources) > 1 else "the format is detected, see make preview"
+    return KeyTranslation(((path, sources[0]["path"]), *further_settings), explanation)
 
 
-def data_sets(value: Any) -> list[dict[str, Any]]:
+def parse_data_sets(value: Any) -> list[dict[str, Any]]:
     """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
     if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
         value = [{"id": name, "weight": share} for name, share in value.items()]  # the handbook's dataset_mixer
-    listed = value.split(",") if isinstance(value, str) else value
-    items = listed if isinstance(listed, list) else [listed]
+    data_sets_value = value.split(",") if isinstance(value, str) else value
+    items = data_sets_value if isinstance(data_sets_value, list) else [data_sets_value]
     entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
     # the handbook's entries have an `id`, and a `weight` that is the share of the data set's own rows
     entries = [
         {"share" if "id" in entry and key == "weight" else key: entry[key] for key in entry} for entry in entries
     ]
     return [
-        _file("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
+        _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
         | entry
         for entry in entries
     ]
 
 
-def _source(value: str) -> str:
+def _source_path(value: str) -> str:
     is_hub_id = _HUB_ID.fullmatch(value) and not _DATA_FILE.search(value) and not value.startswith((".", "/", "~"))
     return f"hub:{value}" if is_hub_id else value
 
 
-def _sources_of(entry: Mapping[str, Any], read_split: str) -> list[dict[str, Any]]:
+def _data_set_sources(entry: Mapping[str, Any], split_pattern: str) -> list[dict[str, Any]]:
     """The files of a data set, or its name on the hub, as entries of data.sources; empty where no text names it, or it
     is another split of the hub."""
-    at = next((name for name in table().data_set["path"] if entry.get(name)), "path")
-    rest = {key: value for key, value in entry.items() if key != at and value}
-    parts = {part: next((rest[one] for one in names if one in rest), None) for part, names in table().data_set.items()}
-    named, split = entry.get(at), str(parts["split"] or read_split)
-    if named in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
-        files = rest.get("data_files")
-        named = files.get(split, files) if isinstance(files, dict) else files
+    path_key = next((name for name in key_table().data_set_names["path"] if entry.get(name)), "path")
+    options = {key: value for key, value in entry.items() if key != path_key and value}
+    parts = {part: next((options[alias] for alias in names if alias in options), None) for part, names in key_table().data_set_names.items()}
+    data_path, split = entry.get(path_key), str(parts["split"] or split_pattern)
+    if data_path in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
+        files = options.get("data_files")
+        data_path = files.get(split, files) if isinstance(files, dict) else files
     sources: list[dict[str, Any]] = []
-    for path in named if isinstance(named, list) else [named]:
+    for path in data_path if isinstance(data_path, list) else [data_path]:
         text = path.strip() if isinstance(path, str) else ""
-        source = _source(re.sub(r"^(hf|ms)::|#\d+$", "", text))
-        config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
+        source = _source_path(re.sub(r"^(hf|ms)::|#\d+$", "", text))
+        hub_config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
         # ms-swift writes a number of rows as FILE#500, `datasets` as train[:500]
-        cut = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
-        numbers = {"weight": parts["weight"], "max_rows": int(cut[1]) if cut else parts["max_rows"]}
-        if source and (not source.startswith("hub:") or re.match(read_split, split)):
-            sources.append({"path": source + config} | {k: v for k, v in numbers.items() if type(v) in (int, float)})
+        row_limit = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
+        numeric_options = {"weight": parts["weight"], "max_rows": int(row_limit[1]) if row_limit else parts["max_rows"]}
+        if source and (not source.startswith("hub:") or re.match(split_pattern, split)):
+            sources.append({"path": source + hub_config} | {option: number for option, number in numeric_options.items() if type(number) in (int, float)})
     return sources
 
 
-def _template(value: Any, _: str) -> Meaning | None:
+def _read_template(value: Any, _: str) -> KeyTranslation | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
     if isinstance(value, str) and (
         value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2", ".txt"))
     ):
-        return to("data.chat_template", value)
-    return say("in a file of its own it is data.chat_template: FILE.jinja") if "{%" in str(value) else None
+        return translate_to("data.chat_template", value)
+    return explain_only("in a file of its own it is data.chat_template: FILE.jinja") if "{%" in str(value) else None
 
 
-def _names(value: Any, path: str) -> Meaning | None:
+def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
-    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    names: Plain = (
-        [_file()["modules"].get(str(name), name) for name in parts if name] if isinstance(parts, list) else None
+    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    names: JsonValue = (
+        [_load_tables()["modules"].get(str(name), name) for name in entries if name] if isinstance(entries, list) else None
     )
     is_pattern = path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value))
     if is_pattern:
-        return say("a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto")
-    return to(path, names) if names and accepts(path, names) else say(f"{path} takes {leaves()[path].expects}")
+        return explain_only("a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto")
+    return translate_to(path, names) if names and option_accepts(path, names) else explain_only(f"{path} takes {all_options()[path].accepted_values}")
 
 
-def _split(value: Any, path: str) -> Meaning | None:
+def _read_split(value: Any, path: str) -> KeyTranslation | None:
     """A split of `datasets`: nothing to say of the one that is read."""
-    read = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
-    if read and (read[1] == "train") is (path == DATA[0]):
-        return say("this number of rows (max_rows) is drawn by train.seed, not the first") if read[2] else Meaning()
-    return say(
+    match = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
+    if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
+        return explain_only("this number of rows (max_rows) is drawn by train.seed, not the first") if match[2] else KeyTranslation()
+    return explain_only(
         f"{path} reads a split whole, train or validation: load_dataset(…, split={{value}}).to_json(FILE) of datasets "
         "writes another, or a part, to name here"
     )
 
 
 # By the name that the table gives them.
-_READERS: Mapping[str, Reader] = {
+_READERS: Mapping[str, ValueReader] = {
     # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
-    "builder": lambda value, path: to(path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"),
-    "column": lambda value, path: Meaning() if path.endswith(f".{value}") else None,
+    "builder": lambda value, path: translate_to(path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"),
+    "column": lambda value, path: KeyTranslation() if path.endswith(f".{value}") else None,
     # ms-swift's mapping of its own columns to the usual ones
-    "columns": lambda value, path: to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None,
-    "data_files": _data_files,
+    "columns": lambda value, path: translate_to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None,
+    "data_files": _read_data_files,
     # axolotl's `pretraining_dataset`: its name says the task too
-    "documents": lambda value, path: _data_files(value, path, ("task_mode", "cpt")),
+    "documents": lambda value, path: _read_data_files(value, path, ("task_mode", "cpt")),
     # torchtune's steps of each epoch
-    "each_epoch": lambda value, path: to(path, [value, "train.epochs"]) if isinstance(value, int) else None,
-    "held_out_share": _held_out_share,
-    "layers": lambda value, path: to(path, [f"layers.{one}" for one in re.findall(r"\d+", str(value))] or "all"),
-    "names": _names,
+    "each_epoch": lambda value, path: translate_to(path, [value, "train.epochs"]) if isinstance(value, int) else None,
+    "held_out_share": _read_held_out_share,
+    "layers": lambda value, path: translate_to(path, [f"layers.{index}" for index in re.findall(r"\d+", str(value))] or "all"),
+    "names": _read_names,
     # `betas: [0.9, 0.95]`: only the second is an option here
-    "second_beta": lambda value, path: to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None,
-    "split": _split,
+    "second_beta": lambda value, path: translate_to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None,
+    "split": _read_split,
     "system": lambda value, path: (
-        Meaning(((path, value), ("data.style.how", "keep"))) if value and isinstance(value, str) else None
+        KeyTranslation(((path, value), ("data.style.how", "keep"))) if value and isinstance(value, str) else None
     ),
-    "template": _template,
+    "template": _read_template,
 }
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def known(parts: tuple[str, ...]) -> Known | None:
+def find_known_key(parts: tuple[str, ...]) -> KnownKey | None:
     """The row of a key, given its path from the root: by its last two names, its last name, or its prefix."""
     names = [part.strip().lower().replace("-", "_") for part in parts[-2:]]
     for name in (".".join(names), names[-1]):
-        if name in table().rows:
-            return table().rows[name]
-    return next((row for prefixes, row in table().prefixes if names[-1].startswith(prefixes)), None)
+        if name in key_table().known_keys:
+            return key_table().known_keys[name]
+    return next((known_key for prefixes, known_key in key_table().prefixed_keys if names[-1].startswith(prefixes)), None)
 
 
-def answer(row: Known, value: Plain) -> Meaning:
+def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
-    word = spelled(value)
+    normalized = normalize_spelling(value)
     # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
-    for spelling in (word, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)):
-        if spelling in row.values:
-            return row.values[spelling]
-    if value is None or (row.switch and word in OFF):
-        return say("it has no effect: remove it")
-    reading = row.read(value, row.path) if row.read else None
-    if reading is not None:
-        more = row.words if reading.settings and row.path else ""
-        return Meaning(reading.settings, "; ".join(filter(None, [reading.words, more])))
-    for form in _forms(value) if row.path else ():
-        if accepts(row.path, form):
-            return to(row.path, form, row.words)
-    if not row.path or row.words:
-        return say(row.words or "remove it")
-    expects = leaves()[row.path].expects if row.path in leaves() else "text"
-    return say(f"here it is {row.path} ({expects})")
+    for spelling in (normalized, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(normalized, normalized)):
+        if spelling in known_key.translations:
+            return known_key.translations[spelling]
+    if value is None or (known_key.is_switch and normalized in OFF_SPELLINGS):
+        return explain_only("it has no effect: remove it")
+    translation = known_key.read_value(value, known_key.path) if known_key.read_value else None
+    if translation is not None:
+        explanation = known_key.explanation if translation.settings and known_key.path else ""
+        return KeyTranslation(translation.settings, "; ".join(filter(None, [translation.explanation, explanation])))
+    for candidate_value in _candidate_values(value) if known_key.path else ():
+        if option_accepts(known_key.path, candidate_value):
+            return translate_to(known_key.path, candidate_value, known_key.explanation)
+    if not known_key.path or known_key.explanation:
+        return explain_only(known_key.explanation or "remove it")
+    accepted_values = all_options()[known_key.path].accepted_values if known_key.path in all_options() else "text"
+    return explain_only(f"here it is {known_key.path} ({accepted_values})")
 
 
-def _forms(value: Plain) -> list[Plain]:
+def _candidate_values(value: JsonValue) -> list[JsonValue]:
     """A value as given, and the number that it spells in another form (`16.0`, `"2e-5"`)."""
     text = value.strip() if isinstance(value, str) else ""
     number = float(text) if re.fullmatch(r"[-+]?[\d.]*\d\.?([eE][-+]?\d+)?", text) and text.count(".") < 2 else value

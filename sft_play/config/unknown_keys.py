@@ -12,30 +12,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sft_play.config import other_tools
-from sft_play.config.options import accepts, homes, leaves, sections, yaml_value
-from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show, walk
+from sft_play.config.options import all_options, find_option, format_yaml_value, option_accepts, sections
+from sft_play.config.yaml_io import (
+    OVERRIDE_LOCATION,
+    JsonValue,
+    KeyPath,
+    Problem,
+    YamlDocument,
+    dotted_path,
+    format_value,
+    parse_yaml_value,
+    walk_leaves,
+)
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest_name
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
-_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
 # Names that mean something else in every section: those of another tool's section are not looked up in ours.
-_VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
+_VAGUE_NAMES = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
 # How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`.
-_ALIKE = 0.87
+_MIN_SIMILARITY = 0.87
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignKey:
     """A key that our sections do not have: `section` is ours that holds it or corresponds to the one that does,
-    `meaning` what the table of other tools answers, `home` the only place of our key of that name, which takes the
+    `translation` what the table of other tools answers, `option_path` the only option of that name, which takes the
     value; None where there is none. `is_default`: it is not in the file, but what its tool takes then."""
 
-    path: Path_
-    value: Plain
+    path: KeyPath
+    value: JsonValue
     section: str | None
-    meaning: other_tools.Meaning | None
-    home: str | None = None
+    translation: other_tools.KeyTranslation | None
+    option_path: str | None = None
     is_default: bool = False
 
     @property
@@ -44,182 +54,183 @@ class Foreign:
         return str(self.path[-1]).lower()
 
     @property
-    def settings(self) -> dict[str, Plain]:
+    def settings(self) -> dict[str, JsonValue]:
         """The options that it asks for, by their paths."""
-        if self.meaning is not None:
-            return dict(self.meaning.settings)
-        return {} if self.home is None else {self.home: self.value}
+        if self.translation is not None:
+            return dict(self.translation.settings)
+        return {} if self.option_path is None else {self.option_path: self.value}
 
 
-def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Foreign]:
+def find_foreign_keys(document: YamlDocument, path: KeyPath, value: JsonValue, *, section: str | None) -> Iterator[ForeignKey]:
     """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
     holds it, or that the other tool's section corresponds to; None if unknown."""
-    key, row = str(path[-1]), other_tools.known(tuple(map(str, path)))
-    about = other_tools.table().sections.get(key.lower())
-    is_answered_whole = row is not None and (not row.path or row.path in other_tools.DATA) and about is None
-    if not isinstance(value, dict) or not value or is_answered_whole:
-        yield _foreign(path, value, section)
+    key, known_key = str(path[-1]), other_tools.find_known_key(tuple(map(str, path)))
+    own_section = other_tools.key_table().sections.get(key.lower())
+    is_translated_whole = known_key is not None and (not known_key.path or known_key.path in other_tools.DATA_SET_OPTIONS) and own_section is None
+    if not isinstance(value, dict) or not value or is_translated_whole:
+        yield _foreign_key(path, value, section)
         return
-    near = None if about is not None else nearest_name(key, [name for name in sections() if name])
-    fields = sections()[about or near or ""].model_fields if about or near else {}
-    answered = [inner for inner in value if about is not None or (inner not in fields and _is_known((*path, inner)))]
-    if about is None and (section is not None or not answered):
-        yield _foreign(path, value, section)
-    for inner in value:
-        if inner in answered or (near is not None and inner not in fields):
-            yield from foreign_keys(document, (*path, inner), value[inner], section=about or near)
+    similar_section = None if own_section is not None else nearest_name(key, [name for name in sections() if name])
+    fields = sections()[own_section or similar_section or ""].model_fields if own_section or similar_section else {}
+    known_names = [inner_key for inner_key in value if own_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))]
+    if own_section is None and (section is not None or not known_names):
+        yield _foreign_key(path, value, section)
+    for inner_key in value:
+        if inner_key in known_names or (similar_section is not None and inner_key not in fields):
+            yield from find_foreign_keys(document, (*path, inner_key), value[inner_key], section=own_section or similar_section)
 
 
-def _foreign(path: Path_, value: Plain, section: str | None) -> Foreign:
+def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> ForeignKey:
     parts = tuple(map(str, path))
-    places = _places(parts, section)
-    is_ours = len(places) == 1 and places[0] in leaves() and accepts(places[0], value)
-    return Foreign(path, value, section, meant(parts, value), places[0] if is_ours else None)
+    option_paths = _possible_options(parts, section)
+    is_option_value = len(option_paths) == 1 and option_paths[0] in all_options() and option_accepts(option_paths[0], value)
+    return ForeignKey(path, value, section, translate_key(parts, value), option_paths[0] if is_option_value else None)
 
 
-def _places(parts: tuple[str, ...], section: str | None) -> list[str]:
+def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
     """Where our keys of that name belong; none where the name is too vague to say."""
-    key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
-    at = homes(key)
-    if section and not is_own and f"{section}.{key}" in at:
-        at = [f"{section}.{key}"]
-    if ".".join(parts) in leaves():
-        at = [".".join(parts)]
-    return at if is_own or len(at) == 1 or key not in _VAGUE else []
+    key, is_in_own_section = parts[-1], section is not None and ".".join(parts[:-1]) == section
+    paths = find_option(key)
+    if section and not is_in_own_section and f"{section}.{key}" in paths:
+        paths = [f"{section}.{key}"]
+    if ".".join(parts) in all_options():
+        paths = [".".join(parts)]
+    return paths if is_in_own_section or len(paths) == 1 or key not in _VAGUE_NAMES else []
 
 
-def meant(parts: tuple[str, ...], value: Plain) -> other_tools.Meaning | None:
+def translate_key(parts: tuple[str, ...], value: JsonValue) -> other_tools.KeyTranslation | None:
     """What the table of other tools answers; None without an answer, or where our own key says more than words."""
-    row = other_tools.known(parts)
+    known_key = other_tools.find_known_key(parts)
     # a row for both names (compile.mode) says more than the home of the last one (tuning.mode)
-    is_for_both = len(parts) > 1 and ".".join(parts[-2:]).lower() in other_tools.table().rows
-    if row is None or (homes(parts[-1]) and row.only_words and not is_for_both):
+    is_two_part_name = len(parts) > 1 and ".".join(parts[-2:]).lower() in other_tools.key_table().known_keys
+    if known_key is None or (find_option(parts[-1]) and known_key.has_fixed_answer and not is_two_part_name):
         return None
-    return other_tools.answer(row, value)
+    return other_tools.translate_value(known_key, value)
 
 
-def _is_known(path: Path_) -> bool:
-    return other_tools.known(tuple(map(str, path))) is not None or bool(homes(str(path[-1])))
+def _is_known_key(path: KeyPath) -> bool:
+    return other_tools.find_known_key(tuple(map(str, path))) is not None or bool(find_option(str(path[-1])))
 
 
-def unknown_problem(document: YamlDocument, key: Foreign) -> Problem:
+def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
     """The problem of an unknown key."""
-    where, raw = document.where(key.path), document.raw.get(key.path)
-    joint = "=" if where == OVERRIDE else ": "
-    if key.meaning is not None:
-        hint = f"; {answer_words(key.meaning, key.value, raw=raw, joint=joint)}"
+    location, raw_text = document.location(key.path), document.raw_texts.get(key.path)
+    separator = "=" if location == OVERRIDE_LOCATION else ": "
+    if key.translation is not None:
+        hint = f"; {format_translation(key.translation, key.value, raw_text=raw_text, separator=separator)}"
     else:
-        hint = _suggestion(tuple(map(str, key.path)), key.value, raw=raw, section=key.section, joint=joint)
-    return Problem(dotted(key.path), where, f"unknown key ({shown_value(key, raw)}){hint}")
+        hint = _suggestion(tuple(map(str, key.path)), key.value, raw_text=raw_text, section=key.section, separator=separator)
+    return Problem(dotted_path(key.path), location, f"unknown key ({format_key_value(key, raw_text)}){hint}")
 
 
-def shown_value(key: Foreign, raw: str | None) -> str:
+def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
     """`value 4`, or that it is a secret."""
-    inside = [str(part) for path, value in walk(key.value, key.path[-1:]) if isinstance(value, str) for part in path]
-    is_secret = any(map(_SECRET.search, inside))
-    return "not shown" if is_secret else f"value {show(key.value, raw=raw)}"
+    words = [str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path]
+    is_secret = any(map(_SECRET_NAME.search, words))
+    return "not shown" if is_secret else f"value {format_value(key.value, raw_text=raw_text)}"
 
 
 def flag_hint(flag: str, value: str | None) -> str | None:
     """What another tool's flag (`--mixed_precision`) with its value means here; None if unknown."""
     parts = tuple(flag.lstrip("-").replace("-", "_").split("."))
     try:
-        parsed = True if value is None else parse_value(value, name=flag)
+        parsed = True if value is None else parse_yaml_value(value, name=flag)
     except ConfigError:
         parsed = value
-    if ".".join(parts) not in leaves() and (parts[-1] in _VAGUE or not _is_known(parts)):
+    if ".".join(parts) not in all_options() and (parts[-1] in _VAGUE_NAMES or not _is_known_key(parts)):
         return None
-    answer = meant(parts, parsed)
-    if answer is not None:
-        return answer_words(answer, parsed, raw=value, joint="=")
-    return _suggestion(parts, parsed, raw=value, section=None, joint="=").removeprefix("; ")
+    translation = translate_key(parts, parsed)
+    if translation is not None:
+        return format_translation(translation, parsed, raw_text=value, separator="=")
+    return _suggestion(parts, parsed, raw_text=value, section=None, separator="=").removeprefix("; ")
 
 
-def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
-    key, at = parts[-1], _places(parts, section)
-    if at:
-        shown = f"{joint}{written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
-        return f"; it belongs at {' or '.join(at[:3])}{shown}"
-    here = list(sections()[section].model_fields) if section is not None else []
-    near = nearest_name(key, here)
-    if near:
-        return f"; did you mean {f'{section}.' if section else ''}{near}?"
-    elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
-    near = None if key in _VAGUE else nearest_name(key, elsewhere, other_tools.table().plain_keys, min_similarity=_ALIKE)
-    if near:
-        if places := homes(near):
-            return f"; did you mean {' or '.join(places[:3])}?"
-        answer = other_tools.answer(other_tools.table().rows[near], value)
-        return f"; did you mean {near} ({answer_words(answer, value, raw=raw, joint=joint)})?"
-    return f"; {section or 'the root'} takes {', '.join(here or sections()[''].model_fields)}"
+def _suggestion(parts: tuple[str, ...], value: JsonValue, *, raw_text: str | None, section: str | None, separator: str) -> str:
+    key, paths = parts[-1], _possible_options(parts, section)
+    if paths:
+        value_text = f"{separator}{format_setting_value(value, raw_text)}" if len(paths) == 1 and paths[0] in all_options() and option_accepts(paths[0], value) else ""
+        return f"; it belongs at {' or '.join(paths[:3])}{value_text}"
+    section_keys = list(sections()[section].model_fields) if section is not None else []
+    similar_name = nearest_name(key, section_keys)
+    if similar_name:
+        return f"; did you mean {f'{section}.' if section else ''}{similar_name}?"
+    other_names = {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
+    similar_name = None if key in _VAGUE_NAMES else nearest_name(key, other_names, other_tools.key_table().plain_keys, min_similarity=_MIN_SIMILARITY)
+    if similar_name:
+        if similar_paths := find_option(similar_name):
+            return f"; did you mean {' or '.join(similar_paths[:3])}?"
+        translation = other_tools.translate_value(other_tools.key_table().known_keys[similar_name], value)
+        meaning = format_translation(translation, value, raw_text=raw_text, separator=separator)
+        return f"; did you mean {similar_name} ({meaning})?"
+    return f"; {section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
 
 
-def answer_words(answer: other_tools.Meaning, value: Plain, *, raw: str | None, joint: str) -> str:
+def format_translation(translation: other_tools.KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str) -> str:
     """An answer of the table in words: `here it is train.bf16: true`."""
     settings = []
-    for path, ours in answer.settings:
-        is_same = ours is value or (ours == value and type(ours) is type(value))
-        default = ", the default" if path in leaves() and leaves()[path].default == ours else ""
-        settings.append(f"{path}{joint}{written(ours, raw if is_same else None)}{default}")
-    words = answer.words.replace("{value}", show(value, raw=raw).strip('"'))
+    for option_path, option_value in translation.settings:
+        is_same = option_value is value or (option_value == value and type(option_value) is type(value))
+        default = ", the default" if option_path in all_options() and all_options()[option_path].default == option_value else ""
+        settings.append(f"{option_path}{separator}{format_setting_value(option_value, raw_text if is_same else None)}{default}")
+    explanation = translation.explanation.replace("{value}", format_value(value, raw_text=raw_text).strip('"'))
     if not settings:
-        return words
-    return f"here it is {' and '.join(settings)}{f' ({words})' if words else ''}"
+        return explanation
+    return f"here it is {' and '.join(settings)}{f' ({explanation})' if explanation else ''}"
 
 
-def written(value: Plain, raw: str | None) -> str:
+def format_setting_value(value: JsonValue, raw_text: str | None) -> str:
     """A value in the form that YAML and `SET=` read."""
     if isinstance(value, str):
-        plain = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_value(value, name="") == value
-        return value if plain else show(value)
-    return show(value, raw=raw) if raw else yaml_value(value)
+        is_plain_word = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_yaml_value(value, name="") == value
+        return value if is_plain_word else format_value(value)
+    return format_value(value, raw_text=raw_text) if raw_text else format_yaml_value(value)
 
 
 # --- together ---------------------------------------------------------------------------------------------------------
 
 # Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are trained have 16 bits.
-_MODES = ("full", "qlora", "lora")
+_MODE_ORDER = ("full", "qlora", "lora")
 # Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read save_steps.
-_STRONGER = {
+_DECISIVE_KEYS = {
     "eval.steps": ("eval_strategy", "evaluation_strategy"),
     "train.save_steps": ("save_strategy",),
     "tuning.lora.target_modules": ("lora_target_linear", "match_all_linear"),
 }
 # Numbers of steps, which count before shares of them, and before a switch that asks for any.
-_FIRST = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_every")
+_STEP_COUNT_KEYS = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_every")
 
 
-def together(keys: Sequence[Foreign]) -> list[Foreign]:
+def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
     """The keys with the answers that hold for all of them: one value for each option, and which key decides it."""
-    decided = list(keys)
+    merged_keys = list(keys)
     for option in dict.fromkeys(path for key in keys for path in key.settings):
-        asking = [key for key in keys if option in key.settings]
-        first = min(asking, key=lambda key: _rank(option, key))
-        value = first.settings[option]
-        words = f"together with {first.name}: {show(first.value)}"
-        lists = [key.settings[option] for key in asking if not key.is_default]
-        items = [item for one in lists if isinstance(one, list) for item in one]
+        competing_keys = [key for key in keys if option in key.settings]
+        deciding_key = min(competing_keys, key=lambda key: _precedence(option, key))
+        value = deciding_key.settings[option]
+        explanation = f"together with {deciding_key.name}: {format_value(deciding_key.value)}"
+        value_lists = [key.settings[option] for key in competing_keys if not key.is_default]
+        items = [item for value_list in value_lists if isinstance(value_list, list) for item in value_list]
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
-            value, words = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
-        for at, key in enumerate(decided):
-            if option in key.settings and other_tools.spelled(key.settings[option]) != other_tools.spelled(value):
-                reason = "" if key.is_default else words
+            value, explanation = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
+        for index, key in enumerate(merged_keys):
+            if option in key.settings and other_tools.normalize_spelling(key.settings[option]) != other_tools.normalize_spelling(value):
+                reason = "" if key.is_default else explanation
                 if reason and option.startswith("data.columns."):  # one name of a column holds for all data sets
                     column = f"{option}={key.settings[option]}"
                     reason += f"; make process SET='data.process.raw_path=FILE {column}' writes its rows"
                 settings = tuple({**key.settings, option: value}.items())
-                decided[at] = dataclasses.replace(key, meaning=other_tools.Meaning(settings, reason))
-    return decided
+                merged_keys[index] = dataclasses.replace(key, translation=other_tools.KeyTranslation(settings, reason))
+    return merged_keys
 
 
-def _rank(option: str, key: Foreign) -> tuple[bool, bool, bool, int, bool]:
+def _precedence(option: str, key: ForeignKey) -> tuple[bool, bool, bool, int, bool]:
     """What counts first of several keys: a strategy, what is switched on, the mode that includes the other."""
     value = key.settings[option]
-    mode = _MODES.index(str(value)) if value in _MODES else len(_MODES)
+    mode = _MODE_ORDER.index(str(value)) if value in _MODE_ORDER else len(_MODE_ORDER)
     return (
         key.is_default and option != "tuning.mode",
-        key.name not in _STRONGER.get(option, ()),
-        other_tools.spelled(key.value) in other_tools.OFF,
+        key.name not in _DECISIVE_KEYS.get(option, ()),
+        other_tools.normalize_spelling(key.value) in other_tools.OFF_SPELLINGS,
         mode,
-        key.name not in _FIRST,
+        key.name not in _STEP_COUNT_KEYS,
     )

@@ -22,23 +22,23 @@ from sft_play.log import one_line
 from sft_play.process.variables import DATA_SUFFIXES
 from sft_play.spelling import nearest_name
 
-# What a YAML value becomes: JSON's types only.
-Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
+# Plain data: what a YAML value becomes, JSON's types only.
+JsonValue = Union[None, bool, int, float, str, list["JsonValue"], dict[str, "JsonValue"]]  # noqa: UP007  (recursive)
 
 # The path of a value: keys and list positions from the root.
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 # The place of an override in messages, where a value of the file has its line.
-OVERRIDE = "SET"
+OVERRIDE_LOCATION = "SET"
 
 # More values than any run YAML has; stops aliases that expand endlessly ("billion laughs").
 MAX_VALUES = 100_000
 
 # More than any such file has; weights or a log named by mistake stop here.
-MAX_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 64 * 2**20
 
 # Quotes that word processors write; to YAML, and to a shell, they are letters.
-TYPOGRAPHIC = "“”„‟‘’‚‛«»"
+TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -53,11 +53,11 @@ class Problem:
     """One problem: the key's path, its place (`file:line`), and what to do about it."""
 
     path: str
-    where: str
+    location: str
     message: str
 
     def __str__(self) -> str:
-        parts = [part for part in (self.where, self.path) if part]
+        parts = [part for part in (self.location, self.path) if part]
         return ": ".join([*parts, self.message])
 
 
@@ -66,38 +66,38 @@ class YamlDocument:
     """A YAML file as plain data, with the line and the raw text of every value."""
 
     name: str
-    data: dict[str, Plain] = field(default_factory=dict)
-    lines: dict[Path_, int] = field(default_factory=dict)
-    raw: dict[Path_, str] = field(default_factory=dict)
+    data: dict[str, JsonValue] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    raw_texts: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    overridden: set[Path_] = field(default_factory=set)
+    overridden_paths: set[KeyPath] = field(default_factory=set)
 
-    def where(self, path: Path_) -> str:
+    def location(self, path: KeyPath) -> str:
         """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
-        for set_path in self.overridden:
-            if path[: len(set_path)] == set_path or (set_path[: len(path)] == path and path not in self.lines):
-                return OVERRIDE
+        for override_path in self.overridden_paths:
+            if path[: len(override_path)] == override_path or (override_path[: len(path)] == path and path not in self.lines):
+                return OVERRIDE_LOCATION
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
-    def section(self, path: Path_) -> dict[str, Plain] | None:
+    def ensure_section(self, path: KeyPath) -> dict[str, JsonValue] | None:
         """The section at a path, made where it is missing or null; None where one on the way is none."""
-        here: Plain = self.data
+        value: JsonValue = self.data
         for part in path:
-            if isinstance(here, list) and isinstance(part, int):
-                here = here[part] if part < len(here) else None
+            if isinstance(value, list) and isinstance(part, int):
+                value = value[part] if part < len(value) else None
                 continue
-            if not isinstance(here, dict):
+            if not isinstance(value, dict):
                 return None
-            if here.get(str(part)) is None:
-                here[str(part)] = {}
-            here = here[str(part)]
-        return here if isinstance(here, dict) else None
+            if value.get(str(part)) is None:
+                value[str(part)] = {}
+            value = value[str(part)]
+        return value if isinstance(value, dict) else None
 
-    def problem(self, path: Path_, message: str) -> Problem:
+    def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem of the value at `path`."""
-        return Problem(dotted(path), self.where(path), message)
+        return Problem(dotted_path(path), self.location(path), message)
 
 
 class _Loader(yaml.SafeLoader):
@@ -107,52 +107,52 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_text(
-    path: Path, *, variable: str | None = None, wanted: str = "a run YAML, such as configs/run_bnb.yaml"
+    path: Path, *, variable: str | None = None, expected: str = "a run YAML, such as configs/run_bnb.yaml"
 ) -> str:
     """The text of a UTF-8 file, without a byte order mark. `variable`: what named it (`DEEPSPEED_CONFIG`); None: a run
-    YAML. `wanted`: what it should be. Raises ConfigError."""
-    shown = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
+    YAML. `expected`: what it should be. Raises ConfigError."""
+    display_path = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
     if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(
-            f"CONFIG={shown} is a data file; CONFIG names a run YAML, which names the data: make new MODEL=owner/name "
-            f"DATA={shown} writes one"
+            f"CONFIG={display_path} is a data file; CONFIG names a run YAML, which names the data: make new "
+            f"MODEL=owner/name DATA={display_path} writes one"
         )
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{shown} has {path.stat().st_size:,} bytes; name {wanted}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{display_path} has {path.stat().st_size:,} bytes; name {expected}")
         raw = path.read_bytes()
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        near = _near(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
-        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){near}") from None
+        suggestion = _suggest_file(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
+        raise ConfigError(f"{display_path} does not exist (looked in {path.absolute().parent}){suggestion}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{shown} is a folder; name {wanted}") from None
+        raise ConfigError(f"{display_path} is a folder; name {expected}") from None
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}; name {wanted}") from None
+        raise ConfigError(f"{display_path} cannot be read: {error.strerror}; name {expected}") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{shown}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
+            f"{display_path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
         ) from None
     except ValueError as error:  # a null character in the name
-        raise ConfigError(f"{shown} cannot be a file: {error}") from None
+        raise ConfigError(f"{display_path} cannot be a file: {error}") from None
 
 
-def _near(path: Path, suffixes: tuple[str, ...]) -> str:
-    def those_of(folder: Path) -> list[Path]:
-        return [one for one in sorted(folder.glob("*")) if one.suffix in suffixes and not one.name.startswith(".")]
+def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
+    def files_in(folder: Path) -> list[Path]:
+        return [path for path in sorted(folder.glob("*")) if path.suffix in suffixes and not path.name.startswith(".")]
 
-    here, shipped = those_of(path.parent), those_of(Path("configs"))
+    siblings, shipped_configs = files_in(path.parent), files_in(Path("configs"))
     stem = path.stem if path.suffix in suffixes else path.name
-    for there in [here, shipped] if path.parent == Path() else [here]:
-        meant = nearest_name(stem, [one.stem for one in there]) or nearest_name(path.name, [one.name for one in there])
-        if meant is not None:
-            return f"; did you mean {next(one for one in there if meant in (one.stem, one.name))}?"
-    names = [str(one) for one in here or shipped]
+    for files in [siblings, shipped_configs] if path.parent == Path() else [siblings]:
+        match = nearest_name(stem, [one.stem for one in files]) or nearest_name(path.name, [one.name for one in files])
+        if match is not None:
+            return f"; did you mean {next(one for one in files if match in (one.stem, one.name))}?"
+    names = [str(one) for one in siblings or shipped_configs]
     return f"; there are: {', '.join(names[:20])}" if names else ""
 
 
-def parse(text: str, *, name: str) -> YamlDocument:
+def parse_yaml(text: str, *, name: str) -> YamlDocument:
     """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text is not YAML, is
     empty, holds several documents, or its root is not a mapping."""
     node = _compose(text, name=name)
@@ -160,20 +160,20 @@ def parse(text: str, *, name: str) -> YamlDocument:
         raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {one_line(str(node.value))!r}"
-        raise ConfigError(f"{name}:{_line(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`")
+        raise ConfigError(f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`")
     document = YamlDocument(name=name)
-    builder = _Builder(document)
+    builder = _DocumentBuilder(document)
     document.data = builder.mapping(node, ())
     return document
 
 
-def parse_value(text: str, *, name: str) -> Plain:
+def parse_yaml_value(text: str, *, name: str) -> JsonValue:
     """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it is none."""
     node = _compose(text, name=name)
     if node is None:
         return None
     document = YamlDocument(name=name)
-    value = _Builder(document).value(node, ())
+    value = _DocumentBuilder(document).value(node, ())
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
     return value
@@ -200,21 +200,21 @@ def _compose(text: str, *, name: str) -> yaml.Node | None:
 
 def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
     mark = error.problem_mark or error.context_mark
-    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
     problem = error.problem or str(error)
     hint = ""
     if "\\t" in problem or "'\t'" in problem:
         hint = "; indent with spaces, not tabs"
     elif "mapping values are not allowed" in problem or "but got ':'" in problem:
         hint = '; put a value that contains ": " in quotes'
-    return f"{where}: not valid YAML: {one_line(problem)}{hint}"
+    return f"{location}: not valid YAML: {one_line(problem)}{hint}"
 
 
-def _line(node: yaml.Node) -> int:
+def _line_number(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-class _Builder:
+class _DocumentBuilder:
     """Turns nodes into plain data, and records lines, raw texts and problems."""
 
     def __init__(self, document: YamlDocument) -> None:
@@ -222,28 +222,28 @@ class _Builder:
         self._open: set[int] = set()
         self._count = 0
 
-    def mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Plain]:
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, JsonValue]:
         """A mapping's plain data; duplicate and non-text keys become problems."""
-        with_lines: dict[str, int] = {}
-        result: dict[str, Plain] = {}
+        key_lines: dict[str, int] = {}
+        result: dict[str, JsonValue] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, path)
             if key is None:
                 continue
-            if key in with_lines:
-                self._problem((*path, key), key_node, f"the key appears twice, first on line {with_lines[key]}")
+            if key in key_lines:
+                self._problem((*path, key), key_node, f"the key appears twice, first on line {key_lines[key]}")
                 continue
-            with_lines[key] = _line(key_node)
-            self._document.lines[(*path, key)] = _line(key_node)
+            key_lines[key] = _line_number(key_node)
+            self._document.lines[(*path, key)] = _line_number(key_node)
             result[key] = self.value(value_node, (*path, key))
         return result
 
-    def value(self, node: yaml.Node, path: Path_) -> Plain:
+    def value(self, node: yaml.Node, path: KeyPath) -> JsonValue:
         """The plain data of any node."""
         self._count += 1
         # an open node is one that contains this one: an alias that names its own ancestor
         if self._count > MAX_VALUES or id(node) in self._open:
-            raise ConfigError(f"{self._document.name}:{_line(node)}: aliases expand without end")
+            raise ConfigError(f"{self._document.name}:{_line_number(node)}: aliases expand without end")
         if node.tag.startswith("tag:yaml.org,2002:python") or (
             node.tag not in _CORE_TAGS and node.tag not in ("?", "!") and not node.tag.endswith(":timestamp")
         ):
@@ -255,29 +255,29 @@ class _Builder:
         try:
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
-            self._document.lines |= {(*path, index): _line(item) for index, item in enumerate(node.value)}
+            self._document.lines |= {(*path, index): _line_number(item) for index, item in enumerate(node.value)}
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
             self._open.discard(id(node))
 
-    def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Plain:
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> JsonValue:
         text = str(node.value)
-        self._document.lines.setdefault(path, _line(node))
-        self._document.raw[path] = text
+        self._document.lines.setdefault(path, _line_number(node))
+        self._document.raw_texts[path] = text
         is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-        return text if is_quoted else plain_scalar(text)
+        return text if is_quoted else resolve_scalar(text)
 
-    def _key(self, node: yaml.Node, path: Path_) -> str | None:
+    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
         if isinstance(node, yaml.ScalarNode):
             return str(node.value)
         self._problem(path, node, "a key must be a word")
         return None
 
-    def _problem(self, path: Path_, node: yaml.Node, message: str) -> None:
-        self._document.problems.append(Problem(dotted(path), f"{self._document.name}:{_line(node)}", message))
+    def _problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
+        self._document.problems.append(Problem(dotted_path(path), f"{self._document.name}:{_line_number(node)}", message))
 
 
-def plain_scalar(text: str) -> Plain:
+def resolve_scalar(text: str) -> JsonValue:
     """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
     if text in _NULLS:
         return None
@@ -292,7 +292,7 @@ def plain_scalar(text: str) -> Plain:
     return text
 
 
-def dotted(path: Path_) -> str:
+def dotted_path(path: KeyPath) -> str:
     """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
     text = ""
     for part in path:
@@ -300,16 +300,16 @@ def dotted(path: Path_) -> str:
     return one_line(text)
 
 
-def walk(data: Plain, path: Path_ = ()) -> Iterator[tuple[Path_, Plain]]:
-    """Every leaf of plain data with its path; empty mappings and lists are leaves."""
+def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, JsonValue]]:
+    """Yield every leaf of plain data with its path; empty mappings and lists are leaves."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
-            yield from walk(value, (*path, key))
+            yield from walk_leaves(value, (*path, key))
     else:
         yield path, data
 
 
-def value_at(data: Plain, path: Path_) -> Plain:
+def find_value(data: JsonValue, path: KeyPath) -> JsonValue:
     """The value at a path of plain data; None where there is none."""
     for part in path:
         if isinstance(data, list) and isinstance(part, int) and part < len(data):
@@ -321,8 +321,8 @@ def value_at(data: Plain, path: Path_) -> Plain:
     return data
 
 
-def show(value: Plain, *, raw: str | None = None) -> str:
+def format_value(value: JsonValue, *, raw_text: str | None = None) -> str:
     """A value as shown in a message: the raw text if there is one, else JSON, cut to one line."""
     if isinstance(value, str):
         return one_line(json.dumps(value, ensure_ascii=False), limit=80)
-    return one_line(raw if raw else json.dumps(value, ensure_ascii=False), limit=80)
+    return one_line(raw_text if raw_text else json.dumps(value, ensure_ascii=False), limit=80)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.schema import DataConfig, Encoding
-from sft_play.config.yaml_io import Plain
+from sft_play.config.yaml_io import JsonValue
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
 from sft_play.data.sources.columns import guess_columns, find_rendered_mark
 from sft_play.data.sources.examples import ExampleReader, character_count
@@ -39,7 +39,7 @@ Count = Callable[[str], int]
 class FirstLook:
     """The settings that the data ask for, by path, in words what was seen, and the format of the rows by its name."""
 
-    settings: dict[str, Plain]
+    settings: dict[str, JsonValue]
     words: str
     is_chat: bool
     format: str
@@ -75,7 +75,7 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
     rows = max(size.rows if size else 0, len(examples))
     tokens = _tokens(examples, count)
     length = min(_block(sum(tokens)) if is_cpt else _length(tokens), positions or _LENGTHS[-1])
-    settings: dict[str, Plain] = {"model.max_seq_len": length}
+    settings: dict[str, JsonValue] = {"model.max_seq_len": length}
     settings |= {"task_mode": "cpt" if is_cpt else "sft", **paths}
     if columns:
         settings["data.columns"] = dict(columns)

@@ -107,8 +107,8 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
     given = lora.target_modules if lora.target_modules != "auto" else ()
     return Served(
         mode=config.tuning.mode,
-        r=lora.rank,
-        alpha=lora.alpha_of_rank,
+        r=lora.stored_rank,
+        alpha=lora.stored_alpha,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         modules_to_save=frozenset(

@@ -61,7 +61,7 @@ def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
     if not loaded.stages:
         return loaded, ()
     first = loaded.stages[0]
-    return loaded.of(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+    return loaded.for_stage(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
 
 
 def refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:

@@ -57,7 +57,7 @@ def check(
         unread = fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
         return CheckReport((*also, unread), time.monotonic() - started, config_path)
     checks = [*also]
-    *others, last = [*map(loaded.of, loaded.stages)] or [loaded]
+    *others, last = [*map(loaded.for_stage, loaded.stages)] or [loaded]
     for number, part in enumerate([*others, last], start=1):
         if loaded.stages:
             checks.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
@@ -237,7 +237,7 @@ class _Checks:
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
         if train is not None and train.kept and train.kept < batch and not self._is_text(train):
             few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
-            remedy = f"lower {self._config.train.effective_words}"
+            remedy = f"lower {self._config.train.effective_batch_options}"
             yield warn_finding("batch", f"{few}: each step sees all of them", remedy)
 
     def _row_tokens(self) -> RowTokens | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.adapter import WEIGHTS_FILE
+from sft_play.config.adapter import ADAPTER_WEIGHTS_FILE
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest
@@ -127,7 +127,7 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
         raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{listed}")
     adapter = recorded.get("adapter")
     if adapter:
-        file = Path(str(loaded.config.model.adapter)) / WEIGHTS_FILE
+        file = Path(str(loaded.config.model.adapter)) / ADAPTER_WEIGHTS_FILE
         if source_digest(file) != adapter.get("sha256"):
             why = f"{file}, which it began from, has changed since"
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")

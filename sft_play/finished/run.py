@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from sft_play.config.adapter import LAST
+from sft_play.config.adapter import LAST_RUN
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest, find_data_paths
@@ -88,7 +88,7 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
     """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
     see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings allow what
     `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
+    folder = _newest(base, "finished") if name in (None, LAST_RUN) else run_named(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in runs_in(base))
         also = f" ({unfinished} unfinished)" if unfinished else ""
@@ -114,7 +114,7 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
 def find_any(base: Path, name: str | None) -> RunFolder:
     """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
     the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
-    if name not in (None, LAST):
+    if name not in (None, LAST_RUN):
         return run_named(base, str(name))
     folder = _newest(base, "finished") or _newest(base)
     if folder is None:
@@ -158,7 +158,7 @@ def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
 def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
     """The data of a run that are no longer those of its manifest, each in words."""
     recorded, wrong = manifest.get("data") or {}, []
-    for part in loaded.parts:
+    for part in loaded.runs:
         prefix = f"stage {part.stage} " if part.stage else ""
         for name, path in find_data_paths(part.config.data).named_paths():
             was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sft_play.config.options import expects
-from sft_play.config.yaml_io import parse_value, read_text, show
+from sft_play.config.options import describe_values
+from sft_play.config.yaml_io import format_value, parse_yaml_value, read_text
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
@@ -171,7 +171,7 @@ class AccelerateConfig(BaseModel):
             yield f"{total_text}, and gpu_ids: {listed_ids} has {len(ids)} for each; one process needs one GPU"
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
+            yield f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3"
         yield from _refused_axes(self.parallelism_config)
 
 
@@ -185,9 +185,9 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
     ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
     contradict each other. All problems inside it at once."""
-    text = read_text(path, variable="ACCELERATE_CONFIG", wanted=ACCELERATE_FILE_DESCRIPTION)
+    text = read_text(path, variable="ACCELERATE_CONFIG", expected=ACCELERATE_FILE_DESCRIPTION)
     name = one_line(str(path))
-    data = parse_value(text, name=name)
+    data = parse_yaml_value(text, name=name)
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
@@ -211,8 +211,8 @@ def _validation_problems(error: ValidationError, data: Mapping[str, Any]) -> lis
     for detail in error.errors(include_url=False):
         key, field = str(detail["loc"][0]), AccelerateConfig.model_fields[str(detail["loc"][0])]
         is_own_message = detail["type"] == "value_error"
-        expected = str(detail["ctx"]["error"]) if is_own_message else expects(field.annotation, tuple(field.metadata))
-        problems[key] = f"{key}: {show(data[key])} is not valid; expected {expected}"
+        expected = str(detail["ctx"]["error"]) if is_own_message else describe_values(field.annotation, tuple(field.metadata))
+        problems[key] = f"{key}: {format_value(data[key])} is not valid; expected {expected}"
     return list(problems.values())
 
 

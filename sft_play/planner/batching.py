@@ -35,7 +35,7 @@ class BatchPlan:
 def effective_batch(train: TrainConfig, *, ranks: int) -> int:
     """Sequences per optimizer step: train.effective_batch_size or, where both factors were given instead, their product
     with the data-parallel ranks, so that a config for one GPU works unchanged on more."""
-    if not train.effective_follows:
+    if not train.derives_effective_batch:
         return train.effective_batch_size
     return int(train.batch_size) * int(train.grad_accum) * ranks
 
@@ -83,7 +83,7 @@ def is_single_rank_batch(train: TrainConfig) -> bool:
     """Whether all three numbers are given and agree on one rank: over several the effective batch is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
-    return not train.effective_follows and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
+    return not train.derives_effective_batch and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
 
 
 def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bool = False) -> str:
@@ -91,7 +91,7 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
     factors = _format_factors(batch)
     if is_resumed:
         return f"{factors} = {batch.effective_batch}: the effective batch of the run that is resumed"
-    if train.effective_follows:
+    if train.derives_effective_batch:
         return f"effective batch {batch.effective_batch} = {factors}: train.effective_batch_size was not given"
     text = f"{factors} = {batch.effective_batch}"
     if changed := format_changed_batch(train, batch):

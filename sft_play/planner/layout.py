@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sft_play.config.schema import BITSANDBYTES, RunConfig
+from sft_play.config.schema import BITSANDBYTES_OPTIMIZERS, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.families import TENSOR_PARALLEL_TYPES
@@ -259,7 +259,7 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
         return obstacle
     if layout.context_parallel > 1 and (obstacle := _context_parallel_obstacle(layout, config, shape)):
         return obstacle
-    if optim in BITSANDBYTES and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
+    if optim in BITSANDBYTES_OPTIMIZERS and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
         return f"bitsandbytes' optimizers do not support sharded parameters (train.optim={optim})"
     if optim == "muon" and layout.name not in ("single", "ddp"):
         return "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"

@@ -78,7 +78,7 @@ def plan_reasons(
         *_batch_reasons(inputs, candidates, choice),
         _row_reason(inputs, choice),
         *_loading_reasons(inputs, choice),
-        *([inputs.config.learning_rate_by_rule[1]] if inputs.config.train.learning_rate == "auto" else []),
+        *([inputs.config.derived_learning_rate[1]] if inputs.config.train.learning_rate == "auto" else []),
         *([_sharded_checkpoint_reason(inputs, choice)] if choice.memory.checkpoint == "sharded" else []),
         *([REPEATED_KEYS_REASON] if repeats_kv else []),
         *([CUDNN_REASON] if choice.step.cudnn else []),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import config_from_text, resolved
-from sft_play.config.schema import HUB_KERNEL, ModelConfig, RunConfig
+from sft_play.config.load import config_from_text, resolved_config
+from sft_play.config.schema import HUB_KERNEL_PATTERN, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.log import one_line
@@ -29,7 +29,7 @@ def trust_none(_: ModelConfig, __: str) -> bool:
 def code_keys(model: ModelConfig) -> dict[str, str]:
     """The keys of a model's settings by which code of others would run, each with what that code is."""
     keys = {"trust_remote_code": f"code that comes with {one_line(model.name)}"} if model.trust_remote_code else {}
-    if re.fullmatch(HUB_KERNEL, model.attn_implementation):
+    if re.fullmatch(HUB_KERNEL_PATTERN, model.attn_implementation):
         keys["attn_implementation"] = "that kernel of the hub"
     return keys
 
@@ -125,7 +125,7 @@ class RunFolder:
     def begin_stage(self, manifest: Mapping[str, Any], *, plan: Mapping[str, Any], config: RunConfig) -> None:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
-        write_json(self.path / "resolved.json", resolved(config, effective_batch=plan.get("effective_batch")))
+        write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
         old = self.manifest() if self.manifest_path.is_file() else {}  # what the first start recorded stays
         old = {name: value for name, value in old.items() if name not in HOW_IT_ENDED}
         write_json(

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import LoadedConfig, resolved
+from sft_play.config.load import LoadedConfig, resolved_config
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError, error_prefix
 from sft_play.log import one_line
@@ -212,7 +212,7 @@ def create_run(
 def write_start(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
     """Write what a run begins with: config, settings, plan and manifest."""
     write_text(folder.path / "config.yaml", loaded.text)
-    write_json(folder.path / "resolved.json", resolved(loaded.config, effective_batch=plan.get("effective_batch")))
+    write_json(folder.path / "resolved.json", resolved_config(loaded.config, effective_batch=plan.get("effective_batch")))
     write_json(folder.path / "plan.json", plan)
     write_json(folder.path / MANIFEST, manifest)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play._version import __version__
-from sft_play.config.load import LoadedConfig, differing_keys, follows, load_config, resolved
-from sft_play.config.options import leaves
+from sft_play.config.load import LoadedConfig, differing_options, is_derived_default, load_config, resolved_config
+from sft_play.config.options import all_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import installed_version
@@ -151,7 +151,7 @@ def as_started(loaded: LoadedConfig, folder: RunFolder, *, trusts: Trust) -> Loa
     if adapter:  # by its path: `last` may be another one by now
         words.append(f"model.adapter={json.dumps(adapter)}")
     started = load_config(loaded.path, overrides=(*words, *loaded.overrides))
-    refuse_code(folder.path, *(part.config.model for part in started.parts), trusts=trusts)
+    refuse_code(folder.path, *(part.config.model for part in started.runs), trusts=trusts)
     return started
 
 
@@ -166,13 +166,13 @@ def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
     effective_batch = effective_batch or old["train"].get("effective_batch_size")
     # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
-    new = json.loads(json.dumps(scrub(resolved(config, effective_batch=effective_batch))))
+    new = json.loads(json.dumps(scrub(resolved_config(config, effective_batch=effective_batch))))
     return {
         key: f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}"
-        for key, (was, now) in differing_keys(old, new).items()
+        for key, (was, now) in differing_options(old, new).items()
         if key not in FREE_TO_CHANGE
         and not _came_later(old, key, now)
-        and not (follows(config, key) and was == functools.reduce(getattr, key.split("."), config))
+        and not (is_derived_default(config, key) and was == functools.reduce(getattr, key.split("."), config))
     }
 
 
@@ -191,7 +191,7 @@ def _came_later(old: Mapping[str, Any], key: str, now: Any) -> bool:
     *outer, name = key.split(".")
     for part in outer:
         old = old.get(part) if isinstance(old.get(part), dict) else {}  # type: ignore[assignment]
-    return name not in old and key in leaves() and now == leaves()[key].default
+    return name not in old and key in all_options() and now == all_options()[key].default
 
 
 def given_deepspeed(folder: RunFolder) -> dict[str, Any] | None:

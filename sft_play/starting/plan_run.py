@@ -112,7 +112,7 @@ def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: i
     updates = previous.updates if train.weight_updates == "auto" else None
     effective_batch, is_batch_open = previous.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
-    is_other_batch = not train.effective_follows and train.effective_batch_size != effective_batch
+    is_other_batch = not train.derives_effective_batch and train.effective_batch_size != effective_batch
     is_fully_requested = requested_micro_batch and not is_batch_open and requested_micro_batch * int(train.grad_accum) * ranks == effective_batch
     if is_other_batch or is_fully_requested:
         return ResumeConstraints(updates=updates)

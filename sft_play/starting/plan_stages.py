@@ -77,11 +77,11 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
     """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
     that has not begun, or is finished."""
     if not loaded.stages or folder is None:
-        return [(part, folder) for part in loaded.parts]
+        return [(part, folder) for part in loaded.runs]
     stage_folders = [folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) for stage in loaded.stages]
     return [
         (part, stage_folder if stage_folder.has_begun and not stage_folder.has_finished(adapter=part.config.tuning.mode != "full") else None)
-        for part, stage_folder in zip(loaded.parts, stage_folders, strict=True)
+        for part, stage_folder in zip(loaded.runs, stage_folders, strict=True)
     ]
 
 
@@ -94,11 +94,11 @@ def count_rows_before_planning(
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_batch_open = not is_resumed and options.deepspeed is None
-    for part in loaded.parts if is_batch_open else ():
+    for part in loaded.runs if is_batch_open else ():
         refuse_impossible_strategy(part.config, hardware, options.strategy)
-    if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.parts):
+    if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.runs):
         return
-    for part in loaded.parts if is_batch_open else ():
+    for part in loaded.runs if is_batch_open else ():
         with stage_context(part.stage):
             check_without_rows(part.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
     prepare_libraries(loaded.config.model.name, hardware)

@@ -44,9 +44,9 @@ def refusals(
         needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
         plans: the plan of the run, or of each stage, as far as there are any; None before there are.
     """
-    checks: list[Callable[[], object]] = [partial(require_capable_machine, part.config, hardware) for part in loaded.parts]
+    checks: list[Callable[[], object]] = [partial(require_capable_machine, part.config, hardware) for part in loaded.runs]
     checks += [partial(_require_writable_folder, loaded, hardware)] if makes_folder else []
-    checks += [partial(_require_readable_rows, part, needs_rows=needs_rows) for part in loaded.parts]
+    checks += [partial(_require_readable_rows, part, needs_rows=needs_rows) for part in loaded.runs]
     checks += [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
     for check in checks:
         try:
@@ -104,7 +104,7 @@ def require_gpus_and_disk(
     if hardware.gpus and torch_cuda_version() is None:  # each rank would find it, after its imports
         raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
-    for part, plan in zip(loaded.parts, plans, strict=False):
+    for part, plan in zip(loaded.runs, plans, strict=False):
         stage_folder = folder if part.stage is None else folder.of_stage(part.stage)
         disk, free_disk = disk_use(part.config, load_run_model_shape(part.config), plan), free_bytes(folder.path)
         needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints.glob("checkpoint-*"))))

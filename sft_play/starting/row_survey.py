@@ -61,7 +61,7 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
 def count_row_tokens(loaded: LoadedConfig) -> None:
     """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
-    for part in loaded.parts:
+    for part in loaded.runs:
         if has_variable_lengths(part.config) and cached_row_tokens(part.config) is None:
             with stage_context(part.stage):
                 _count_tokens(part.config)
@@ -75,7 +75,7 @@ def count_row_tokens_if_quick(
     """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
     are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
     missing_data_lines: list[str] = []
-    for part in loaded.parts:
+    for part in loaded.runs:
         config = part.config
         with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
             for line in missed_columns(config.data, task_mode=config.task_mode):

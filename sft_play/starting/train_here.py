@@ -42,7 +42,7 @@ def train_in_process(
         sidecar: what runs beside the training.
         job_fields: how the run starts; fields of `training.job.RunJob`.
     """
-    plan, configs = stage_plans[0][0], [part.config for part in loaded.parts]
+    plan, configs = stage_plans[0][0], [part.config for part in loaded.runs]
     if gpus and rank_info is None:
         os.environ.update(visible_gpu_variables(",".join(str(gpu) for gpu in gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)

@@ -89,7 +89,7 @@ def step_settings(
         autocast=precision.compute if is_half else None,
         adapters=adapters,
         quant_compute=precision.compute,
-        quant_experts=config.tuning.packs_experts,
+        quant_experts=config.tuning.has_quantized_experts,
         quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
         checkpointing=recomputed_layers > 0,
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
@@ -151,8 +151,8 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha_of_rank,
+        "r": lora.stored_rank,
+        "lora_alpha": lora.stored_alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "target_parameters": sorted(

@@ -59,10 +59,10 @@ def build_run_job(loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], fold
     """Build the job of a run, with its stages if it has any, from its plan, or one per stage; `options`: the other
     fields of `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = plans[0]
-    job = RunJob(loaded, plan, find_data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **options)
+    job = RunJob(loaded, plan, find_data_paths(loaded.runs[0].config.data), folder, deepspeed=deepspeed, **options)
     stages = [
         replace(
-            job, loaded=loaded.of(stage), plan=plan, data_paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
+            job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
             folder=folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
+from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.columns import value_shape
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, file_kind, data_suffix
@@ -146,7 +146,7 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     test = locate("test_path", data.test_path)
     text = locate("text_path", data.text_path)
     if missing_defaults:
-        target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(TEXT_TRAIN) else "process"
+        target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(PROCESSED_TEXT_PATH) else "process"
         missing.append(
             f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first, or set "
             "data.train_path to your own file, for which val_path and test_path have no defaults"
@@ -158,7 +158,7 @@ def find_data_paths(data: DataConfig) -> DataPaths:
 
 
 def _is_default_path(key: str, data: DataConfig) -> bool:
-    if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
+    if data.train_path is None or str(PurePath(data.train_path)) not in MANAGED_HELD_OUT_FILES:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key, None)  # a path of data.sources has none
     return default is not None and PurePath(getattr(data, key)) == PurePath(default)

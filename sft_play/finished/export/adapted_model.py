@@ -72,7 +72,7 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._empty()
-        wanted = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.packs_experts)
+        wanted = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
         quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.options import leaves
+from sft_play.config.options import all_options
 from sft_play.finished.listing import Status, best_of, status_of
 from sft_play.runs.files import metric_lines, read_json, read_summary
 from sft_play.runs.folder import RunFolder
@@ -183,7 +183,7 @@ def _warnings(log: Path) -> list[str]:
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
     settings = {}
-    for path in leaves():
+    for path in all_options():
         *sections, name = path.split(".")
         section = functools.reduce(lambda inner, part: inner.get(part) or {}, sections, resolved)
         if name in section:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config import yaml_io
-from sft_play.config.schema import DTYPES, TrainConfig
-from sft_play.config.yaml_io import show
+from sft_play.config.schema import DTYPE_ALIASES, TrainConfig
+from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
@@ -77,17 +77,17 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
 def read_deepspeed_file(path: Path) -> DeepspeedConfig:
     """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
-    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=DEEPSPEED_FILE_DESCRIPTION)
+    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
     json_text = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
     is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
     try:
-        data = yaml_io.parse_value(json_text if is_json else text, name=one_line(str(path)))
+        data = yaml_io.parse_yaml_value(json_text if is_json else text, name=one_line(str(path)))
     except ConfigError:
         if is_json:
             _raise_json_error(json_text, name=one_line(str(path)))
         raise
     if not isinstance(data, dict):
-        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.show(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
+        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
     return data
 
 
@@ -191,7 +191,7 @@ def merge_deepspeed_batch(
 
 # Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
+SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPE_ALIASES.items()}
 
 
 # --- in current keys --------------------------------------------------------------------------------------------------
@@ -251,12 +251,15 @@ def _rename_old_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]
             new_value = {"device": "cpu"} if value is True else None if value is False else value
         present_value = get_value_at(config, new)
         if new_value is None or present_value == new_value:
-            notes.append(f"{old}: {show(value)} is an old key that says nothing more; left out")
+            notes.append(f"{old}: {format_value(value)} is an old key that says nothing more; left out")
         elif present_value is None:
             set_value_at(config, new, new_value)
-            notes.append(f"{old}: {show(value)} is an old key; read as {new}: {show(new_value)}")
+            notes.append(f"{old}: {format_value(value)} is an old key; read as {new}: {format_value(new_value)}")
         else:
-            yield f"{old}: {show(value)} (an old key) and {new}: {show(present_value)} disagree; keep {new} only"
+            yield (
+                f"{old}: {format_value(value)} (an old key) and {new}: {format_value(present_value)} disagree; "
+                f"keep {new} only"
+            )
 
 
 def _drop_removed_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
@@ -327,11 +330,11 @@ def _value_problems(config: DeepspeedConfig) -> list[str]:
     for path, value in walk_values(config):
         if value is not None and (path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params")):
             known_keys_text = f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
-            problems.append(f"{path}: {show(value)} is not a section; expected {{…}}{known_keys_text}")
+            problems.append(f"{path}: {format_value(value)} is not a section; expected {{…}}{known_keys_text}")
             continue
         check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)
         if check is not None and value not in (AUTO, None) and not check[1](value):
-            problems.append(f"{path}: {show(value)} is not valid; expected {check[2]}")
+            problems.append(f"{path}: {format_value(value)} is not valid; expected {check[2]}")
     # These change which ranks hold what: the run would not be the planned one.
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
         if _is_finite_number(size := get_value_at(config, path)) and size > 1:

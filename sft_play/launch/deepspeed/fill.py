@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.options import training_options
+from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import show
+from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import (
     AUTO,
@@ -94,9 +94,9 @@ class PlanValues:
 def deepspeed_options(config: RunConfig) -> dict[str, tuple[str, Any]]:
     """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML, value."""
     return {
-        option.elsewhere.deepspeed: (option.key, option.value(config))
-        for option in training_options()
-        if option.elsewhere.deepspeed
+        option.external_names.deepspeed: (option.path, option.value(config))
+        for option in optimizer_options()
+        if option.external_names.deepspeed
     }
 
 
@@ -152,7 +152,7 @@ class _ConfigFiller:
         """Set a value whatever the file says."""
         if get_value_at(self.config, path) != value:
             set_value_at(self.config, path, value)
-            self.lines.append(f"{path} → {f'{value:,}' if type(value) is int else show(value).strip(chr(34))} ({reason})")
+            self.lines.append(f"{path} → {f'{value:,}' if type(value) is int else format_value(value).strip(chr(34))} ({reason})")
 
     def fill_batch(self) -> None:
         """DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`)."""
@@ -194,7 +194,7 @@ class _ConfigFiller:
             file_value = self.set_if_open(path, is_enabled, reason)
             if file_value not in (None, is_enabled):
                 set_value_at(self.config, path, is_enabled)
-                changed.append(f"{path}: {show(file_value)} → {show(is_enabled)}")
+                changed.append(f"{path}: {format_value(file_value)} → {format_value(is_enabled)}")
         if changed:
             self.lines.append(f"{', '.join(changed)} ({reason}, as train.bf16 and train.fp16 choose)")
         for key, name in DTYPE_KEYS.items():
@@ -223,15 +223,15 @@ class _ConfigFiller:
             return
         optimizer_type, run_params = block.get("type", AUTO), _optimizer_params(self.plan_values.options)
         if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
-            message = f"optimizer.type: {show(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+            message = f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
             self.problems.append(message)
         for key, value in (block.get("params") or {}).items():
             if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
                 continue  # it leaves the number to the run, or chooses between implementations of the same update
             source, planned_value = run_params.get(key, ("the run YAML's optimizer, which has no such number", None))
             if not equal_numbers(value, planned_value):
-                expected = source if planned_value is None else f"{source}: {show(planned_value)}"
-                self.problems.append(f'optimizer.params.{key}: {show(value)} contradicts {expected}; set it to "auto"')
+                expected = source if planned_value is None else f"{source}: {format_value(planned_value)}"
+                self.problems.append(f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"')
         self.lines.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
 
     def drop_scheduler(self) -> None:
@@ -242,7 +242,7 @@ class _ConfigFiller:
         # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
         harmless_params = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
         fixed_params = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
-        own_numbers = [f"{key}: {show(value)}" for key, value in sorted(fixed_params.items()) if (key, value) not in harmless_params]
+        own_numbers = [f"{key}: {format_value(value)}" for key, value in sorted(fixed_params.items()) if (key, value) not in harmless_params]
         if own_numbers:
             self.problems.append(
                 f"scheduler.params has its own numbers ({', '.join(own_numbers)}) and the run YAML has a schedule too "

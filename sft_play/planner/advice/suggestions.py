@@ -187,7 +187,7 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
 
 
 def _smaller_batches(train: TrainConfig) -> list[str]:
-    if train.effective_follows:
+    if train.derives_effective_batch:
         rows = int(train.batch_size) * int(train.grad_accum)
         return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
     if "auto" not in (train.batch_size, train.grad_accum):  # of three numbers that agree no one can change alone

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sft_play.config.schema import BITSANDBYTES, LoraConfig, RunConfig
+from sft_play.config.schema import BITSANDBYTES_OPTIMIZERS, LoraConfig, RunConfig
 from sft_play.facts.models.model_shape import LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.structure import (
@@ -95,11 +95,11 @@ def _lora_factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, in
 def _linear_lora_factors(linears: Sequence[LinearShape], stacks: Sequence[StackedExpertWeight], lora: LoraConfig) -> Iterator[tuple[int, int]]:
     for linear in linears:
         if is_target(linear, lora.target_modules):
-            yield from ((lora.rank, linear.inputs), (linear.outputs, lora.rank))
+            yield from ((lora.stored_rank, linear.inputs), (linear.outputs, lora.stored_rank))
             yield from ((1, linear.outputs),) * lora.use_dora
     for one in stacks:
         if stacked_adapter_params(one, lora):
-            yield from ((lora.rank * one.experts, one.inputs), (one.outputs, lora.rank * one.experts))
+            yield from ((lora.stored_rank * one.experts, one.inputs), (one.outputs, lora.stored_rank * one.experts))
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -161,7 +161,7 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
     """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
     bitsandbytes' own: `bitsandbytes_state_bytes`, without those that are paged; Adafactor: a row and a column of fp32
     for each matrix."""
-    if optim in BITSANDBYTES:
+    if optim in BITSANDBYTES_OPTIMIZERS:
         return bitsandbytes_state_bytes(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
@@ -306,7 +306,7 @@ def elsewhere_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
-                total += kind.count * lora.rank * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
+                total += kind.count * lora.stored_rank * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
     return total
 
 

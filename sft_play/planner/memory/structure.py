@@ -135,7 +135,7 @@ def stacked_adapter_params(stacked: StackedExpertWeight, lora: LoraConfig) -> in
     """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
     targets = lora.adapted_parameters
     is_target_tensor = targets == "auto" or any(stacked.matches(target) for target in targets)
-    return lora.rank * stacked.experts * (stacked.inputs + stacked.outputs) if is_target_tensor else 0
+    return lora.stored_rank * stacked.experts * (stacked.inputs + stacked.outputs) if is_target_tensor else 0
 
 
 def needs_attention_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
@@ -195,7 +195,7 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         linears=tuple(
-            (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, targets) else 0))
+            (role, LinearSpec(linear.inputs, linear.outputs, lora.stored_rank if is_target(linear, targets) else 0))
             for role, linear in linears_by_role(kind, shape).items()
         ),
         norm=shape.norm,

@@ -209,7 +209,7 @@ def _setting_rows(facts: CardFacts) -> list[list[str]]:
     train, lora = config.train, config.tuning.lora
     rows = []
     if spec.peft_config is not None:
-        words = [f"r {lora.rank}", f"alpha {spec.peft_config.lora_alpha}", f"dropout {lora.dropout:g}"]
+        words = [f"r {lora.stored_rank}", f"alpha {spec.peft_config.lora_alpha}", f"dropout {lora.dropout:g}"]
         words += ["rsLoRA"] * lora.use_rslora + ["DoRA"] * lora.use_dora + [lora.init] * (lora.init != "default")
         rows.append(["adapter", ", ".join(words)])
         rows.append(["adapted layers", ", ".join(sorted(spec.peft_config.target_modules or ()))])

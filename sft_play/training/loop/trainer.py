@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from sft_play.config.options import training_options
+from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
@@ -62,7 +62,7 @@ def training_arguments(
         gradient_accumulation_steps=plan.trainer_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        **{option.elsewhere.trainer: option.value(config) for option in training_options()}
+        **{option.external_names.trainer: option.value(config) for option in optimizer_options()}
         | _OPTIMIZER_ARGUMENTS.get(train.optim, {}),
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
@@ -288,5 +288,5 @@ def _pack_rows(
                  len(rows) / len(packs), 100 * padding)  # fmt: skip
     if len(packs) < effective_batch and distributed.is_first():
         logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
-                       "smaller %s", len(packs), effective_batch, config.train.effective_words)  # fmt: skip
+                       "smaller %s", len(packs), effective_batch, config.train.effective_batch_options)  # fmt: skip
     return packs, tuple(map(len, packs_by_source))

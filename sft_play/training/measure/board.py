@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import rewrite_logs
 
-from sft_play.config.options import training_options
+from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
@@ -73,7 +73,7 @@ def build_hparams(config: RunConfig, plan: Plan) -> dict[str, str | int | float 
         "micro_batch": plan.batch.micro_batch,
         "max_seq_len": plan.max_seq_len,
         "precision": plan.precision.compute,
-        **{option.name: option.value(config) for option in training_options()},
+        **{option.name: option.value(config) for option in optimizer_options()},
     }
     if config.tuning.mode != "full":
         lora = config.tuning.lora

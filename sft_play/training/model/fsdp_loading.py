@@ -99,7 +99,7 @@ def _build_empty_model(config: RunConfig, precision: Precision, model_spec: Mode
         quantizer = AutoHfQuantizer.from_config(quantization_config(precision, storage), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
-        if config.tuning.packs_experts:
+        if config.tuning.has_quantized_experts:
             nf4_experts.prepare_packed_experts(model)
         model.hf_quantizer = quantizer
     model.tie_weights()

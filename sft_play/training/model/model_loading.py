@@ -45,7 +45,7 @@ def load_model(
     4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization_config(precision, storage, quantizes_experts=config.tuning.packs_experts)
+        options["quantization_config"] = quantization_config(precision, storage, quantizes_experts=config.tuning.has_quantized_experts)
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.options import leaves, plain
+from sft_play.config.options import all_options, to_plain_data
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
@@ -28,7 +28,7 @@ SETUP_HINT = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names a
 UNSLOTH_LAYOUTS = ("single", "ddp")
 # Prefixes of owners whose options take effect before anything is handed over.
 _PARENT_OWNERS = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
-# Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`training_options`), and what
+# Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`optimizer_options`), and what
 # is measured.
 _WORKER_OWNERS = ("training.loop.", "training.measure.", "training.run")
 # Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
@@ -132,7 +132,7 @@ def unsupported_options(config: RunConfig) -> list[str]:
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
         unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
     for path, value in _changed_options(config).items():
-        owner = leaves()[path].owner  # the module that reads the option: where it takes effect
+        owner = all_options()[path].owner  # the module that reads the option: where it takes effect
         if path not in _SUPPORTED_OPTIONS and (path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))):
             unsupported.append(f"{path}={one_line(json.dumps(value))}")
     return unsupported
@@ -143,9 +143,9 @@ def _changed_options(config: RunConfig) -> dict[str, Any]:
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
-        return plain(value)
+        return to_plain_data(value)
 
-    return {path: value for path, leaf in leaves().items() if (value := read_value(path)) != leaf.default}
+    return {path: value for path, leaf in all_options().items() if (value := read_value(path)) != leaf.default}
 
 
 def unsloth_model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, run_of
+from sft_play.config.adapter import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, run_of_adapter
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
@@ -45,12 +45,12 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     if config.model.adapter is None:
         return None
     folder = Path(config.model.adapter)
-    run = run_of(folder)
+    run = run_of_adapter(folder)
     manifest_data = (run[1].get("data") if run else None) or {}
     _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
     require_unchanged(folder)
-    tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
-    digest = file_digest(folder / WEIGHTS_FILE)
+    tensors = _require_tensors(folder / ADAPTER_WEIGHTS_FILE, config, model_spec)
+    digest = file_digest(folder / ADAPTER_WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
     return BaseAdapter(folder, digest, run[0].name if run else None, note)
 
@@ -76,17 +76,17 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
                 if not tensors.get_tensor(saved_name).isfinite().all()
             ]
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{KEY}: {file} cannot be read: {one_line(str(error))}") from None
+        raise ModelError(f"{ADAPTER_KEY}: {file} cannot be read: {one_line(str(error))}") from None
     if problems:
         problem = f"{one_line(problems[0])} ({len(problems)} such)"
-        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
+        raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
     return len(saved_names)
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
     """By digest where both are files here, else by name."""
     name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
-    config_base = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     adapter_base, recorded_sha256 = str(recorded.get("path") or config_base or ""), recorded.get("sha256")
     is_local = find_model_folder(name) is not None
     if not recorded and is_local and Path(adapter_base).is_dir():
@@ -94,11 +94,11 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
         if recorded_sha256 != sha256:
-            raise ModelError(f"{KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than those of "
+            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than those of "
                              f"model.name={one_line(name)}")  # fmt: skip
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
-        raise ModelError(f"{KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-                         f"{one_line(name)}: give the adapter's own base, or correct its {CONFIG_FILE}")  # fmt: skip
+        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
+                         f"{one_line(name)}: give the adapter's own base, or correct its {ADAPTER_CONFIG_FILE}")  # fmt: skip
 
 
 def _short_name(name: str) -> str:

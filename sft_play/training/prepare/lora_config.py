@@ -46,8 +46,8 @@ def build_peft_config(
     notes += [f"Adapters: {note}" for note in places.notes]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=lora.alpha_of_rank,
+        r=lora.stored_rank,
+        lora_alpha=lora.stored_alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
         target_parameters=expert_names or None,
@@ -65,7 +65,7 @@ def _checked_init_note(lora: LoraConfig, targets: Iterable[str], layers: dict[st
     if max_ranks[name] < lora.r:
         problem = f"{name} has {max_ranks[name]} singular directions"
         raise ModelError(f"tuning.lora.init={lora.init}: {problem}, and tuning.lora.r is {lora.r}; use a smaller rank")
-    return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.rank})" if lora.init == "pissa" else "")
+    return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.stored_rank})" if lora.init == "pissa" else "")
 
 
 def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[str]) -> dict[str, list[int]] | None:

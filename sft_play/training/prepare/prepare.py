@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import resolved_without_paths
+from sft_play.config.load import resolved_config_without_paths
 from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
@@ -199,7 +199,7 @@ def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -
     """What every rank reads from its own disk and must agree on (`distributed.require_same_inputs`): data (`facts`),
     model, settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
     installed_versions = versions()
-    settings = resolved_without_paths(job.loaded.config)
+    settings = resolved_config_without_paths(job.loaded.config)
     return {
         **{
             f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(fact["sha256"])[:12]

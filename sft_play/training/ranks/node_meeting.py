@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from sft_play.config.load import differing_keys, resolved_without_paths
+from sft_play.config.load import differing_options, resolved_config_without_paths
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware
@@ -80,7 +80,7 @@ def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, de
             "engine": "DeepSpeed" if deepspeed else "left to the plan",
             **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTE_PACKAGES)},
         },
-        "settings": resolved_without_paths(config),
+        "settings": resolved_config_without_paths(config),
     }
 
 
@@ -251,7 +251,7 @@ def card_differences(first: Card, other: Card) -> list[str]:
     """A line for each difference between the cards of two nodes."""
     first_facts, other_facts = first.get("alike") or {}, other.get("alike") or {}
     differing = {key: (first_facts.get(key), other_facts.get(key)) for key in {**first_facts, **other_facts} if first_facts.get(key) != other_facts.get(key)}
-    differing |= differing_keys(first.get("settings") or {}, other.get("settings") or {})
+    differing |= differing_options(first.get("settings") or {}, other.get("settings") or {})
     names = f"node {first.get('node')}", f"node {other.get('node')}"
     return [
         f"{key} is {one_line(str(first_value), limit=60)} on {names[0]} and {one_line(str(other_value), limit=60)} on {names[1]}"

@@ -23,7 +23,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict
 
 from sft_play import errors
-from sft_play.config.load import resolved
+from sft_play.config.load import resolved_config
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import find_model_folder
@@ -141,7 +141,7 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started:
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
         overrides=list(job.loaded.overrides),
-        config=resolved(config, effective_batch=plan.batch.effective_batch),
+        config=resolved_config(config, effective_batch=plan.batch.effective_batch),
         plan=plan.as_json(),
         resume=job.resume,
         started=started,
