@@ -29,7 +29,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TracedPeak
 
@@ -324,7 +324,7 @@ def main() -> int:
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
-        report = {"machine": detect_hardware().as_json(), "versions": versions(), **summary(done), "runs": done}
+        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), **summary(done), "runs": done}
         write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
     sys.stdout.write(json.dumps(summary(done)["error"], indent=1) + "\n")
     return 0

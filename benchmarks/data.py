@@ -41,7 +41,7 @@ from benchmarks.resident import Sampler
 from sft_play.facts.hardware import detect_hardware
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -393,7 +393,7 @@ def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect_hardware().as_json(),
-        "versions": versions(),
+        "versions": installed_versions(),
         "rows_from": source,
         "tokenizer": Path(tokenizer).name,
         "cores": CORES,

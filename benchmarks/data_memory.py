@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.resident import Sampler
 from sft_play.facts.hardware import detect_hardware
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -188,7 +188,7 @@ def bench(sizes: list[int], tokenizer: Path, out: Path, forms: list[str], worker
                 answer = {
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "machine": detect_hardware().as_json(),
-                    "versions": versions(),
+                    "versions": installed_versions(),
                     "workers": workers,
                     "runs": runs,
                     "ratios": ratios(runs),

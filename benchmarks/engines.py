@@ -28,7 +28,7 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.signals import child_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B")
 SMALL = ("sft-play/starter-base",)
@@ -137,7 +137,7 @@ def main() -> None:
                 {
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "machine": hardware.as_json(),
-                    "versions": versions(),
+                    "versions": installed_versions(),
                     "runs": runs,
                     "ratios": ratios(runs),
                 },

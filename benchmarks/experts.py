@@ -23,7 +23,7 @@ from benchmarks.steps import material
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 QWEN, OSS = "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
 SHORT = 3
@@ -143,7 +143,7 @@ def main() -> int:
     given.folder.mkdir(parents=True, exist_ok=True)
     rows = given.folder / "rows.jsonl"
     material.write_chats(rows, 96, words_of_answer=(3000.0, 0.0))
-    book: dict[str, Any] = {"machine": detect_hardware().as_json(), "versions": versions(), "runs": {}}
+    book: dict[str, Any] = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "runs": {}}
     for name in RUNS:
         book["runs"][name] = measured(name, given.folder, rows)
         sys.stdout.write(

@@ -32,7 +32,7 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.log import one_line
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.spelling import did_you_mean
 from sft_play.units import GIB
 
@@ -184,7 +184,7 @@ def main() -> int:
         return error.exit_code
     out = given.out.absolute()
     book: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if given.again and out.is_file() else {}
-    book |= {"machine": machine.as_json(), "versions": versions(), "trials": book.get("trials", {})}
+    book |= {"machine": machine.as_json(), "versions": installed_versions(), "trials": book.get("trials", {})}
     with tempfile.TemporaryDirectory(prefix="sft-play-gpu-bench-") as place:
         folder = given.folder or Path(place)
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.verify.small import make_small_run
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -152,7 +152,7 @@ def main() -> None:
         shown = ", ".join(f"{size / 2**20:.0f}" for size in found["device_by_rank"])
         print(f"{setting.name:28} {shown} MiB, predicted {found['predicted_device'] / 2**20:.0f} MiB", flush=True)
         date = datetime.now(UTC).date().isoformat()
-        write_json(out, {"date": date, "versions": versions(), "cpus": os.cpu_count(), "runs": runs})
+        write_json(out, {"date": date, "versions": installed_versions(), "cpus": os.cpu_count(), "runs": runs})
 
 
 if __name__ == "__main__":

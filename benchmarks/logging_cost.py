@@ -31,7 +31,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.training.loop.callbacks import MetricsFile
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
 from sft_play.training.measure.monitor import Monitor
@@ -154,7 +154,7 @@ def main() -> None:
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect_hardware().as_json(),
-            "versions": versions(),
+            "versions": installed_versions(),
             "runs": runs,
             "ratios": {"on/off": on / off, "inside": statistics.median(one["inside"] for one in runs["on"])},
         },

@@ -421,7 +421,7 @@ def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The score with its date, versions and every verdict, in the order of the code."""
-    from sft_play.runs.manifest import versions
+    from sft_play.runs.manifest import installed_versions
 
     def as_json(verdict: Verdict) -> dict[str, Any]:
         mutant = asdict(verdict.mutant)
@@ -430,7 +430,7 @@ def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     in_order = sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
+        "versions": installed_versions(),
         **score(verdicts),
         "verdicts": [as_json(verdict) for verdict in in_order],
     }

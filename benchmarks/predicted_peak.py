@@ -38,7 +38,7 @@ from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.process.signals import die_with_parent
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
@@ -365,7 +365,7 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, hardware: Hardware, runs: dict[str, Any]) -> None:
     """The results so far."""
-    report = {"machine": hardware.as_json(), "versions": versions(), "runs": runs, "ratios": ratios(runs)}
+    report = {"machine": hardware.as_json(), "versions": installed_versions(), "runs": runs, "ratios": ratios(runs)}
     write_json(path, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
 
 

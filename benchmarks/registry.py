@@ -50,7 +50,7 @@ from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import TraceUnavailable
@@ -567,8 +567,8 @@ def main() -> None:
     words = parser.parse_args()
     torch.set_num_threads(1)
     book = read_json(words.out) if words.out.is_file() else {}
-    if book.get("versions") != versions():
-        book = {"versions": versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    if book.get("versions") != installed_versions():
+        book = {"versions": installed_versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     book["all"] = len(kinds())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, words.kinds.split(",")):

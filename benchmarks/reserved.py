@@ -24,7 +24,7 @@ from benchmarks.memory_model.script_settings import as_script
 from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
 from sft_play.facts.hardware import detect_hardware
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.trace.storages import Event
 
 LENGTHS = (0.45, 1.0, 0.6, 1.0)
@@ -95,7 +95,7 @@ def main() -> int:
             f"{done[line]['expandable_share']:7.3f}  {line}\n"
         )
         sys.stdout.flush()
-        report = {"machine": detect_hardware().as_json(), "versions": versions(), "layers": LAYERS, "lengths": LENGTHS}
+        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "layers": LAYERS, "lengths": LENGTHS}
         write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})
     return 0
 

@@ -31,7 +31,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.trace.block_meter import load_planned_shape
 
 MODES = {"full", "lora", "qlora"}
@@ -120,7 +120,7 @@ def main() -> int:
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect_hardware().as_json(),
-            "versions": versions(),
+            "versions": installed_versions(),
         }
         write_json(
             Path(os.environ["OUT"]),

@@ -31,7 +31,7 @@ from benchmarks.starter_language import FOLDER
 from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import independent_environment, openmp_wait_variables
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.starter import BASE, CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +88,7 @@ def main() -> None:
             sys.stdout.flush()
             found = [one["exact_match"] for one in runs]
             summary = {"runs": len(runs), "worst": min(found), "median": statistics.median(found), "best": max(found)}
-            report = {"machine": detect_hardware().as_json(), "versions": versions(), "summary": summary, "runs": runs}
+            report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "summary": summary, "runs": runs}
             write_json(out, report)
 
 

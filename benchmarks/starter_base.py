@@ -32,7 +32,7 @@ from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.starter import BASE, BASE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +126,7 @@ def record() -> dict[str, Any]:
         "recipe": recipe(),
         "seed": SEED,
         "machine": detect_hardware().as_json(),
-        "versions": versions(),
+        "versions": installed_versions(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -27,7 +27,7 @@ from pathlib import Path
 from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -156,7 +156,7 @@ def main() -> None:
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect_hardware().as_json(),
-        "versions": versions(),
+        "versions": installed_versions(),
         "summary": summary(starts),
         "starts": [asdict(one) for one in starts],
     }

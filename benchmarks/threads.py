@@ -28,7 +28,7 @@ import psutil
 from sft_play.facts.hardware import detect_hardware
 from sft_play.process.environment import NO_SPIN, SHORT_SPIN
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SETTINGS: dict[str, dict[str, str]] = {
@@ -203,7 +203,7 @@ def main() -> None:
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect_hardware().as_json(),
-        "versions": versions(),
+        "versions": installed_versions(),
         "settings": SETTINGS,
         "summary": summary(turns, quiet=given.quiet),
         "per_core": per_core(turns),

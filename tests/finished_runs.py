@@ -45,7 +45,7 @@ def finished_run(
     from sft_play.config.load import load_config, resolved_config
     from sft_play.facts.models.architecture import base_weights_identity
     from sft_play.runs.files import write_json
-    from sft_play.runs.folder import FORMAT
+    from sft_play.runs.folder import MANIFEST_FORMAT
     from sft_play.training.checkpoints.model_saving import save_model
     from sft_play.training.model.model_loading import read_model
     from sft_play.training.prepare.model_spec import build_model_spec
@@ -82,5 +82,5 @@ def finished_run(
     write_json(folder / "plan.json", planned.as_json())
     facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
     ended = "2026-01-01T00:00:00+00:00"
-    write_json(folder / "manifest.json", {"format": FORMAT, "status": "finished", "ended": ended, "data": facts})
+    write_json(folder / "manifest.json", {"format": MANIFEST_FORMAT, "status": "finished", "ended": ended, "data": facts})
     return folder

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.units import GIB
 
 MANIFEST = {
-    "format": FORMAT,
+    "format": MANIFEST_FORMAT,
     "status": "finished",
     "config_path": "/home/me/my run.yaml",
     "overrides": ["train.epochs=2", "output.name=first"],

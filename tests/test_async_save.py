@@ -20,7 +20,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.runs.folder import RESTARTS
+from sft_play.runs.folder import RESTARTS_ENTRY
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.callbacks import StopAfter
 from sft_play.training.loop.loop_checkpoints import CheckpointWriter
@@ -237,7 +237,7 @@ def test_a_kill_in_the_midst_leaves_the_last_one_whole_and_a_restart_goes_on_fro
     assert "the run goes on from the checkpoint of step 2" in printed
     folder = world / "outputs" / "dies"
     assert whole_steps(folder) == [2, 4, 6]
-    assert [one["from_step"] for one in json.loads((folder / "manifest.json").read_text())[RESTARTS]] == [2]
+    assert [one["from_step"] for one in json.loads((folder / "manifest.json").read_text())[RESTARTS_ENTRY]] == [2]
     assert_same_bits(weights(folder), weights(plain))
     assert losses(folder) == losses(plain)
 

@@ -23,7 +23,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch.machine import use_one_gpu
 from sft_play.planner import calibration
-from sft_play.runs.folder import FORMAT
+from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.starting import start
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -79,7 +79,7 @@ def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, 
     run = tmp_path / "outputs" / "mine"
     run.mkdir(parents=True)
     recorded = tmp_path / "my.yaml"
-    (run / "manifest.json").write_text(json.dumps({"format": FORMAT, "config_path": str(recorded)}))
+    (run / "manifest.json").write_text(json.dumps({"format": MANIFEST_FORMAT, "config_path": str(recorded)}))
 
     def config_of(*words, **environment):
         return str(read_request(list(words), environment).config)

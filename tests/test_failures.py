@@ -22,7 +22,7 @@ from sft_play.facts.network import NodeSetup, require_free_port
 from sft_play.launch.command import nccl_variables, torchrun_command
 from sft_play.process import failures
 from sft_play.process.failures import Failure
-from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 
@@ -374,12 +374,12 @@ def test_the_rank_that_ran_out_of_memory_is_what_the_manifest_names(probe, tmp_p
     """Rank 0 sees only that its connection is lost."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    folder.write_json("manifest.json", {"format": FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"})
+    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"})
     started = probe("memory", **{failures.RUN_VARIABLE: str(folder.path)})
     assert started.end(WAIT_S) == DoesNotFit.exit_code
     words = "rank 1 (host "
     assert words in last_line(started, "[train-distributed] error: ")
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     assert manifest["status"] == "failed"
     assert manifest["error"].startswith(words)
     assert "CUDA out of memory; the plan predicted" in manifest["error"]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import built_folder, writing
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LOCK, lock
+from sft_play.runs.locking import LOCK_FILE, lock_run
 from tests.finished_runs import finished_run
 
 pytestmark = pytest.mark.build
@@ -86,7 +86,7 @@ def state(folder: Path) -> dict[str, bytes]:
     """Every file but the lock's note."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK
+        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE
     }  # fmt: skip
 
 
@@ -168,9 +168,9 @@ def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, c
 def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *_: _raise())
     with pytest.raises(RunFolderError, match=f"cannot be written: {FULL}"):
-        lock(RunFolder(tmp_path))
+        lock_run(RunFolder(tmp_path))
     monkeypatch.undo()
-    with lock(RunFolder(tmp_path)):
+    with lock_run(RunFolder(tmp_path)):
         pass
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.runs.files import free_bytes, refusal
+from sft_play.runs.files import free_disk_bytes, write_refusal
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment
@@ -196,15 +196,15 @@ def test_what_is_free_is_compared_before_anything_is_written(train, monkeypatch,
 
 
 def test_a_disk_that_says_nothing_is_not_full(tmp_path, monkeypatch):
-    assert free_bytes(tmp_path / "not" / "yet") > 0
+    assert free_disk_bytes(tmp_path / "not" / "yet") > 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
-    assert free_bytes(tmp_path) is None
+    assert free_disk_bytes(tmp_path) is None
 
     def refuse(_: Path) -> None:
         raise PermissionError(errno.EACCES, "no")
 
     monkeypatch.setattr(shutil, "disk_usage", refuse)
-    assert free_bytes(tmp_path) is None
+    assert free_disk_bytes(tmp_path) is None
 
 
 def test_final_weights_that_find_no_room_leave_the_checkpoints(train, monkeypatch):  # noqa: F811
@@ -241,16 +241,16 @@ def test_other_files_of_a_run_too(train, monkeypatch, disk, word):  # noqa: F811
 
 
 def test_only_errors_of_writing_count():
-    assert refusal(None) is None
-    assert refusal(FileNotFoundError(errno.ENOENT, "no")) is None
-    assert refusal(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
-    assert refusal(ValueError("unexpected pos 64 vs 0")) is None
-    assert refusal(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
-    assert refusal(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) is not None
+    assert write_refusal(None) is None
+    assert write_refusal(FileNotFoundError(errno.ENOENT, "no")) is None
+    assert write_refusal(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
+    assert write_refusal(ValueError("unexpected pos 64 vs 0")) is None
+    assert write_refusal(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
+    assert write_refusal(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) is not None
     outer = ValueError("outer")
     outer.__cause__ = OSError(errno.ENOSPC, FULL)
     outer.__cause__.__context__ = outer  # a circle ends
-    assert refusal(outer) == FULL
+    assert write_refusal(outer) == FULL
     with contextlib.suppress(ValueError):
         try:
             raise OSError(errno.EROFS, "read-only")

@@ -12,8 +12,8 @@ import pytest
 from sft_play.errors import RunFolderError
 from sft_play.finished.listing import best_checkpoint, list_runs, prune, to_prune
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import FORMAT, RunFolder
-from sft_play.runs.lookup import checked_name, run_at
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.lookup import check_run_name, open_run
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
@@ -23,7 +23,7 @@ def make_run(output: Path, name: str, *, status: str = "finished", hours: float 
     (folder.path / "checkpoints" / "checkpoint-4").mkdir(parents=True)
     (folder.path / "checkpoints" / "checkpoint-4" / "weights").write_bytes(b"x" * 1000)
     started = (NOW - timedelta(hours=hours)).isoformat()
-    write_json(folder.manifest_path, {"format": FORMAT, "status": status, "started": started})
+    write_json(folder.manifest_path, {"format": MANIFEST_FORMAT, "status": status, "started": started})
     write_json(folder.path / "resolved.json", {"model": {"name": "some/base"}, "tuning": {"mode": "lora"}})
     lines = [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.0, **figures}]
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
@@ -32,7 +32,7 @@ def make_run(output: Path, name: str, *, status: str = "finished", hours: float 
 
 def runs(output: Path, names: list[str]) -> list[RunFolder]:
     """As `make prune` finds the runs of RUNS=."""
-    return [run_at(output, checked_name(name, key="RUNS")) for name in names]
+    return [open_run(output, check_run_name(name, key="RUNS")) for name in names]
 
 
 def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
@@ -79,17 +79,17 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
         ]  # fmt: skip
         last = last or [{"step": 3, "loss": 2.0, **({"stage": stage} if stage else {})}]
         lines += last
-    part = run.of_stage("long") if has_stages else run
+    part = run.stage_folder("long") if has_stages else run
     saved = [entry["step"] for entry in last if random_.random() < 0.7]
     for step in saved:
-        (part.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
+        (part.checkpoints_path / f"checkpoint-{step}").mkdir(parents=True)
     write_json(part.path / "resolved.json", {"train": {"metric_for_best_model": metric}})
     run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     key = f"eval_{metric}"
     judged = [one for one in last if one["step"] > 0 and key in one and one[key] == one[key]]
     judged.sort(key=lambda one: one[key], reverse=metric == "exact_match")  # which keeps equal ones in order
     step = judged[0]["step"] if judged else None
-    path = str(part.checkpoints / f"checkpoint-{step}") if step in saved else None
+    path = str(part.checkpoints_path / f"checkpoint-{step}") if step in saved else None
     assert best_checkpoint(run) == {"best_step": step, "best_checkpoint": path}
 
 
@@ -128,8 +128,8 @@ def _locked_elsewhere(folder: RunFolder):
 
     code = (
         "import sys, time; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
-        "mark = lock(RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        "mark = lock_run(RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -22,8 +22,8 @@ from sft_play.diagnose.processes import Group, RankProcess, find_run, lock_holde
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpus.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
-from sft_play.runs.folder import FORMAT, RunFolder
-from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER, lock_run
 from tests.conftest import ROOT, clean_environment
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00",
     """A run folder as a run leaves it while it goes on."""
     folder = RunFolder(output / name)
     folder.path.mkdir(parents=True)
-    manifest = {"format": FORMAT, "status": "running", "started": started}
+    manifest = {"format": MANIFEST_FORMAT, "status": "running", "started": started}
     folder.manifest_path.write_text(json.dumps(manifest))
     (folder.path / "plan.json").write_text(json.dumps(plan_json(**plan)))
     return folder
@@ -305,11 +305,11 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock
+from sft_play.runs.locking import lock_run
 folder, forks = sys.argv[1:3]
 if os.environ.get("RANK", "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
-    held = lock(RunFolder(Path(folder)), by=json.loads(os.environ.get("PART", "null")))
+    held = lock_run(RunFolder(Path(folder)), part=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
     if os.fork() == 0:
         time.sleep(60)
@@ -385,12 +385,12 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     folder = run_folder(tmp_path / "out", "locked")
     assert lock_holder(folder) is None  # no lock yet
-    (folder.path / LOCK).touch()
+    (folder.path / LOCK_FILE).touch()
     assert lock_holder(folder) is None
     process = training(folder)
     assert lock_holder(folder) == process.pid
     with pytest.raises(RunFolderError, match="is being written by another process"):
-        lock(folder)
+        lock_run(folder)
     end(process)
     assert lock_holder(folder) is None
     launcher = training(folder, PART=str(LAUNCHER))
@@ -400,7 +400,7 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     end(launcher)
     assert lock_holder(folder) == writer.pid
     end(writer)
-    lock(folder).close()
+    lock_run(folder).close()
 
 
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):

@@ -28,8 +28,8 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.runs.folder import FORMAT, RunFolder
-from sft_play.runs.lookup import new_folder, resumes
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.lookup import is_resume, new_run_folder
 from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30
@@ -502,16 +502,16 @@ def folder(config: RunConfig) -> Facts:
     """The folder of a new run."""
     Path(config.output.dir, "there").mkdir(parents=True, exist_ok=True)
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    return {"path": str(new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
+    return {"path": str(new_run_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
 
 
 def decision(config: RunConfig) -> Facts:
     """What an existing folder of ours means."""
     path = Path(config.output.dir) / "ours"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "manifest.json").write_text(json.dumps({"format": FORMAT}))
-    folder = new_folder(config.output, config_path=Path("run.yaml"))
-    return {"path": str(folder.path), "goes_on": resumes(folder, config.output)}
+    (path / "manifest.json").write_text(json.dumps({"format": MANIFEST_FORMAT}))
+    folder = new_run_folder(config.output, config_path=Path("run.yaml"))
+    return {"path": str(folder.path), "goes_on": is_resume(folder, config.output)}
 
 
 def device(config: RunConfig) -> Facts:

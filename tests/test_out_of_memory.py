@@ -48,7 +48,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
         manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": vars(started), "layout": "ddp"}
         folder = RunFolder(tmp_path / str(number))
         create_run(folder, loaded, manifest=manifest, plan={"effective_batch": whole}).close()
-        checkpoint_path(folder.checkpoints, 1).mkdir(parents=True)
+        checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)
         checkpointing = draw.choice([False, True, "selective"])
         advice = advised(started, checkpointing)
         found = re.search(r"SET=(\S+|'[^']*'), which resume takes too", advice)
@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_keeps_no_earlier_error(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.update_manifest(status="failed", error="DoesNotFit: CUDA out of memory", ended="2026-11-24")
     folder.update_manifest(status="running", error=None, ended=None)
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     assert manifest["status"] == "running"
     assert not {"error", "ended"} & set(manifest)
     assert manifest["format"]

@@ -30,7 +30,7 @@ from sft_play.planner.layout import find_layouts
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
 from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, suggestion_lines, table_lines
-from sft_play.runs.folder import FORMAT
+from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_run
 from tests.conftest import ROOT, Command
@@ -493,7 +493,7 @@ def test_the_checkpoints_of_a_run_that_is_resumed_need_no_room_again(command: Co
     folder = output_dir(config.output) / "begun"
     for number in (1, 2):  # a third one is written before the first is removed
         (folder / "checkpoints" / f"checkpoint-{number}").mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT}))
+    (folder / "manifest.json").write_text(json.dumps({"format": MANIFEST_FORMAT}))
     for name, refused in [("begun", False), ("other", True)]:
         _, said = command("plan", "--config", str(small_run), f"output.name={name}", "output.if_exists=resume")
         assert ("there is no room for what the run writes" in said) is refused, said

@@ -15,7 +15,7 @@ import pytest
 from sft_play.commands import COMMAND_FILES
 from sft_play.config.load import load_config, resolved_config
 from sft_play.facts.models.architecture import base_weights_identity
-from sft_play.runs.folder import FORMAT
+from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment
 
@@ -139,7 +139,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     (run / "adapter" / "adapter_model.safetensors").touch()
     (run / "config.yaml").write_text((folder / CONFIG).read_text())
     (run / "resolved.json").write_text(json.dumps(resolved_config(load_config(folder / CONFIG).config)))
-    manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
+    manifest = {"format": MANIFEST_FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
     (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
     adapter = base_weights_identity(str(run / "adapter"), None)["sha256"]
     records = {"stale": {"adapter_sha256": "another"}, "merged": {"adapter_sha256": adapter},

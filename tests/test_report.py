@@ -33,7 +33,7 @@ from sft_play.finished.report.compare import results_of
 from sft_play.finished.report.record import lead_of, read_record
 from sft_play.finished.report.report import report, report_at_end, reported, sections_of
 from sft_play.finished.run import find_any
-from sft_play.runs.files import evaluations, read_summary
+from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.card import result_figures
 from sft_play.training.loop.curriculum import _merge_summaries
@@ -245,7 +245,7 @@ def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(t
     """Evaluations name their stage, and a loss that is not finite is text there: nobody counts with them."""
     lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
     folder = recorded_run(tmp_path / "one", metrics=lines)
-    stage = {**SUMMARY, "name": "short", "evaluations": evaluations(folder.metrics_path, stage="short")}
+    stage = {**SUMMARY, "name": "short", "evaluations": read_evaluations(folder.metrics_path, stage="short")}
     summary = _merge_summaries([stage], [config_from_text("model: {name: m}\n", name="x")])
     assert [one["loss"] for one in summary["evaluations"]] == ["nan", 1.0]
     (folder.path / "summary.json").write_text(json.dumps(summary))

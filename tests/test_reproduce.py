@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.reproduce import code_words, compare_weights
-from sft_play.runs.manifest import code_facts
+from sft_play.runs.manifest import code_state
 from tests import warm
 from tests.conftest import ROOT, chat
 
@@ -178,7 +178,7 @@ def checkout(tmp_path):
     for number in (1, 2):
         (package / "__init__.py").write_text(f"number = {number}\n")
         git("add", "."), git("commit", "--quiet", "-m", str(number))
-        manifests.append({"code": code_facts(package)})
+        manifests.append({"code": code_state(package)})
     return package, manifests
 
 
@@ -186,7 +186,7 @@ def test_other_code_than_the_runs_is_refused(checkout):
     package, (old, new) = checkout
     assert "unchanged since the run" in code_words(new, package=package)
     (package / "__init__.py").write_text("number = 3\n")
-    dirty = {"code": code_facts(package)}
+    dirty = {"code": code_state(package)}
     assert dirty["code"]["git"]["dirty"]
     assert ", with changes)" in code_words(dirty, package=package)  # changed without a commit, and still the same
     (package / "__init__.py").write_text("number = 4\n")
@@ -203,12 +203,12 @@ def test_other_code_than_the_runs_is_refused(checkout):
 
 def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    first = code_facts(tmp_path)
+    first = code_state(tmp_path)
     assert first["git"] is None  # no repository tracks it
     (tmp_path / "a.txt").write_text("no code")
-    assert code_facts(tmp_path) == first
+    assert code_state(tmp_path) == first
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert code_facts(tmp_path) != first
+    assert code_state(tmp_path) != first
 
 
 # --- compared ---------------------------------------------------------------------------------------------------------

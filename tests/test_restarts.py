@@ -16,8 +16,8 @@ from sft_play.config.load import load_config
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
-from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
-from sft_play.runs.oom import RanOut, leave
+from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, RunFolder
+from sft_play.runs.oom import OomEvent, write_oom_note
 from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
 from sft_play.starting.start import RestartBudget
@@ -66,14 +66,14 @@ def config(tmp_path) -> Path:
 
 
 def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
-    folder.write_json("manifest.json", {"format": FORMAT, "status": "failed", **({DIED: died} if died else {}), **more})
+    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", **({CRASH_ENTRY: died} if died else {}), **more})
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
-    written = checkpoints.checkpoint_path(checkpoints.create_staging(folder.checkpoints), step)
+    written = checkpoints.checkpoint_path(checkpoints.create_staging(folder.checkpoints_path), step)
     written.mkdir()
     (written / "model.safetensors").write_bytes(b"weights")
-    checkpoints.commit_checkpoint(written, folder.checkpoints, required_files=())
+    checkpoints.commit_checkpoint(written, folder.checkpoints_path, required_files=())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -101,7 +101,7 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
 
 
 def folder_restarts(folder: RunFolder) -> list[dict[str, Any]]:
-    return folder.manifest().get(RESTARTS, []) if folder.manifest_path.exists() else []
+    return folder.read_manifest().get(RESTARTS_ENTRY, []) if folder.manifest_path.exists() else []
 
 
 def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, caplog):
@@ -112,7 +112,7 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     assert restarts.should_restart(folder, loaded)
     checkpoint(folder, 4)
     checkpoint(folder, 6)
-    (checkpoints.checkpoint_path(folder.checkpoints, 6) / checkpoints.COMPLETE_FILE).unlink()  # not whole
+    (checkpoints.checkpoint_path(folder.checkpoints_path, 6) / checkpoints.COMPLETE_FILE).unlink()  # not whole
     folder.update_manifest(died="rank 0 died")
     assert restarts.should_restart(folder, loaded)
     folder.update_manifest(died="again")
@@ -125,8 +125,8 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     assert caplog.messages == wanted
     log = folder.log_path.read_text()
     assert all(line in log for line in wanted)
-    assert [entry["from_step"] for entry in folder.manifest()[RESTARTS]] == [0, 4]
-    assert DIED not in folder.manifest()
+    assert [entry["from_step"] for entry in folder.read_manifest()[RESTARTS_ENTRY]] == [0, 4]
+    assert CRASH_ENTRY not in folder.read_manifest()
 
 
 def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
@@ -134,8 +134,8 @@ def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
     folder = RunFolder(tmp_path / "one")
     failed(folder, "rank 0 died")
     for name, step in (("first", 9), ("second", 2)):
-        failed(folder.of_stage(name), None)
-        checkpoint(folder.of_stage(name), step)
+        failed(folder.stage_folder(name), None)
+        checkpoint(folder.stage_folder(name), step)
     assert RestartBudget(1).should_restart(folder, loaded)
     assert caplog.messages[0].endswith("goes on from the checkpoint of step 2 of stage second")
 
@@ -145,7 +145,7 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
     folder.path.mkdir()
     failed(folder, None)
     assert not restarts.should_restart(folder, load_config(config))
-    leave(folder, RanOut(3, "training", 1, 4, 2, "run", "CUDA out of memory"))
+    write_oom_note(folder, OomEvent(3, "training", 1, 4, 2, "run", "CUDA out of memory"))
     assert restarts.should_restart(folder, load_config(config))
     assert restarts.used == 0
 
@@ -155,7 +155,7 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
     assert launch_ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
-    assert folder.manifest().get(DIED) == (None if stopped else "the ranks' agent was killed by SIGKILL")
+    assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
     assert launch_ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
 
 
@@ -249,7 +249,7 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strate
     assert_same_bits(*map(weights, folders))
     assert losses(folders[0]) == losses(folders[1])
     manifest = json.loads((folders[1] / "manifest.json").read_text())
-    assert (manifest["status"], len(manifest[RESTARTS]), len(manifest["resumed"])) == ("finished", 2, 2)
+    assert (manifest["status"], len(manifest[RESTARTS_ENTRY]), len(manifest["resumed"])) == ("finished", 2, 2)
 
 
 @pytest.mark.slow

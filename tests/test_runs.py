@@ -18,9 +18,9 @@ from sft_play.errors import RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import lookup as creation
-from sft_play.runs.files import keep_metrics_until, write_json
-from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
-from sft_play.runs.lookup import create_run, find_resumable, new_folder
+from sft_play.runs.files import truncate_metrics, write_json
+from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER, lock_run
+from sft_play.runs.lookup import create_run, find_resumable, new_run_folder
 from sft_play.runs.manifest import check_same_run, git_state, new_manifest
 from tests.conftest import ROOT
 
@@ -35,7 +35,7 @@ def loaded(tmp_path, text="", overrides=()):
 
 def make(tmp_path, name="one", **changes):
     job = loaded(tmp_path, overrides=(f"output.name={name}",))
-    folder = new_folder(job.config.output, config_path=job.path, now=NOW)
+    folder = new_run_folder(job.config.output, config_path=job.path, now=NOW)
     manifest = new_manifest(job, hardware={}, data={}) | changes
     create_run(folder, job, manifest=manifest, plan={"fits": True})
     return folder
@@ -43,10 +43,10 @@ def make(tmp_path, name="one", **changes):
 
 def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
     job = loaded(tmp_path)
-    folder = new_folder(job.config.output, config_path=job.path, now=NOW)
+    folder = new_run_folder(job.config.output, config_path=job.path, now=NOW)
     assert folder.path == tmp_path / "outputs" / "run-20260102T030405Z"
     folder.path.mkdir(parents=True)
-    assert new_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
+    assert new_run_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
 
 
 @pytest.mark.parametrize(
@@ -55,21 +55,21 @@ def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
 def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
     job = loaded(tmp_path, overrides=(f"output.name={json.dumps(name)}",))
     with pytest.raises(RunFolderError, match=r"output\.name=.*is refused"):
-        new_folder(job.config.output, config_path=job.path)
+        new_run_folder(job.config.output, config_path=job.path)
 
 
 def test_an_existing_folder_is_a_named_decision(tmp_path):
     make(tmp_path)
     job = loaded(tmp_path, overrides=("output.name=one",))
     with pytest.raises(RunFolderError, match=r"if_exists=resume.*if_exists=replace.*another output\.name"):
-        new_folder(job.config.output, config_path=job.path)
+        new_run_folder(job.config.output, config_path=job.path)
 
 
 def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     folder = make(tmp_path)
     (folder.path / "mine.txt").write_text("kept")
     job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
-    again = new_folder(job.config.output, config_path=job.path)
+    again = new_run_folder(job.config.output, config_path=job.path)
     create_run(again, job, manifest=new_manifest(job, hardware={}, data={}), plan={})
     aside = [path for path in (tmp_path / "outputs").iterdir() if ".replaced-" in path.name]
     assert [(path / "mine.txt").read_text() for path in aside] == ["kept"]
@@ -80,7 +80,7 @@ def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     (foreign / "thesis.doc").write_text("precious")
     job = loaded(tmp_path, overrides=("output.name=two", "output.if_exists=replace"))
     with pytest.raises(RunFolderError, match="has no manifest of this toolkit"):
-        new_folder(job.config.output, config_path=job.path)
+        new_run_folder(job.config.output, config_path=job.path)
     assert (foreign / "thesis.doc").read_text() == "precious"
 
 
@@ -88,12 +88,12 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path):
     (tmp_path / "outputs").write_text("x")
     job = loaded(tmp_path)
     with pytest.raises(RunFolderError, match="is a file"):
-        new_folder(job.config.output, config_path=job.path)
+        new_run_folder(job.config.output, config_path=job.path)
 
 
 def test_nothing_is_left_of_a_folder_that_could_not_be_made(tmp_path, monkeypatch):
     job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = new_folder(job.config.output, config_path=job.path)
+    folder = new_run_folder(job.config.output, config_path=job.path)
     monkeypatch.setattr(creation, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         create_run(folder, job, manifest={}, plan={})
@@ -132,9 +132,9 @@ def test_a_run_without_a_trained_step_does_not_hide_an_older_one_that_has_traine
     assert "RUN=c starts it again" in caplog.text
     (newer.path / "checkpoints" / "checkpoint-3").mkdir(parents=True)  # damaged, and still the trace of a step
     assert found() == "b"
-    (newest.of_stage("first").checkpoints / "checkpoint-1").mkdir(parents=True)
+    (newest.stage_folder("first").checkpoints_path / "checkpoint-1").mkdir(parents=True)
     assert found() == "c"
-    assert newest.of_stage("second").has_trained  # as the run that it is a stage of
+    assert newest.stage_folder("second").has_trained  # as the run that it is a stage of
 
 
 def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
@@ -171,7 +171,7 @@ def test_no_secret_reaches_a_file_of_the_run(tmp_path, monkeypatch):
     text = "# notes: " + " ".join(SECRETS.values()) + "\n# https://user:hunter2hunter2@host/x.git\n"
     overrides = (f"model.name=/data/{SECRETS['MY_DB_PASSWORD']}/model", "output.name=one")
     job = loaded(tmp_path, text, overrides)
-    folder = new_folder(job.config.output, config_path=job.path)
+    folder = new_run_folder(job.config.output, config_path=job.path)
     manifest = new_manifest(job, hardware={"note": SECRETS["HF_TOKEN"]}, data={SECRETS["WANDB_API_KEY"]: 1})
     create_run(folder, job, manifest=manifest, plan={"reasons": [SECRETS["AWS_SECRET_ACCESS_KEY"]]})
     handler = runs_log(folder)
@@ -251,17 +251,17 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path):
     folder = make(tmp_path)
     code = (
         "import sys; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
-        f"mark = lock(RunFolder(Path({str(folder.path)!r}))); "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        f"mark = lock_run(RunFolder(Path({str(folder.path)!r}))); "
         "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
         assert other.stdout.read(6) == "locked"
         with pytest.raises(RunFolderError, match="being written by another process"):
-            lock(folder)
+            lock_run(folder)
         other.stdin.close()
-    lock(folder).close()
+    lock_run(folder).close()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_somethi
 
 def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
     job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = new_folder(job.config.output, config_path=job.path)
+    folder = new_run_folder(job.config.output, config_path=job.path)
     folder.path.mkdir(parents=True)
     (folder.path / "theirs").write_text("kept")
     with pytest.raises(RunFolderError, match="by another process in the meantime"):
@@ -313,7 +313,7 @@ def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path.write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '5\n{"step": null}\n{"step": 5, "lo'
     )
-    keep_metrics_until(path, 2)
+    truncate_metrics(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
@@ -344,8 +344,8 @@ def writer(tmp_path):
     def begin(folder, by=None):
         code = (
             "import sys; from pathlib import Path; "
-            "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
-            f"mark = lock(RunFolder(Path({str(folder.path)!r})), by={by}); "
+            "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+            f"mark = lock_run(RunFolder(Path({str(folder.path)!r})), part={by}); "
             "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -369,9 +369,9 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
     other = writer(folder)
     job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
     takers = {
-        "a start that replaces": lambda: new_folder(job.config.output, config_path=job.path),
+        "a start that replaces": lambda: new_run_folder(job.config.output, config_path=job.path),
         "one that looked before it was there": lambda: create_run(folder, job, manifest={}, plan={}),
-        "a resumed run": lambda: lock(folder),
+        "a resumed run": lambda: lock_run(folder),
         "consolidate": lambda: consolidate(folder),
         "consolidate into it": lambda: consolidate(folder, out=folder.path / "here"),
     }
@@ -388,11 +388,11 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
     other.wait()
     with pytest.raises(RunFolderError, match="no complete checkpoint"):
         consolidate(folder)
-    mark = create_run(new_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
+    mark = create_run(new_run_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
     with pytest.raises(RunFolderError, match="already being written by this process"):
-        lock(folder)
+        lock_run(folder)
     mark.close()
-    assert not (folder.path / LOCK).exists()
+    assert not (folder.path / LOCK_FILE).exists()
     assert len(list((tmp_path / "outputs").glob("one.replaced-*"))) == 1
 
 
@@ -401,16 +401,16 @@ def test_the_command_that_starts_ranks_and_the_rank_that_writes_have_a_part_each
     parent = writer(folder, LAUNCHER)
     for by in (None, LAUNCHER):
         with pytest.raises(RunFolderError, match=f"pid {parent.pid} on "):
-            lock(folder, by=by)
+            lock_run(folder, part=by)
     rank = writer(folder, WRITER)
     parent.kill()
     parent.wait()
     for by in (None, WRITER):  # the rank still saves
         with pytest.raises(RunFolderError, match="being written by another process"):
-            lock(folder, by=by)
+            lock_run(folder, part=by)
     rank.kill()
     rank.wait()
-    lock(folder).close()
+    lock_run(folder).close()
 
 
 TAKE_TURNS = """
@@ -418,21 +418,21 @@ import os, random, sys, time
 from pathlib import Path
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
-from sft_play.runs.lookup import create_run, new_folder
-from sft_play.runs.folder import FORMAT
-from sft_play.runs.locking import lock
+from sft_play.runs.lookup import create_run, new_run_folder
+from sft_play.runs.folder import MANIFEST_FORMAT
+from sft_play.runs.locking import lock_run
 base, seed = Path(sys.argv[1]), int(sys.argv[2])
 draw, made, until = random.Random(seed), 0, time.monotonic() + float(sys.argv[3])
 text = f"model: {{name: gpt2}}\\noutput: {{dir: {base}, name: one, if_exists: replace}}"
 job = LoadedConfig(config_from_text(text, name="run.yaml"), base / "run.yaml", text, ())
 while time.monotonic() < until:
     try:
-        folder = new_folder(job.config.output, config_path=job.path)
+        folder = new_run_folder(job.config.output, config_path=job.path)
         time.sleep(draw.random() * 0.004)
         if draw.random() < 0.5 or not folder.path.exists():
-            mark = create_run(folder, job, manifest={"format": FORMAT, "pid": os.getpid()}, plan={})
+            mark = create_run(folder, job, manifest={"format": MANIFEST_FORMAT, "pid": os.getpid()}, plan={})
         else:
-            mark = lock(folder)
+            mark = lock_run(folder)
             folder.update_manifest(pid=os.getpid())
     except RunFolderError as error:
         known = ("being written by another", "created by another process in the meantime", "No such file",
@@ -441,7 +441,7 @@ while time.monotonic() < until:
         continue
     made += 1
     time.sleep(draw.random() * 0.004)
-    assert folder.manifest()["pid"] == os.getpid(), "somebody took the folder of a run that lives"
+    assert folder.read_manifest()["pid"] == os.getpid(), "somebody took the folder of a run that lives"
     mark.close() if draw.random() < 0.8 else os._exit(9)
 assert made
 """
@@ -469,17 +469,17 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
     ended.wait()
     pid = os.getppid() if owner == "alive" else ended.pid
     host = "another-host" if owner == "elsewhere" else socket.gethostname()
-    (folder.path / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
+    (folder.path / LOCK_FILE).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     if owner == "dead":
-        lock(folder).close()
+        lock_run(folder).close()
     else:
         with pytest.raises(RunFolderError, match=rf"pid {pid} on {host}, since 2026-01-02.*remove .*run\.lock"):
-            lock(folder)
+            lock_run(folder)
     assert "the file system does not support locks (No locks available)" in caplog.text
 
 
@@ -488,8 +488,8 @@ def test_a_lock_that_an_error_keeps_is_released_in_silence_at_the_end(tmp_path, 
     (tmp_path / "run").mkdir()
     code = (
         "import sys; from pathlib import Path\n"
-        "from sft_play.runs.folder import RunFolder\nfrom sft_play.runs.locking import lock\n"
-        f"mark = lock(RunFolder(Path(sys.argv[1])))\n{kept}\n"
+        "from sft_play.runs.folder import RunFolder\nfrom sft_play.runs.locking import lock_run\n"
+        f"mark = lock_run(RunFolder(Path(sys.argv[1])))\n{kept}\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "run")]
     ended = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)

@@ -281,7 +281,7 @@ def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, c
         code, said = command("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
         assert code == 0, said
         run = RunFolder(tmp_path / "outputs" / name)
-        stage = run.of_stage("short")
+        stage = run.stage_folder("short")
         stage.update_manifest(status="running")
         run.update_manifest(status="running")
         if lost:

@@ -19,8 +19,8 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError, RunFolderError
 from sft_play.process import imports
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import FORMAT, RunFolder
-from sft_play.runs.locking import lock
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.locking import lock_run
 from sft_play.runs.lookup import require_writable
 from tests.conftest import ROOT, chat
 
@@ -109,8 +109,8 @@ def place(tmp_path_factory, tiny_llama, sums):
     )
     held = RunFolder(folder / "outputs" / "held")
     held.path.mkdir(parents=True)
-    write_json(held.manifest_path, {"format": FORMAT, "status": "running"})
-    with lock(held):
+    write_json(held.manifest_path, {"format": MANIFEST_FORMAT, "status": "running"})
+    with lock_run(held):
         yield folder
 
 

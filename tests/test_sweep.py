@@ -19,7 +19,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.planner.advice.what_if import parse_grid
 from sft_play.runs.files import read_json, write_json
-from sft_play.runs.lookup import checked_name
+from sft_play.runs.lookup import check_run_name
 from tests import warm
 from tests.conftest import ROOT, chat
 
@@ -70,7 +70,7 @@ def test_names_tell_cells_apart_and_are_words_that_runs_takes(seed):
     names = [cell_name("base", pair) for pair in words]
     assert len(set(names)) == len(set(words))
     for name in names:
-        assert checked_name(name, key="RUN") == name
+        assert check_run_name(name, key="RUN") == name
         assert not set(name) & set(", \n\t")
     assert names == [cell_name("base", pair) for pair in words]
 

@@ -27,7 +27,7 @@ import pytest
 from sft_play.commands import boards as commands
 from sft_play.config.load import load_config
 from sft_play.launch import tensorboard as board
-from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -418,13 +418,13 @@ def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
 def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> RunFolder:
     """A run folder with event files of 1,000 bytes, and a manifest unless `status` is None."""
     folder = RunFolder(base / name)
-    folder.tensorboard.mkdir(parents=True)
+    folder.tensorboard_path.mkdir(parents=True)
     for number in range(files):
-        (folder.tensorboard / f"events.out.tfevents.{number}.host").write_bytes(b"x" * 1000)
-    (folder.tensorboard / "notes.txt").write_text("mine")
+        (folder.tensorboard_path / f"events.out.tfevents.{number}.host").write_bytes(b"x" * 1000)
+    (folder.tensorboard_path / "notes.txt").write_text("mine")
     if status is not None:
         folder.log_path.write_text("")
-        folder.manifest_path.write_text(json.dumps({"format": FORMAT, "status": status}))
+        folder.manifest_path.write_text(json.dumps({"format": MANIFEST_FORMAT, "status": status}))
     return folder
 
 
@@ -443,8 +443,8 @@ def several(tmp_path) -> Path:
     make_run(tmp_path / "far", "away", "finished")
     (base / "link").symlink_to(tmp_path / "far" / "away")
     linked = make_run(base, "linked-tb", "finished")
-    shutil.rmtree(linked.tensorboard)
-    linked.tensorboard.symlink_to(tmp_path / "far" / "away" / "tb")
+    shutil.rmtree(linked.tensorboard_path)
+    linked.tensorboard_path.symlink_to(tmp_path / "far" / "away" / "tb")
     return base
 
 
@@ -514,8 +514,8 @@ def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, on, monkeypatch)
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, monkeypatch):
     hold = (
         "import sys; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
-        "held = lock(RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        "held = lock_run(RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", hold, str(several / "finished")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -536,7 +536,7 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
     away = tmp_path / "elsewhere"
     first, second, third, fourth = (
-        board.start_server(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
+        board.start_server(place, port=0, python=fake)[0] for place in (one.tensorboard_path, two.tensorboard_path, base, away)
     )
     assert board.running_servers() == [fourth, third, second, first]  # the newest first
 
@@ -567,7 +567,7 @@ def test_one_that_does_not_end_is_said(tmp_path, fake, on, monkeypatch):
 
 def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, on, monkeypatch):
     base = tmp_path / "outputs"
-    of_run, _ = board.start_server(make_run(base, "one", "running").tensorboard, port=0, python=fake)
+    of_run, _ = board.start_server(make_run(base, "one", "running").tensorboard_path, port=0, python=fake)
     opened: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: not opened.append(url))
     monkeypatch.setattr(commands.sys, "platform", "linux")
@@ -841,7 +841,7 @@ def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
         for name, value in logs.items():
             writer.on_log(None, SimpleNamespace(global_step=step), None, {name: value})
     writer.on_train_end()
-    sidecar, words = board.start_server(run.tensorboard, port=0)
+    sidecar, words = board.start_server(run.tensorboard_path, port=0)
     assert sidecar is not None, words
     wait_for(lambda: scalars(sidecar.url, "validation", "eval/loss"), within_s=END_S)
     assert set(scalars(sidecar.url, ".", "train/loss")) == set(range(1, 101))

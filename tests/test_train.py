@@ -890,7 +890,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.runs.manifest import first_day
+    from sft_play.runs.manifest import first_start_date
 
     template = tmp_path / "dated.jinja"
     template.write_text(
@@ -903,7 +903,7 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp
     assert manifest["template_date"] == str(date.today())
     manifest["template_date"] = "2001-02-03"
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert first_day(RunFolder(folder)) == date(2001, 2, 3)
+    assert first_start_date(RunFolder(folder)) == date(2001, 2, 3)
     code, _, folder = train("undated")
     assert "template_date" not in json.loads((folder / "manifest.json").read_text())
 

@@ -64,7 +64,7 @@ def test_what_as_many_ranks_wrote_is_read_as_it_is(tmp_path):
 def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(tmp_path, monkeypatch, free, fits):
     checkpoint, made = written(tmp_path, 2), []
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
-    monkeypatch.setattr(universal, "free_bytes", lambda _: free)
+    monkeypatch.setattr(universal, "free_disk_bytes", lambda _: free)
     monkeypatch.setattr(universal, "_convert", lambda _, path, __: made.append(path) or path.mkdir())
     if fits:
         with universal.readable_checkpoint(trainer(), checkpoint) as path:

@@ -22,7 +22,7 @@ from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, apply_weight_updates
-from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.starting import plan_run
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
@@ -334,9 +334,9 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     """Whatever would fit now: another way would round its weights, or find states of another dtype."""
     folder = RunFolder(tmp_path)
     batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
-    folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
+    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
-    checkpoint_path(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
+    checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # without a step nothing is kept
     stopped = plan_run.read_previous_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")

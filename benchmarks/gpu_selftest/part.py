@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sft_play.errors import ConfigError
 from sft_play.log import escape_control, one_line
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 Status = Literal["pass", "fail", "skipped"]
 LATER = "out of time; make gpu-selftest with the same OUT continues it"
@@ -45,7 +45,7 @@ class Book:
     path: Path
     machine: dict[str, Any]
     parts: dict[str, Part] = field(default_factory=dict)
-    versions: dict[str, str | None] = field(default_factory=versions)
+    versions: dict[str, str | None] = field(default_factory=installed_versions)
     is_done: bool = False
     seconds: float = 0.0
 

@@ -29,7 +29,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.signals import die_with_parent
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from sft_play.units import GIB
 
@@ -257,7 +257,7 @@ class ScoreReport:
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect_hardware().as_json(),
-            "versions": versions(),
+            "versions": installed_versions(),
             "rows": [row.as_json() for row in self.rows],
             "not_expressible": self.not_expressible,
             "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],

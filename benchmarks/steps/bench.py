@@ -32,7 +32,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.unsloth.unsloth_environment import find_unsloth_python
 from sft_play.units import GIB
@@ -125,7 +125,7 @@ class Comparison:
         return {
             "date": self.date,
             "machine": detect_hardware().as_json(),
-            "versions": versions(),
+            "versions": installed_versions(),
             "config": self.config,
             "peer": self.peer,
             "steps": self.steps,

@@ -15,7 +15,7 @@ from sft_play.finished.listing import CURVES, Pruned, prune, to_prune
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import TensorBoardServer
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import run_named, runs_in
+from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _stop_servers(request: Request) -> CommandResult:
 def _remove_curves(request: Request) -> CommandResult:
     output = request_output_dir(request)
     removable: dict[RunFolder, dict[Path, int]] = {}
-    for folder in [run_named(output, request.run)] if request.run else runs_in(output, replaced=True):
+    for folder in [resolve_run(output, request.run)] if request.run else iter_runs(output, include_replaced=True):
         try:
             removable |= to_prune([folder], "curves")
         except RunFolderError as error:
@@ -93,7 +93,7 @@ def _remove_curves(request: Request) -> CommandResult:
 
 def _logdir(request: Request) -> Path:
     base = request_output_dir(request)
-    return run_named(base, request.run).tensorboard if request.run else base
+    return resolve_run(base, request.run).tensorboard_path if request.run else base
 
 
 def _servers_inside(folder: Path) -> list[TensorBoardServer]:

@@ -27,8 +27,8 @@ from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
-from sft_play.runs.locking import lock
-from sft_play.runs.lookup import run_named
+from sft_play.runs.locking import lock_run
+from sft_play.runs.lookup import resolve_run
 
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base
@@ -63,7 +63,7 @@ def _merge(request: Request, finished: FinishedRun) -> CommandResult:
     from sft_play.finished.export.merge import merge_run
 
     base = cast("Base | None", request.base)
-    with lock(finished.folder):
+    with lock_run(finished.folder):
         merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
     return command_result(merged, is_written_to_out=False)
 
@@ -91,7 +91,7 @@ def _export(request: Request, finished: FinishedRun) -> CommandResult:
         find_converter(request.llama_cpp)
     from sft_play.finished.export.export import export_run
 
-    with lock(finished.folder):
+    with lock_run(finished.folder):
         exported = export_run(
             finished,
             cast("Format", request.format),
@@ -129,7 +129,7 @@ def _consolidate(request: Request) -> CommandResult:
     run_path = Path(request.run).expanduser()
     checkpoint = run_path if run_path.name.startswith("checkpoint-") and run_path.name != request.run else None
     # what is no run is refused before torch is imported
-    folder = run_named(request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run))
+    folder = resolve_run(request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run))
     if request.out is not None and request.out.exists():
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate

@@ -17,7 +17,7 @@ from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
 from sft_play.finished.run import find_any, next_line, require_split
 from sft_play.log import escape_control, one_line
-from sft_play.runs.lookup import checked_name, run_at
+from sft_play.runs.lookup import check_run_name, open_run
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import format_gib
 
@@ -86,7 +86,7 @@ def _prune(request: Request) -> CommandResult:
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
     part_kind: What = "checkpoints" if request.checkpoints else "run"
-    removable = to_prune([run_at(output, checked_name(name, key="RUNS")) for name in request.runs], part_kind)
+    removable = to_prune([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind)
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])

@@ -42,7 +42,7 @@ from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import format_ranks
 from sft_play.runs.files import read_summary
-from sft_play.runs.folder import refuse_code
+from sft_play.runs.folder import check_remote_code
 from sft_play.starting.start import LaunchRequest, LaunchResult, resume_request, start_run
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def launch_request_from(request: Request) -> LaunchRequest:
     trusts = functools.partial(trusts_code, request)
     if rank_info is not None:
         if request.is_config_recorded:
-            refuse_code(request.config, *(part.config.model for part in loaded.runs), trusts=trusts)
+            check_remote_code(request.config, *(part.config.model for part in loaded.runs), is_trusted=trusts)
         return LaunchRequest(loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run)
     if command == "resume":
         return resume_request(loaded, options, run_name=request.run, trusts=trusts)
@@ -117,7 +117,7 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
     run = None if folder is None else str(folder.path)
     if launch_result.exit_code:
         kept_folder = folder if folder is not None and folder.path.is_dir() else None  # a run that is refused leaves nothing
-        error = kept_folder.manifest().get("error") if kept_folder else None
+        error = kept_folder.read_manifest().get("error") if kept_folder else None
         data = {"run": run if kept_folder else None} | ({"error": str(error)} if error else {})
         return CommandResult(data, exit_code=launch_result.exit_code)
     summary = {**read_summary(folder.path), **best_checkpoint(folder)} if folder else {"exit": 0}

@@ -70,7 +70,7 @@ def run_plan(request: Request) -> CommandResult:
     if stages:
         # the stage that decides: one that does not fit, else the one with the longest rows
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
-        loaded = dataclasses.replace(loaded, config=config, stage=name)
+        loaded = dataclasses.replace(loaded, config=config, stage_name=name)
     else:
         plan = plan_run(loaded.config, hardware, layouts=layouts, trace=request.trace, keeps_params=keeps_params)
     cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
@@ -79,7 +79,7 @@ def run_plan(request: Request) -> CommandResult:
     largest = _answer_max(max_question, loaded.config, hardware, layouts) if max_question else None
     data = plan.as_json()
     if stages:
-        data |= {"stage": loaded.stage, "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages]}
+        data |= {"stage": loaded.stage_name, "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages]}
     if cells:
         data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
     if largest is not None:
@@ -99,7 +99,7 @@ def run_plan(request: Request) -> CommandResult:
     ]
     if stages:
         stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
-        lines.insert(0, f"The plan of stage {loaded.stage}, {stage_note}:")
+        lines.insert(0, f"The plan of stage {loaded.stage_name}, {stage_note}:")
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
@@ -154,7 +154,7 @@ def _plan_page(
 
 def _misfit_error(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
     try:
-        with stage_context(loaded.stage):
+        with stage_context(loaded.stage_name):
             require_fit(plan, loaded.config)
     except DoesNotFit as error:
         return error

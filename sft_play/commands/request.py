@@ -29,7 +29,7 @@ from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variab
 from sft_play.launch.launch_options import LaunchOptions, parse_launch_options
 from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
-from sft_play.runs.lookup import output_dir, run_named
+from sft_play.runs.lookup import output_dir, resolve_run
 from sft_play.spelling import did_you_mean, nearest_name
 from sft_play.starter import CONFIG
 
@@ -161,12 +161,12 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
     if run is None:
         return None
     try:
-        folder = run_named(Path(OutputConfig().dir), run)
+        folder = resolve_run(Path(OutputConfig().dir), run)
     except RunFolderError:
         if Path(CONFIG).is_file():
             return None
         raise
-    files = (str(folder.manifest().get("config_path")), str(folder.path / "config.yaml"))
+    files = (str(folder.read_manifest().get("config_path")), str(folder.path / "config.yaml"))
     return next((file for file in files if Path(file).is_file()), None)
 
 

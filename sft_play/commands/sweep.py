@@ -39,9 +39,9 @@ from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock
-from sft_play.runs.lookup import name_of_config, new_folder, resumes
-from sft_play.runs.manifest import other_settings, refuse_mixing
+from sft_play.runs.locking import lock_run
+from sft_play.runs.lookup import config_run_name, is_resume, new_run_folder
+from sft_play.runs.manifest import changed_settings, check_no_differences
 from sft_play.starting.plan_run import plan_run
 from sft_play.starting.plan_stages import common_layout, count_rows_before_planning
 from sft_play.starting.refusals import refusals, require_gpus_and_disk
@@ -135,7 +135,7 @@ def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, 
 
 def _name_run(loaded: LoadedConfig, settings: Sequence[str]) -> LoadedConfig:
     output = loaded.config.output
-    base_name = output.name or name_of_config(loaded.path)
+    base_name = output.name or config_run_name(loaded.path)
     if_exists = "replace" if output.if_exists == "replace" else "resume"
     output = output.model_copy(update={"name": cell_name(base_name, settings), "if_exists": if_exists})
     overrides = (*loaded.overrides, f"output.name={json.dumps(output.name)}", f"output.if_exists={if_exists}")
@@ -173,8 +173,8 @@ def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Sw
 def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     config = loaded.config
     hardware = _sweep_hardware(loaded)
-    folder = new_folder(config.output, config_path=loaded.path)
-    is_existing = resumes(folder, config.output)
+    folder = new_run_folder(config.output, config_path=loaded.path)
+    is_existing = is_resume(folder, config.output)
     for error in refusals(loaded, hardware, makes_folder=not is_existing):
         raise error
     layouts: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
@@ -207,21 +207,21 @@ def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutN
         layouts = (common_layout([stage.config for stage in loaded.stages], hardware, layouts=layouts),)
     plans = []
     for part in loaded.runs:
-        with stage_context(part.stage):
+        with stage_context(part.stage_name):
             trace = part.config.plan.trace and bool(hardware.gpus)
             plans.append(plan_run(part.config, hardware, layouts=layouts, trace=trace))
     return plans
 
 
 def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     is_finished = manifest.get("status") == "finished"
     if not is_finished:
-        lock(folder).close()
+        lock_run(folder).close()
         if not folder.has_trained:  # it starts from the beginning, with the present settings
             return "new"
-    settings = other_settings(folder, loaded.config, effective_batch=plan.batch.effective_batch)
-    refuse_mixing(folder, [*settings.values(), *changed_data(manifest, loaded)])
+    settings = changed_settings(folder, loaded.config, effective_batch=plan.batch.effective_batch)
+    check_no_differences(folder, [*settings.values(), *changed_data(manifest, loaded)])
     return "finished" if is_finished else "begun"
 
 
@@ -303,7 +303,7 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     child = signals.run_child("sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1)
     if child.was_stopped:
         raise Interrupted(f"stopped by the user in {cell.name}; the same command goes on from there")
-    status = cell.folder.manifest().get("status") if cell.folder.manifest_path.is_file() else None
+    status = cell.folder.read_manifest().get("status") if cell.folder.manifest_path.is_file() else None
     if child.exit_code == 0 and status == "finished":
         return dataclasses.replace(cell, state="finished")
     if child.exit_code in (0, Interrupted.exit_code):

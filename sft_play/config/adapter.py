@@ -177,13 +177,13 @@ def run_of_adapter(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _lora_settings(config: Mapping[str, Any], path: str, *, has_added_tokens: bool) -> dict[str, JsonValue]:
-    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names the tokens it added. Raises ConfigError."""
+    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names those it added. Raises ConfigError."""
     name = f"the adapter {one_line(path)}"
     peft_type = config.get("peft_type")
     if str(peft_type).upper() != "LORA":
         raise ConfigError(
-            f"{name} has peft_type={one_line(str(peft_type))} in its {ADAPTER_CONFIG_FILE}, and only LORA can be trained "
-            "here"
+            f"{name} has peft_type={one_line(str(peft_type))} in its {ADAPTER_CONFIG_FILE}, and only LORA can be "
+            "trained here"
         )
     init_method = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
     if init_method.startswith(_BASE_CHANGING_INITS):

@@ -48,7 +48,7 @@ class LoadedConfig:
     overrides: tuple[str, ...]
     stages: tuple[Stage, ...] = ()
     """The stages of its curriculum; empty without one."""
-    stage: str | None = None
+    stage_name: str | None = None
     """The name of the stage, where this is the run of one stage."""
 
     @property
@@ -64,7 +64,7 @@ class LoadedConfig:
 
     def for_stage(self, stage: Stage) -> LoadedConfig:
         """The run of a single stage."""
-        return dataclasses.replace(self, config=stage.config, stages=(), stage=stage.name)
+        return dataclasses.replace(self, config=stage.config, stages=(), stage_name=stage.name)
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:

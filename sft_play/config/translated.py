@@ -207,7 +207,7 @@ def _take_default(key: ForeignKey, result: Translation, row_format: str) -> None
 def _dependent_value(path: str, value: Any, settings: Mapping[str, JsonValue], row_format: str = "") -> Any:
     """A value that follows from others: a mapping by what they are, or the product of a number and a setting."""
     if isinstance(value, dict) and not option_accepts(path, value):
-        weights_kind = "adapters" if any(alternative.startswith("tuning.lora.") for alternative in settings) else "whole"
+        weights_kind = "adapters" if any(path.startswith("tuning.lora.") for path in settings) else "whole"
         alternatives = (row_format, settings.get("tuning.mode"), settings.get("train.optim"), weights_kind)
         return next((value[alternative] for alternative in alternatives if alternative in value), None)
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int) and str(value[1]) in all_options():

@@ -145,10 +145,10 @@ def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
     siblings, shipped_configs = files_in(path.parent), files_in(Path("configs"))
     stem = path.stem if path.suffix in suffixes else path.name
     for files in [siblings, shipped_configs] if path.parent == Path() else [siblings]:
-        match = nearest_name(stem, [one.stem for one in files]) or nearest_name(path.name, [one.name for one in files])
+        match = nearest_name(stem, [file.stem for file in files]) or nearest_name(path.name, [file.name for file in files])
         if match is not None:
-            return f"; did you mean {next(one for one in files if match in (one.stem, one.name))}?"
-    names = [str(one) for one in siblings or shipped_configs]
+            return f"; did you mean {next(file for file in files if match in (file.stem, file.name))}?"
+    names = [str(file) for file in siblings or shipped_configs]
     return f"; there are: {', '.join(names[:20])}" if names else ""
 
 

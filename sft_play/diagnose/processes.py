@@ -25,8 +25,8 @@ from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LAUNCHER, LOCK, WRITER
-from sft_play.runs.lookup import run_named, runs_in
+from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER
+from sft_play.runs.lookup import iter_runs, resolve_run
 
 _KEPT = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -142,7 +142,7 @@ def _lock_holders(folder: RunFolder) -> tuple[int, ...]:
     """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
     about: a run that starts at this moment must not find it held."""
     try:
-        with (folder.path / LOCK).open("rb") as file:
+        with (folder.path / LOCK_FILE).open("rb") as file:
             # a run alone locks all of the file, and holds both parts
             held = [_locked_by(file, part) for part in (WRITER, LAUNCHER)]
     except (OSError, struct.error):
@@ -175,10 +175,10 @@ def find_run(output: Path, *, named: str | None = None) -> SeenRun:
     """The run that is named; else the newest that is being written in `output`. Raises RunFolderError where a name was
     given, and it is not a run of this toolkit."""
     if named is not None:
-        return _seen(run_named(output, named))
+        return _seen(resolve_run(output, named))
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
-        folders += [folder for folder in runs_in(output) if lock_holder(folder) is not None]
+        folders += [folder for folder in iter_runs(output) if lock_holder(folder) is not None]
     if not folders:
         return SeenRun(said=(f"No run is in progress in {one_line(str(output))}",))
     newest, *others = sorted(folders, key=_started, reverse=True)
@@ -190,7 +190,7 @@ def find_run(output: Path, *, named: str | None = None) -> SeenRun:
 def manifest_of(folder: RunFolder) -> dict[str, Any]:
     """The manifest; empty where it cannot be read, as while it is replaced on a network disk."""
     try:
-        return folder.manifest()
+        return folder.read_manifest()
     except RunFolderError:
         return {}
 

@@ -60,7 +60,7 @@ def check(
     *others, last = [*map(loaded.for_stage, loaded.stages)] or [loaded]
     for number, part in enumerate([*others, last], start=1):
         if loaded.stages:
-            checks.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
+            checks.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {part.stage_name}"))
         with report_wait("Checking model, rows, masks, memory and disk"):
             checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
     return CheckReport(tuple(checks), time.monotonic() - started, config_path)

@@ -20,10 +20,10 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
-from sft_play.runs.files import evaluations, metric_lines, read_json, read_summary
+from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock
-from sft_play.runs.lookup import runs_in
+from sft_play.runs.locking import lock_run
+from sft_play.runs.lookup import iter_runs
 from sft_play.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)
@@ -86,17 +86,17 @@ class RunList(Outcome):
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
-    listed = [_listed(folder) for folder in runs_in(output, replaced=True)]
+    listed = [_listed(folder) for folder in iter_runs(output, include_replaced=True)]
     # runs without a start (their manifest is damaged) go last once the order is reversed
     listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
 
 
 def _listed(folder: RunFolder) -> ListedRun:
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
-    metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
+    metrics = [entry for _, entry in read_metric_lines(path)] if path.is_file() else []
     metric, value, rows = best_of(metrics, read_summary(folder.path)) or (None, None, None)
     return ListedRun(
         folder.path.name,
@@ -143,16 +143,17 @@ def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple
 def best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by train.metric_for_best_model,
     and the path of its checkpoint; None where there is none. Of a run with stages those of its newest stage."""
-    lines = [one for _, one in metric_lines(folder.metrics_path)] if folder.metrics_path.is_file() else []
+    lines = [one for _, one in read_metric_lines(folder.metrics_path)] if folder.metrics_path.is_file() else []
     last = next((str(one["stage"]) for one in reversed(lines) if one.get("stage")), None)
-    part = folder.of_stage(last, is_last=True) if last else folder
+    part = folder.stage_folder(last, is_last_stage=True) if last else folder
     train = read_json(part.path / "resolved.json").get("train")
     by_match = isinstance(train, dict) and train.get("metric_for_best_model") == "exact_match"
     name, sign = ("exact_match", 1) if by_match else ("loss", -1)
-    judged = [(sign * entry[name], entry["step"]) for entry in evaluations(folder.metrics_path, stage=part.stage)
+    judged = [(sign * entry[name], entry["step"])
+              for entry in read_evaluations(folder.metrics_path, stage=part.stage_name)
               if entry["step"] and isinstance(entry[name], (int, float)) and math.isfinite(entry[name])]  # fmt: skip
     step = max(judged, key=lambda one: (one[0], -one[1]))[1] if judged else None
-    path = part.checkpoints / f"checkpoint-{step}"
+    path = part.checkpoints_path / f"checkpoint-{step}"
     return {"best_step": step, "best_checkpoint": str(path) if path.is_dir() else None}
 
 
@@ -204,14 +205,14 @@ def to_prune(folders: Iterable[RunFolder], what: What) -> dict[RunFolder, dict[P
         if lock_holder(folder) is not None:
             raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
         if what != "run":
-            _require_finished(folder, status_of(folder, folder.manifest()))
+            _require_finished(folder, status_of(folder, folder.read_manifest()))
     return chosen
 
 
 def _parts(folder: RunFolder, what: What) -> dict[Path, int]:
     if what == "curves":
-        is_link = folder.path.is_symlink() or folder.tensorboard.is_symlink()
-        files = [] if is_link else sorted(folder.tensorboard.rglob(CURVES))
+        is_link = folder.path.is_symlink() or folder.tensorboard_path.is_symlink()
+        files = [] if is_link else sorted(folder.tensorboard_path.rglob(CURVES))
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
         there = folder.path.resolve()
@@ -232,9 +233,9 @@ def prune(chosen: Chosen) -> Pruned:
     removed: dict[Path, int] = {}
     for folder, parts in chosen.items():
         try:
-            with lock(folder):
+            with lock_run(folder):
                 if folder.path not in parts:  # it may have been resumed since it was listed
-                    _require_finished(folder, str(folder.manifest().get("status")))
+                    _require_finished(folder, str(folder.read_manifest().get("status")))
                 for path, size in parts.items():
                     path.unlink() if path.is_file() else shutil.rmtree(path)
                     removed[path] = size

@@ -17,7 +17,7 @@ from sft_play.data.sources.files import find_data_paths, file_digest
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
-from sft_play.runs.manifest import first_day
+from sft_play.runs.manifest import first_start_date
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model import sdpa
@@ -150,7 +150,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
 
 def renderer_of(run: FinishedRun, tokenizer: Any) -> Renderer:
     """What renders conversations as the run's training did, on the day that the run began."""
-    day = first_day(run.folder)  # a template that writes the date would put another one into every prompt
+    day = first_start_date(run.folder)  # a template that writes the date would put another one into every prompt
     return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
 
 
@@ -158,7 +158,7 @@ def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
     """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
     where the data is gone, or no longer has trained tokens."""
     return build_splits(
-        config, find_data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
+        config, find_data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_start_date(run.folder)
     )
 
 

@@ -33,8 +33,8 @@ from sft_play.process import signals
 from sft_play.process.environment import THREADS_VARIABLE, independent_environment
 from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
-from sft_play.runs.lookup import checked_name
-from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
+from sft_play.runs.lookup import check_run_name
+from sft_play.runs.manifest import PACKAGE_FOLDER, code_state, requested_deepspeed
 from sft_play.training.checkpoints.tensor_files import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -103,7 +103,7 @@ def reproduce(run: FinishedRun) -> Reproduced:
     if exit_code:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
-    tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
+    tensors, differing = compare_weights(run.weights, new.model_path(is_adapter=run.is_adapter))
     steps = int(read_summary(new.path)["steps"])
     return Reproduced(old, new.path, code, tensors, differing, steps)
 
@@ -112,7 +112,7 @@ def _free_name(folder: RunFolder) -> str:
     name, number = f"{folder.path.name}{SUFFIX}", 2
     while folder.path.with_name(name).exists():
         name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
-    return checked_name(name, key="RUN")
+    return check_run_name(name, key="RUN")
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
@@ -134,7 +134,7 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
 
 
 def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
-    given = given_deepspeed(folder)
+    given = requested_deepspeed(folder)
     if given is None:
         return None
     file = place / DEEPSPEED_FILE
@@ -170,11 +170,11 @@ def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFo
     if not loaded.stages:
         yield "", folder, loaded.config
     for stage in loaded.stages:
-        yield f"curriculum.{stage.number - 1}.", folder.of_stage(stage.name), stage.config
+        yield f"curriculum.{stage.number - 1}.", folder.stage_folder(stage.name), stage.config
 
 
 def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
-    batch, plan = folder.manifest().get("batch"), read_json(folder.path / "plan.json")
+    batch, plan = folder.read_manifest().get("batch"), read_json(folder.path / "plan.json")
     if not isinstance(batch, dict) or not plan:
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
     words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
@@ -191,20 +191,20 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> int:
-    environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE.parent)}
+    environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE_FOLDER.parent)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
     return signals.run_child("sft_play", words, environment=environment, cwd=place).exit_code
 
 
-def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE) -> str:
+def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
     """The code that trains, in words; raises RunFolderError where it is not that of the manifest's digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
     at = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
-    if recorded.get("sha256") == code_facts(package)["sha256"]:
+    if recorded.get("sha256") == code_state(package)["sha256"]:
         return f"{package.parent}, unchanged since the run ({at})"
     checkout = f": git worktree add ../then {commit} has it, and make reproduce there" if commit else ""
     raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}){checkout}")

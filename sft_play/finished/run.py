@@ -24,9 +24,9 @@ from sft_play.facts.models.architecture import load_config_json, find_model_fold
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.files import refusal
-from sft_play.runs.folder import RunFolder, Trust, trust_none
-from sft_play.runs.lookup import run_named, runs_in
+from sft_play.runs.files import write_refusal
+from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
+from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.units import format_gib
 
@@ -84,27 +84,27 @@ class FinishedRun:
             raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
 
 
-def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
+def find_finished(base: Path, name: str | None, *, trusts: CodeTrust = trust_none) -> FinishedRun:
     """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
-    see `RunFolder.settings`. Raises RunFolderError where there is none, it is not finished, its settings allow what
+    see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings allow what
     `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = _newest(base, "finished") if name in (None, LAST_RUN) else run_named(base, str(name))
+    folder = _newest(base, "finished") if name in (None, LAST_RUN) else resolve_run(base, str(name))
     if folder is None:
-        unfinished = sum(1 for _ in runs_in(base))
+        unfinished = sum(1 for _ in iter_runs(base))
         also = f" ({unfinished} unfinished)" if unfinished else ""
         raise RunFolderError(f"there is no finished run in {base}{also}; train one with make train")
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
         status = f"its manifest says {one_line(str(manifest.get('status')))}"
         command = f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
         raise RunFolderError(f"the run {folder.path} is not finished ({status}): {command}")
-    config = folder.settings(trusts=trusts)
+    config = folder.read_config(is_trusted=trusts)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
-        last = folder.of_stage(config.curriculum[-1].name, is_last=True)
+        last = folder.stage_folder(config.curriculum[-1].name, is_last_stage=True)
         if (last.path / "resolved.json").is_file():
-            config = last.settings(trusts=trusts)
-    weights = folder.model_path(adapter=config.tuning.mode != "full")
+            config = last.read_config(is_trusted=trusts)
+    weights = folder.model_path(is_adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
     require_unchanged(weights)
@@ -115,7 +115,7 @@ def find_any(base: Path, name: str | None) -> RunFolder:
     """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
     the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST_RUN):
-        return run_named(base, str(name))
+        return resolve_run(base, str(name))
     folder = _newest(base, "finished") or _newest(base)
     if folder is None:
         raise RunFolderError(f"there is no run in {base}; train one with make train")
@@ -123,7 +123,7 @@ def find_any(base: Path, name: str | None) -> RunFolder:
 
 
 def _newest(base: Path, status: str | None = None) -> RunFolder | None:
-    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(base)]
     chosen = [one for one in manifests if status is None or one[1].get("status") == status]
     when = "ended" if status else "started"
     return max(chosen, key=lambda one: (str(one[1].get(when)), str(one[0].path)))[0] if chosen else None
@@ -159,7 +159,7 @@ def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]
     """The data of a run that are no longer those of its manifest, each in words."""
     recorded, wrong = manifest.get("data") or {}, []
     for part in loaded.runs:
-        prefix = f"stage {part.stage} " if part.stage else ""
+        prefix = f"stage {part.stage_name} " if part.stage_name else ""
         for name, path in find_data_paths(part.config.data).named_paths():
             was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
             if was is None:
@@ -213,7 +213,7 @@ def writing(path: Path) -> Iterator[None]:
     except SftPlayError:
         raise
     except (OSError, SafetensorError) as error:
-        reason = refusal(error)
+        reason = write_refusal(error)
         if reason is None and isinstance(error, OSError) and _is_of(path, error.filename):
             reason = error.strerror
         if reason is None:

@@ -27,17 +27,17 @@ from sft_play.units import format_size
 logger = logging.getLogger(__name__)
 
 # Errors that only writing meets, and that may come without the name of a file.
-_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # The number of an error in those of safetensors, which are no OSError, and in texts that quote one.
-_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+_ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 # What torch.save raises where a write fails; it does not say why.
-_OF_TORCH = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
+_TORCH_WRITE_ERROR = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
 
 
 # What JSON has for each kind of value; `mappings` are a list of mappings.
-_KINDS: dict[str, type | tuple[type, ...]] = {"mapping": dict, "mappings": list, "list": list, "number": (int, float)}
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {"mapping": dict, "mappings": list, "list": list, "number": (int, float)}
 # Of the files of a run the kinds of value that readers count on, with the keys that have them at whatever depth.
-_RECORDED: dict[str, dict[str, str]] = {
+_EXPECTED_KINDS: dict[str, dict[str, str]] = {
     "manifest.json": {
         "mapping": "hardware git data versions batch train val test text weights report dropped",
         "mappings": "gpus",
@@ -66,30 +66,30 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    kinds = {key: kind for kind, keys in _RECORDED.get(path.name, {}).items() for key in keys.split()}
-    known = _of_kind(value, kinds)
-    if known != value:
+    kinds = {key: kind for kind, keys in _EXPECTED_KINDS.get(path.name, {}).items() for key in keys.split()}
+    checked = _drop_other_kinds(value, kinds)
+    if checked != value:
         logger.warning("%s is damaged: values of another kind than a run writes are left out", path)
-    return known if isinstance(known, dict) else {}
+    return checked if isinstance(checked, dict) else {}
 
 
-def _of_kind(value: Any, kinds: Mapping[str, str]) -> Any:
+def _drop_other_kinds(value: Any, kinds: Mapping[str, str]) -> Any:
     """A value of JSON without what is of another kind than its key has."""
     if isinstance(value, list):
-        return [_of_kind(item, kinds) for item in value]
+        return [_drop_other_kinds(item, kinds) for item in value]
     if not isinstance(value, dict):
         return value
-    known = {}
+    matching = {}
     for name, item in value.items():
         kind = kinds.get(name)
         if kind is not None and item is not None:
-            if not isinstance(item, _KINDS[kind]):
+            if not isinstance(item, _JSON_TYPES[kind]):
                 continue
             if kind == "mappings" and isinstance(item, list):
                 item = [entry for entry in item if isinstance(entry, dict)]
         # `before` and `after` of samples are answers, and a loss of evaluations may be "nan"
-        known[name] = _of_kind(item, {} if name in ("samples", "evaluations") else kinds)
-    return known
+        matching[name] = _drop_other_kinds(item, {} if name in ("samples", "evaluations") else kinds)
+    return matching
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """A JSON file, redacted, written aside and renamed."""
-    text = json.dumps(scrub(value), indent=2, ensure_ascii=False, default=str, allow_nan=True)
+    text = json.dumps(redact_values(value), indent=2, ensure_ascii=False, default=str, allow_nan=True)
     write_text(path, text + "\n")
 
 
@@ -108,19 +108,19 @@ def write_text(path: Path, text: str) -> None:
     atomic.write(path, redact(text), errors="backslashreplace")
 
 
-def scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:
+def redact_values(value: Any, secrets: Sequence[str] | None = None) -> Any:
     """The value with its texts redacted before JSON escapes them; `secrets` None: those of the environment."""
     secrets = secret_values(os.environ.items()) if secrets is None else secrets
     if isinstance(value, str):
         return redact(value, secrets=secrets)
     if isinstance(value, Mapping):
-        return {redact(str(key), secrets=secrets): scrub(item, secrets) for key, item in value.items()}
-    return [scrub(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
+        return {redact(str(key), secrets=secrets): redact_values(item, secrets) for key, item in value.items()}
+    return [redact_values(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def flush(folder: Path, *, below: bool = True) -> None:
-    """Bring the names in a folder to the disk, and all that is below it."""
-    for path in [*(folder.rglob("*") if below else ()), folder]:
+def sync_folder(folder: Path, *, is_recursive: bool = True) -> None:
+    """Sync the names in a folder to the disk, and with `is_recursive` all that is below it."""
+    for path in [*(folder.rglob("*") if is_recursive else ()), folder]:
         if not path.is_file() and not path.is_dir():
             continue
         descriptor = os.open(path, os.O_RDONLY)
@@ -133,34 +133,34 @@ def flush(folder: Path, *, below: bool = True) -> None:
             os.close(descriptor)
 
 
-def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> None:
+def truncate_metrics(path: Path, step: int, *, stage: str | None = None) -> None:
     """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
     again."""
     if path.exists():
-        kept = [line for line, entry in metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage]
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        kept_lines = [line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage]
+        write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
-def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
-    """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
+def read_evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+    """The metrics of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
     `generated_rows` that it is of.
 
     A resumed run has those of its earlier starts too.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for _, entry in metric_lines(path) if path.exists() else ():
+    for _, entry in read_metric_lines(path) if path.exists() else ():
         if entry.get("stage") != stage:
             continue
-        figures = {
+        metrics = {
             name: entry[f"eval_{name}"] for name in ("loss", "exact_match", "generated_rows") if f"eval_{name}" in entry
         }
-        if figures:
-            empty = {"step": entry["step"], "loss": None, "exact_match": None, "generated_rows": None}
-            by_step[entry["step"]] = by_step.get(entry["step"], empty) | figures
+        if metrics:
+            no_metrics = {"step": entry["step"], "loss": None, "exact_match": None, "generated_rows": None}
+            by_step[entry["step"]] = by_step.get(entry["step"], no_metrics) | metrics
     return [by_step[step] for step in sorted(by_step)]
 
 
-def metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def read_metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     """Complete lines of metrics.jsonl, each with its content."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -174,25 +174,25 @@ def metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 # --- a disk that takes no more ----------------------------------------------------------------------------------------
 
 
-def refusal(error: BaseException | None) -> str | None:
-    """Why the disk refused to write, in the operating system's words; None where something else went wrong."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        of_ranks = getattr(error, "failures", None)  # of torch's distributed checkpoint
-        texts = [str(error), *(str(one) for one in (of_ranks.values() if isinstance(of_ranks, dict) else ()))]
-        numbers = {int(one or other) for text in texts for one, other in _IN_TEXT.findall(text)}
-        numbers |= {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
-        for number in numbers.intersection(_REFUSES):
-            return os.strerror(number)
-        if isinstance(error, RuntimeError) and any(map(_OF_TORCH.search, texts)):
+def write_refusal(error: BaseException | None) -> str | None:
+    """The reason why the disk refused to write, in the operating system's words; None for any other error."""
+    checked_errors: set[int] = set()
+    while error is not None and id(error) not in checked_errors:
+        checked_errors.add(id(error))
+        rank_errors = getattr(error, "failures", None)  # of torch's distributed checkpoint
+        texts = [str(error), *(str(rank_error) for rank_error in (rank_errors.values() if isinstance(rank_errors, dict) else ()))]
+        error_numbers = {int(os_error or errno_text) for text in texts for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)}
+        error_numbers |= {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
+        for error_number in error_numbers.intersection(_WRITE_ERRNOS):
+            return os.strerror(error_number)
+        if isinstance(error, RuntimeError) and any(map(_TORCH_WRITE_ERROR.search, texts)):
             return "writing failed"
         error = error.__cause__ or error.__context__
     return None
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def explain_write_refusals() -> Iterator[None]:
     """Within it, a disk that is full or read-only is one message that names the file, where the error does. Raises
     RunFolderError in place of the error."""
     try:
@@ -200,42 +200,42 @@ def refusals() -> Iterator[None]:
     except SftPlayError:
         raise
     except Exception as error:
-        reason = refusal(error)
+        reason = write_refusal(error)
         if reason is None:
             raise
-        named = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
-        what = "a file" if named is None else one_line(os.fsdecode(named))
-        free = "" if named is None else f"; {free_words(Path(os.fsdecode(named)))}"
-        raise RunFolderError(f"{what} cannot be written: {reason}{free}") from error
+        file_name = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
+        subject = "a file" if file_name is None else one_line(os.fsdecode(file_name))
+        free_space = "" if file_name is None else f"; {format_free_space(Path(os.fsdecode(file_name)))}"
+        raise RunFolderError(f"{subject} cannot be written: {reason}{free_space}") from error
 
 
 @contextlib.contextmanager
-def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[None]:
-    """Within it, at least `needed` bytes are written into a folder.
+def require_disk_space(folder: Path, needed_bytes: int, subject: str, *, available_bytes: int | None) -> Iterator[None]:
+    """Within it, at least `needed_bytes` are written into a folder.
 
-    `what`: begins the message, such as "the checkpoint of step 6". `free`: bytes that are free there; None where that
+    `subject`: begins the message, such as "the checkpoint of step 6". `available_bytes`: free there; None where that
     is not known. Raises RunFolderError where fewer bytes are free, or the disk refuses.
     """
-    words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({format_size(needed)}) "
-    words += "are needed, and {}. Free space there, then resume the run"
-    if free is not None and free < needed:
-        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), free_words(folder)))
+    message = f"{subject} cannot be written into {one_line(str(folder))}: {{}}; about {needed_bytes:,} bytes "
+    message += f"({format_size(needed_bytes)}) are needed, and {{}}. Free space there, then resume the run"
+    if available_bytes is not None and available_bytes < needed_bytes:
+        raise RunFolderError(message.format(os.strerror(errno.ENOSPC), format_free_space(folder)))
     try:
         yield
     except Exception as error:
-        reason = refusal(error)
+        reason = write_refusal(error)
         if reason is None:
             raise
-        raise RunFolderError(words.format(reason, free_words(folder))) from error
+        raise RunFolderError(message.format(reason, format_free_space(folder))) from error
 
 
-def free_bytes(path: Path) -> int | None:
+def free_disk_bytes(path: Path) -> int | None:
     """What the disk of a path, which may not exist yet, has free; None where it does not say."""
-    _, space = nearest_disk_space(path)
-    return space.free if space is not None and space.total else None
+    _, disk = nearest_disk_space(path)
+    return disk.free if disk is not None and disk.total else None
 
 
-def free_words(path: Path) -> str:
+def format_free_space(path: Path) -> str:
     """What a disk has free, for a message."""
-    free = free_bytes(path)
-    return "what is free there is not known" if free is None else f"{free:,} bytes ({format_size(free)}) are free there"
+    available_bytes = free_disk_bytes(path)
+    return "what is free there is not known" if available_bytes is None else f"{available_bytes:,} bytes ({format_size(available_bytes)}) are free there"

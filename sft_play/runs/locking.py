@@ -23,31 +23,31 @@ from sft_play.runs.folder import RunFolder
 logger = logging.getLogger(__name__)
 
 # In a run folder while a process writes it: which process. The lock is on the file, not its existence.
-LOCK = "run.lock"
+LOCK_FILE = "run.lock"
 
 # Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes.
 LAUNCHER, WRITER = 0, 1
 # What fcntl(2) answers where another process holds the lock: POSIX allows either.
-_HELD = (errno.EACCES, errno.EAGAIN)
+_HELD_ERRNOS = (errno.EACCES, errno.EAGAIN)
 # What this process has locked, by device and inode: opening and closing such a file again would release the lock.
-_LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], RunLock] = weakref.WeakValueDictionary()
 
 
 @atexit.register
 def _close_all() -> None:
     """Release what is still held (an error keeps it) while the modules that `close` uses are there."""
-    for mark in list(_LOCKED_HERE.values()):
-        mark.close()
+    for run_lock in list(_OPEN_LOCKS.values()):
+        run_lock.close()
 
 
-class Lock:
+class RunLock:
     """Marks a run folder as being written until it is closed or the process ends, however it ends."""
 
-    def __init__(self, folder: RunFolder, descriptor: int, by: int | None) -> None:
+    def __init__(self, folder: RunFolder, descriptor: int, part: int | None) -> None:
         self.folder = folder
         """Where the folder is; code that moves it updates this."""
         self._descriptor: int | None = descriptor
-        self._by = by
+        self._part = part
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -64,105 +64,105 @@ class Lock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None or os.getpid() != self._pid:  # a fork's copy holds no lock
             return
-        path = self.folder.path / LOCK
+        path = self.folder.path / LOCK_FILE
         with contextlib.suppress(OSError):
-            if self._by is not None:
+            if self._part is not None:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the other part is still locked
-            if _is_file(descriptor, path):
+            if _is_same_file(descriptor, path):
                 path.unlink()
         os.close(descriptor)
 
 
-def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
+def lock_run(folder: RunFolder, *, part: int | None = None) -> RunLock:
     """Mark a run folder as being written; called by whatever moves, resumes or writes one.
 
     Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
     other nodes are visible through NFS. On a file system without locks the note of who writes is trusted.
 
-    `by`: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
+    `part`: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
     exclude each other, and each excludes everybody else. Raises RunFolderError where another process is writing the
     run, or the folder cannot be written.
     """
-    path = folder.path / LOCK
+    path = folder.path / LOCK_FILE
     for _ in range(100):
-        _refuse_second_lock(folder, path)
+        _check_not_locked_here(folder, path)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
         try:
-            _take(folder, descriptor, by)
-            if not _is_file(descriptor, path):  # it was removed between opening and locking
+            _acquire(folder, descriptor, part)
+            if not _is_same_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
             # The launcher's note stays: its process is the one to stop, and it stops the writer.
-            if by != WRITER or not os.fstat(descriptor).st_size:
+            if part != WRITER or not os.fstat(descriptor).st_size:
                 _write_note(folder, descriptor)
             status = os.fstat(descriptor)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
             raise
-        mark = _LOCKED_HERE[status.st_dev, status.st_ino] = Lock(folder, descriptor, by)
-        return mark
+        run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, part)
+        return run_lock
     raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
 
 
-def _refuse_second_lock(folder: RunFolder, path: Path) -> None:
+def _check_not_locked_here(folder: RunFolder, path: Path) -> None:
     """Raises RunFolderError where this process has the lock: to the kernel, a second one by it is the same lock."""
     try:
         status = path.stat()
     except OSError:
         return
-    mine = _LOCKED_HERE.get((status.st_dev, status.st_ino))
-    if mine is not None and mine._descriptor is not None:
+    own_lock = _OPEN_LOCKS.get((status.st_dev, status.st_ino))
+    if own_lock is not None and own_lock._descriptor is not None:
         raise RunFolderError(f"{folder.path} is already being written by this process (pid {os.getpid()})")
 
 
-def _is_file(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
         return False
 
 
-def _take(folder: RunFolder, descriptor: int, by: int | None) -> None:
-    length, start = (0, 0) if by is None else (1, by)  # one byte for each part; length 0 is the whole file
+def _acquire(folder: RunFolder, descriptor: int, part: int | None) -> None:
+    length, start = (0, 0) if part is None else (1, part)  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
-        if error.errno in _HELD:
-            raise _being_written(folder, _note(descriptor)) from None
-        _refuse_by_note(folder, _note(descriptor), by, f"the file system does not support locks ({error.strerror})")
+        if error.errno in _HELD_ERRNOS:
+            raise _locked_error(folder, _read_note(descriptor)) from None
+        _check_note(folder, _read_note(descriptor), part, f"the file system does not support locks ({error.strerror})")
 
 
-def _refuse_by_note(folder: RunFolder, note: Mapping[str, Any], by: int | None, because: str) -> None:
+def _check_note(folder: RunFolder, note: Mapping[str, Any], part: int | None, reason: str) -> None:
     """Without locks: raises RunFolderError where the note names another machine, or a live process of this one."""
     logger.warning("%s: %s; a run in progress in this folder is known only by its note in %s, and two that start "
-                   "at the same moment do not see each other", folder.path, because, LOCK)  # fmt: skip
+                   "at the same moment do not see each other", folder.path, reason, LOCK_FILE)  # fmt: skip
     pid, host = note.get("pid"), note.get("host")
-    if not isinstance(pid, int) or by == WRITER:
+    if not isinstance(pid, int) or part == WRITER:
         return
     if host != socket.gethostname():
-        raise _being_written(folder, note, f"; if that process is gone, remove {folder.path / LOCK}")
+        raise _locked_error(folder, note, f"; if that process is gone, remove {folder.path / LOCK_FILE}")
     with contextlib.suppress(ProcessLookupError):
         with contextlib.suppress(PermissionError):  # it lives, and is another user's
             os.kill(pid, 0)
         if pid != os.getpid():
-            raise _being_written(folder, note, f"; if it belongs to another program, remove {folder.path / LOCK}")
+            raise _locked_error(folder, note, f"; if it belongs to another program, remove {folder.path / LOCK_FILE}")
 
 
-def _being_written(folder: RunFolder, note: Mapping[str, Any], more: str = "") -> RunFolderError:
+def _locked_error(folder: RunFolder, note: Mapping[str, Any], advice: str = "") -> RunFolderError:
     pid, host = note.get("pid"), note.get("host")
-    who = f" (pid {pid} on {one_line(str(host))}, since {one_line(str(note.get('since')))})" if pid else ""
-    stop = f"kill {pid}" if host == socket.gethostname() else f"kill {pid} on {one_line(str(host))}"
+    holder = f" (pid {pid} on {one_line(str(host))}, since {one_line(str(note.get('since')))})" if pid else ""
+    stop_command = f"kill {pid}" if host == socket.gethostname() else f"kill {pid} on {one_line(str(host))}"
     return RunFolderError(
-        f"{folder.path} is being written by another process{who}; wait until it ends, stop it"
-        f"{f' ({stop}, which saves its state)' if pid else ''}, or give another output.name{more}"
+        f"{folder.path} is being written by another process{holder}; wait until it ends, stop it"
+        f"{f' ({stop_command}, which saves its state)' if pid else ''}, or give another output.name{advice}"
     )
 
 
-def _note(descriptor: int) -> dict[str, Any]:
+def _read_note(descriptor: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         note = json.loads(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
         return note if isinstance(note, dict) else {}

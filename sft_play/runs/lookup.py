@@ -20,8 +20,8 @@ from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError, error_prefix
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import MANIFEST, RunFolder
-from sft_play.runs.locking import Lock, lock
+from sft_play.runs.folder import MANIFEST_FILE, RunFolder
+from sft_play.runs.locking import RunLock, lock_run
 
 logger = logging.getLogger(__name__)
 
@@ -29,56 +29,57 @@ logger = logging.getLogger(__name__)
 def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
     """The run to resume: the named one, or the newest unfinished run of this config, of those that have trained if any
     has; raises RunFolderError where there is none, or the named one is finished or not ours."""
-    base = output_dir(output)
+    output_root = output_dir(output)
     if name is not None or output.name is not None:
         with error_prefix(name and f"RUN={one_line(name)}"):
-            folder = run_named(base, name) if name else run_at(base, checked_name(output.name or "", key="output.name"))
-        if folder.manifest().get("status") == "finished":
+            folder = resolve_run(output_root, name) if name else open_run(output_root, check_run_name(output.name or "", key="output.name"))
+        if folder.read_manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
     config = str(config_path.absolute())
-    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
-    of_config = [(folder, manifest) for folder, manifest in manifests if manifest.get("config_path") == config]
-    unfinished = [item for item in of_config if item[1].get("status") != "finished"]
+    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(output_root)]
+    config_runs = [(folder, manifest) for folder, manifest in manifests if manifest.get("config_path") == config]
+    unfinished = [item for item in config_runs if item[1].get("status") != "finished"]
     if not unfinished:
-        finished = f" ({len(of_config)} finished)" if of_config else ""
+        finished = f" ({len(config_runs)} finished)" if config_runs else ""
         raise RunFolderError(
-            f"no unfinished run of {config_path} in {base}{finished}; start one with make train CONFIG={config_path}"
+            f"no unfinished run of {config_path} in {output_root}{finished}; start one with make train "
+            f"CONFIG={config_path}"
         )
     unfinished.sort(key=lambda item: (str(item[1].get("started")), str(item[0].path)), reverse=True)
     folders = [folder for folder, _ in unfinished]
     chosen = next((folder for folder in folders if folder.has_trained), folders[0])
-    for passed in folders[: folders.index(chosen)]:
-        logger.info("%s is newer, but no step was trained in it: RUN=%s starts it again", passed.path, passed.path.name)
+    for skipped in folders[: folders.index(chosen)]:
+        logger.info("%s is newer, but no step was trained in it: RUN=%s starts it again", skipped.path, skipped.path.name)
     return chosen
 
 
-def run_at(base: Path, name: str) -> RunFolder:
+def open_run(output_root: Path, name: str) -> RunFolder:
     """The run of that name in an output folder; raises RunFolderError where there is none, or it is not one of ours."""
-    folder = RunFolder(base / name)
+    folder = RunFolder(output_root / name)
     if not folder.path.is_dir():
-        there = ", ".join(other.path.name for other in list(runs_in(base))[-8:]) or "none"
-        raise RunFolderError(f"there is no run {one_line(name)} in {base}; the runs there: {there}")
-    folder.manifest()
+        run_names = ", ".join(other.path.name for other in list(iter_runs(output_root))[-8:]) or "none"
+        raise RunFolderError(f"there is no run {one_line(name)} in {output_root}; the runs there: {run_names}")
+    folder.read_manifest()
     return folder
 
 
-def run_named(base: Path, run: str) -> RunFolder:
-    """The run that RUN names: by its name in an output folder, or by its own path; raises RunFolderError where there is
+def resolve_run(output_root: Path, name_or_path: str) -> RunFolder:
+    """Resolve RUN: the name of a run in an output folder, or its own path; raises RunFolderError where there is
     none, or it is not one of ours."""
-    given = Path(run).expanduser()
-    if given.name != run or (given / MANIFEST).is_file():
-        return run_at(given.parent, given.name)
-    return run_at(base, checked_name(run, key="RUN"))
+    path = Path(name_or_path).expanduser()
+    if path.name != name_or_path or (path / MANIFEST_FILE).is_file():
+        return open_run(path.parent, path.name)
+    return open_run(output_root, check_run_name(name_or_path, key="RUN"))
 
 
-def runs_in(base: Path, *, replaced: bool = False) -> Iterator[RunFolder]:
-    """Every run of this toolkit directly below an output folder, by name; with `replaced` those moved aside too."""
-    for path in sorted(base.iterdir()) if base.is_dir() else []:
+def iter_runs(output_root: Path, *, include_replaced: bool = False) -> Iterator[RunFolder]:
+    """Yield the runs directly below an output folder, by name; with `include_replaced` those moved aside too."""
+    for path in sorted(output_root.iterdir()) if output_root.is_dir() else []:
         # a leading dot: a folder that another start is building (creation.create_run)
-        if replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
+        if include_replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
             with contextlib.suppress(RunFolderError):
-                RunFolder(path).manifest()
+                RunFolder(path).read_manifest()
                 yield RunFolder(path)
 
 
@@ -100,20 +101,20 @@ def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
     """The folder's name: as given, or the config's stem with the UTC time; raises RunFolderError where the name could
     leave `output.dir`."""
     if output.name is None:
-        return f"{name_of_config(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
-    return checked_name(output.name, key="output.name")
+        return f"{config_run_name(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
+    return check_run_name(output.name, key="output.name")
 
 
-def name_of_config(path: Path) -> str:
+def config_run_name(path: Path) -> str:
     """What the names of a config's runs begin with where it names none."""
     return re.sub(r"[^\w.-]+", "-", path.stem).strip(".-") or "run"
 
 
-def checked_name(name: str, *, key: str) -> str:
+def check_run_name(name: str, *, key: str) -> str:
     """The name, if it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
     # "-" would read as a flag where the name is typed, ":" as a drive; 200 bytes leave room for ".replaced-TIME".
-    bad = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
-    if bad or ".." in name or not name or len(name.encode()) > 200:
+    is_invalid = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
+    if is_invalid or ".." in name or not name or len(name.encode()) > 200:
         raise RunFolderError(
             f"{key}={one_line(json.dumps(name, ensure_ascii=False))} is refused: a run's name is one word "
             "without separators, `..` or a leading dot, such as output.name=gsm8k-r16"
@@ -124,113 +125,113 @@ def checked_name(name: str, *, key: str) -> str:
 # --- created, and moved aside -----------------------------------------------------------------------------------------
 
 
-def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
+def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
     """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the name is refused, or
     the folder exists and `output.if_exists` is fail."""
     now = now or datetime.now(UTC)
-    base = output_dir(output)
+    output_root = output_dir(output)
     name = run_name(output, config_path=config_path, now=now)
-    path, number = base / name, 2
+    path, suffix = output_root / name, 2
     while output.name is None and path.exists():  # two starts of one config within a second
-        path, number = base / f"{name}-{number}", number + 1
+        path, suffix = output_root / f"{name}-{suffix}", suffix + 1
     if path.exists() and output.if_exists == "fail":
         raise RunFolderError(
             f"the run folder {path} exists; choose output.if_exists=resume (continue it), "
             "output.if_exists=replace (move it aside and start over), or another output.name"
         )
     if path.exists():  # refuses early what create_run(), or a resume, would refuse
-        RunFolder(path).manifest()
+        RunFolder(path).read_manifest()
     if path.exists() and output.if_exists == "replace":
-        lock(RunFolder(path)).close()
+        lock_run(RunFolder(path)).close()
     return RunFolder(path)
 
 
 def require_writable(folder: RunFolder) -> None:
     """Raises RunFolderError where a new run's folder could not be created; nothing is left behind."""
     try:
-        place = next(parent for parent in folder.path.absolute().parents if parent.exists())
-        Path(tempfile.mkdtemp(dir=place, prefix=f".{folder.path.name}.")).rmdir()
+        existing_parent = next(parent for parent in folder.path.absolute().parents if parent.exists())
+        Path(tempfile.mkdtemp(dir=existing_parent, prefix=f".{folder.path.name}.")).rmdir()
     except (OSError, ValueError) as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable_error(folder, error) from None
 
 
-def _unwritable(folder: RunFolder, error: OSError | ValueError) -> RunFolderError:
-    problem = error.strerror if isinstance(error, OSError) else str(error)
-    return RunFolderError(f"output.dir={folder.path.parent} cannot be written: {problem}")
+def _unwritable_error(folder: RunFolder, error: OSError | ValueError) -> RunFolderError:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return RunFolderError(f"output.dir={folder.path.parent} cannot be written: {reason}")
 
 
-def resumes(folder: RunFolder, output: OutputConfig) -> bool:
-    """Whether a start that is given this folder resumes the run in it."""
+def is_resume(folder: RunFolder, output: OutputConfig) -> bool:
+    """True if a start that is given this folder resumes the run in it."""
     return folder.path.exists() and output.if_exists == "resume"
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether a run is finished; logs it if so."""
-    if folder.manifest().get("status") != "finished":
+    """True if a run is finished; then a line in the log says so."""
+    if folder.read_manifest().get("status") != "finished":
         return False
     logger.info("The run %s is finished; there is nothing to resume", folder.path)
     return True
 
 
 def create_run(
-    folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], by: int | None = None
-) -> Lock:
-    """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside. `by`:
-    see `lock`. Raises RunFolderError where it exists (another start may have created it), is being written, or cannot
-    be created."""
-    taken = f"the run folder {folder.path} was created by another process in the meantime; start again"
+    folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], lock_part: int | None = None
+) -> RunLock:
+    """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside.
+    `lock_part`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
+    written, or cannot be created."""
+    taken_message = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
-        raise RunFolderError(taken)
+        raise RunFolderError(taken_message)
     try:
         folder.path.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
+        temporary_path = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
     except (OSError, ValueError) as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable_error(folder, error) from None
     try:
-        building.chmod(0o755)  # mkdtemp lets only its user read it
-        write_start(RunFolder(building), loaded, manifest=manifest, plan=plan)
-        mark = lock(RunFolder(building), by=by)
+        temporary_path.chmod(0o755)  # mkdtemp lets only its user read it
+        write_initial_files(RunFolder(temporary_path), loaded, manifest=manifest, plan=plan)
+        run_lock = lock_run(RunFolder(temporary_path), part=lock_part)
         try:
             if folder.path.exists():
                 if loaded.config.output.if_exists != "replace":
-                    raise RunFolderError(taken)
+                    raise RunFolderError(taken_message)
                 move_aside(folder)
-            building.rename(folder.path)
+            temporary_path.rename(folder.path)
         except BaseException as error:
-            mark.close()
+            run_lock.close()
             # rename(2) onto a folder that is not empty, or of one to be replaced that another start has moved away
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise RunFolderError(taken) from None
+                raise RunFolderError(taken_message) from None
             raise
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary_path, ignore_errors=True)
         raise
-    mark.folder = folder
-    return mark
+    run_lock.folder = folder
+    return run_lock
 
 
-def write_start(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+def write_initial_files(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
     """Write what a run begins with: config, settings, plan and manifest."""
     write_text(folder.path / "config.yaml", loaded.text)
     write_json(folder.path / "resolved.json", resolved_config(loaded.config, effective_batch=plan.get("effective_batch")))
     write_json(folder.path / "plan.json", plan)
-    write_json(folder.path / MANIFEST, manifest)
+    write_json(folder.path / MANIFEST_FILE, manifest)
 
 
 def move_aside(folder: RunFolder) -> Path:
     """Rename an old run to NAME.replaced-TIME; raises RunFolderError where it is not ours, or is being written."""
-    folder.manifest()
-    with lock(folder) as mark:
-        stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
-        aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}")
-        while aside.exists():
-            aside, number = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}"), number + 1
-        folder.path.rename(aside)
-        mark.folder = RunFolder(aside)
-    return aside
+    folder.read_manifest()
+    with lock_run(folder) as run_lock:
+        timestamp, suffix = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
+        replaced_path = folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}")
+        while replaced_path.exists():
+            replaced_path, suffix = folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}-{suffix}"), suffix + 1
+        folder.path.rename(replaced_path)
+        run_lock.folder = RunFolder(replaced_path)
+    return replaced_path
 
 
 def discard_run(folder: RunFolder) -> None:
     """Remove a run that this start created and that never took a step."""
-    folder.manifest()
+    folder.read_manifest()
     shutil.rmtree(folder.path)

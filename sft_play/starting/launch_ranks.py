@@ -40,11 +40,11 @@ from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.process.imports import importing
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
-from sft_play.runs.locking import LAUNCHER, Lock
+from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, RunFolder
+from sft_play.runs.locking import LAUNCHER, RunLock
 from sft_play.runs.lookup import create_run, discard_run
-from sft_play.runs.manifest import first_day, new_manifest
-from sft_play.runs.oom import NOTE
+from sft_play.runs.manifest import first_start_date, new_manifest
+from sft_play.runs.oom import OOM_NOTE_FILE
 
 if TYPE_CHECKING:  # it imports torch
     from sft_play.training.ranks.node_meeting import NodeMeeting
@@ -101,10 +101,10 @@ def _write_launch_files(
     plan, deepspeed_config = stage_plans[0]
     if not is_resumed:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
+        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), lock_part=LAUNCHER)
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
-    launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_day(folder))
+    launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_start_date(folder))
     write_text(folder.path / LAUNCH_FILE, launch_plan.to_json(has_folder=not is_resumed))
     if deepspeed_config is not None:
         write_json(folder.path / DEEPSPEED_FILE, deepspeed_config)
@@ -235,12 +235,12 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
         logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", signal_name)
         with contextlib.suppress(RunFolderError, OSError):
             if folder is not None:
-                folder.update_manifest(**{DIED: f"the ranks' agent was killed by {signal_name}"})
+                folder.update_manifest(**{CRASH_ENTRY: f"the ranks' agent was killed by {signal_name}"})
         return 1
     # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
     if folder is not None and agent_code in (2, 3):
         launch_file = folder.path / LAUNCH_FILE
-        restarts_after_oom = (folder.path / NOTE).exists()
+        restarts_after_oom = (folder.path / OOM_NOTE_FILE).exists()
         is_unused = not folder.metrics_path.exists() and launch_file.exists() and not restarts_after_oom
         if is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
             discard_run(folder)
@@ -251,7 +251,7 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
 def record_run_end(folder: RunFolder, exit_code: int) -> None:
     """Write how a run ended, where its ranks ended before they could write it."""
     with contextlib.suppress(RunFolderError):  # an unused folder is removed again
-        if exit_code and folder.manifest().get("status") == "running":
+        if exit_code and folder.read_manifest().get("status") == "running":
             folder.update_manifest(status="stopped" if exit_code == Interrupted.exit_code else "failed")
 
 
@@ -273,7 +273,7 @@ class LaunchPlan:
     """Whether this process trains, or starts Unsloth's processes, which do."""
     has_folder: bool = False
     """Whether the parent that launched this rank has created the folder, so that rank 0 must not."""
-    lock: Lock | None = None
+    lock: RunLock | None = None
     """The folder's lock, where this process has that of the whole run."""
     today: date = dataclasses.field(default_factory=date.today)
     """The day of the run's first start, for chat templates that write one."""

@@ -52,7 +52,7 @@ from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates, choose_
 from sft_play.runs import oom
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import FREE_TO_CHANGE
+from sft_play.runs.manifest import FREE_TO_CHANGE_OPTIONS
 from sft_play.starting.row_survey import cached_row_tokens
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.measure.recorded import measured_run
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
     None where neither says."""
-    manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
+    manifest, plan = folder.read_manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
@@ -82,7 +82,7 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = (plan.get("precision") or {}).get("updates") if layout in UNSHARDED_LAYOUTS else None
     known_layout: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    oom_micro_batches = [event.micro_batch for event in oom.recorded(folder) if event.again in ("step", "run")]
+    oom_micro_batches = [event.micro_batch for event in oom.read_oom_events(folder) if event.again in ("step", "run")]
     previous_batch = BatchPlan(micro_batch, grad_accum, ranks)
     return PreviousRun(known_layout, previous_batch, processes, updates, folder.has_trained, min(oom_micro_batches, default=None))
 
@@ -137,11 +137,11 @@ def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, la
         return
     from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
 
-    if last_complete_checkpoint(folder.checkpoints) is None:
+    if last_complete_checkpoint(folder.checkpoints_path) is None:
         return  # without a checkpoint it starts again from the first step
     raise RunFolderError(
         f"{folder.path} cannot be resumed: {reason}; resume with STRATEGY={previous.layout}, "
-        f"or write out what it has learned so far: make consolidate RUN={folder.quoted}"
+        f"or write out what it has learned so far: make consolidate RUN={folder.shell_path}"
     )
 
 
@@ -267,7 +267,7 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
 
 
 def _can_resume_with(suggestion: Suggestion) -> bool:
-    return suggestion.setting is not None and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE
+    return suggestion.setting is not None and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
 
 
 def check_without_rows(config: RunConfig, hardware: Hardware, *, layouts: tuple[LayoutName, ...]) -> None:

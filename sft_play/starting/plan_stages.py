@@ -30,7 +30,7 @@ from sft_play.planner.mesh import format_mesh, parse_mesh
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, require_fit
 from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import given_deepspeed
+from sft_play.runs.manifest import requested_deepspeed
 from sft_play.starting.plan_run import (
     resume_constraints,
     log_plan,
@@ -54,14 +54,14 @@ def plan_stages(
 ) -> list[PlanWithDeepSpeed]:
     """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does. `resume_from`:
     the run that is resumed."""
-    original_deepspeed = given_deepspeed(resume_from) if resume_from is not None else None
+    original_deepspeed = requested_deepspeed(resume_from) if resume_from is not None else None
     if loaded.stages and options.strategy is None and options.deepspeed is None:
         options = dataclasses.replace(options, strategy=_select_stage_layout(loaded, hardware, resume_from))
     stage_plans = []
     for part, stage_folder in _match_stage_folders(loaded, resume_from):
-        if part.stage is not None:
-            logger.debug("Stage %s:", part.stage)
-        with stage_context(part.stage):
+        if part.stage_name is not None:
+            logger.debug("Stage %s:", part.stage_name)
+        with stage_context(part.stage_name):
             stage_plans.append(plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed))
     return stage_plans
 
@@ -78,9 +78,9 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
     that has not begun, or is finished."""
     if not loaded.stages or folder is None:
         return [(part, folder) for part in loaded.runs]
-    stage_folders = [folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) for stage in loaded.stages]
+    stage_folders = [folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages]
     return [
-        (part, stage_folder if stage_folder.has_begun and not stage_folder.has_finished(adapter=part.config.tuning.mode != "full") else None)
+        (part, stage_folder if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=part.config.tuning.mode != "full") else None)
         for part, stage_folder in zip(loaded.runs, stage_folders, strict=True)
     ]
 
@@ -99,7 +99,7 @@ def count_rows_before_planning(
     if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.runs):
         return
     for part in loaded.runs if is_batch_open else ():
-        with stage_context(part.stage):
+        with stage_context(part.stage_name):
             check_without_rows(part.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_in_process:
@@ -171,7 +171,7 @@ def plan_ranks(
     plan = plan_run(config, hardware, layouts=layouts, trace=trace, keeps_params=keeps_weights, constraints=constraints)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_resumed=constraints.batch is not None)
-    log_plan(plan, config, stage=loaded.stage)
+    log_plan(plan, config, stage=loaded.stage_name)
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
     deepspeed_config = deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]  # the plan chose DeepSpeed by itself

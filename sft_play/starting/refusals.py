@@ -20,9 +20,9 @@ from sft_play.facts.installed import torch_cuda_version
 from sft_play.launch.machine import require_usable_hardware
 from sft_play.planner.attention import require_attention_package
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import free_bytes, free_words
+from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import checked_name, new_folder, output_dir, require_writable, resumes
+from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable
 from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import format_size
@@ -68,22 +68,22 @@ def require_capable_machine(config: RunConfig, hardware: Hardware) -> None:
 def _require_writable_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
     output = loaded.config.output
     if output.name is not None:
-        checked_name(output.name, key="output.name")
+        check_run_name(output.name, key="output.name")
     if not hardware.named:
-        require_writable(new_folder(output, config_path=loaded.path))
+        require_writable(new_run_folder(output, config_path=loaded.path))
 
 
 def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
     """The run that a start with this config resumes; None where it begins one, or is refused."""
     output = loaded.config.output
     with contextlib.suppress(SftPlayError):
-        folder = new_folder(output, config_path=loaded.path)
-        return folder if resumes(folder, output) else None
+        folder = new_run_folder(output, config_path=loaded.path)
+        return folder if is_resume(folder, output) else None
     return None
 
 
 def _require_readable_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
-    with stage_context(part.stage):
+    with stage_context(part.stage_name):
         try:
             paths = find_data_paths(part.config.data)
         except DataError:
@@ -105,12 +105,12 @@ def require_gpus_and_disk(
         raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.runs, plans, strict=False):
-        stage_folder = folder if part.stage is None else folder.of_stage(part.stage)
-        disk, free_disk = disk_use(part.config, load_run_model_shape(part.config), plan), free_bytes(folder.path)
-        needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints.glob("checkpoint-*"))))
+        stage_folder = folder if part.stage_name is None else folder.stage_folder(part.stage_name)
+        disk, free_disk = disk_use(part.config, load_run_model_shape(part.config), plan), free_disk_bytes(folder.path)
+        needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints_path.glob("checkpoint-*"))))
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
                 f"{folder.path}: there is no room for what the run writes ({disk.count or 'all its'} checkpoints at "
                 f"once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are "
-                f"needed, and {free_words(folder.path)}; {LARGER}"
+                f"needed, and {format_free_space(folder.path)}; {LARGER}"
             )

@@ -63,7 +63,7 @@ def count_row_tokens(loaded: LoadedConfig) -> None:
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
     for part in loaded.runs:
         if has_variable_lengths(part.config) and cached_row_tokens(part.config) is None:
-            with stage_context(part.stage):
+            with stage_context(part.stage_name):
                 _count_tokens(part.config)
 
 
@@ -92,7 +92,7 @@ def count_row_tokens_if_quick(
             if folder is None or data_bytes > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
                 continue
             try:
-                with stage_context(part.stage):
+                with stage_context(part.stage_name):
                     _count_tokens(config)
             except SftPlayError as error:
                 on_error(error)

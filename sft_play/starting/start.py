@@ -34,10 +34,10 @@ from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.plan import Plan
 from sft_play.process import signals
 from sft_play.runs import oom
-from sft_play.runs.folder import DIED, RESTARTS, RunFolder, Trust
-from sft_play.runs.locking import LAUNCHER, lock
-from sft_play.runs.lookup import find_resumable, is_finished, new_folder, resumes
-from sft_play.runs.manifest import as_started, first_day, other_settings, refuse_mixing
+from sft_play.runs.folder import CRASH_ENTRY, RESTARTS_ENTRY, CodeTrust, RunFolder
+from sft_play.runs.locking import LAUNCHER, lock_run
+from sft_play.runs.lookup import find_resumable, is_finished, is_resume, new_run_folder
+from sft_play.runs.manifest import changed_settings, check_no_differences, first_start_date, load_resumed_config
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import (
     LaunchPlan,
@@ -150,12 +150,12 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
         return LaunchResult(0, folder, plan)
 
 
-def resume_request(loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: Trust) -> LaunchRequest:
+def resume_request(loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: CodeTrust) -> LaunchRequest:
     """A stopped run, the one named `run_name` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
-    loaded, previous = as_started(loaded, folder, trusts=trusts), read_previous_run(folder)
+    loaded, previous = load_resumed_config(loaded, folder, is_trusted=trusts), read_previous_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpu_count, rank_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus), previous.processes if previous else 1
         options = dataclasses.replace(options, processes=min(rank_count, gpu_count) if gpu_count else rank_count)
@@ -205,7 +205,7 @@ def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
 def _tensorboard_sidecar(request: LaunchRequest, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
     if folder is None or not request.options.uses_tensorboard or not request.is_reporting_rank:
         return contextlib.nullcontext()
-    return tensorboard.sidecar(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
+    return tensorboard.sidecar(folder.tensorboard_path, environment=os.environ, title=folder.path.absolute().name)
 
 
 # --- what is decided before anything is made --------------------------------------------------------------------------
@@ -218,12 +218,12 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
         warn_idle_gpus(hardware, options, request.accelerate_config.path if request.accelerate_config else None)
     folder, is_resumed = _run_folder(request)
     if folder is not None and is_resumed and starts_run:
-        oom.take(folder)  # of a run whose launcher did not start it again
+        oom.pop_oom_note(folder)  # of a run whose launcher did not start it again
         pop_crash_record(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return LaunchPlan(folder, is_resumed)
     if folder is not None and is_resumed and folder.has_trained:
-        refuse_mixing(folder, list(other_settings(folder, loaded.config).values()))
+        check_no_differences(folder, list(changed_settings(folder, loaded.config).values()))
     # a command that is only shown may be typed on another machine
     machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
     # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
@@ -234,14 +234,14 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
     if starts_run and folder is not None and request.rank_info is None:
         exit_stack.enter_context(reported(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            run_lock = exit_stack.enter_context(lock(folder, by=None if trains_in_process else LAUNCHER))
+            run_lock = exit_stack.enter_context(lock_run(folder, part=None if trains_in_process else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloth_layout) if unsloth_layout is not None else options
     if starts_run:
         count_rows_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_in_process=trains_in_process)
     stage_plans = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
     if starts_run:  # the folder is rank 0's where there are several nodes
         require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
-    today = first_day(folder) if folder is not None else date.today()
+    today = first_start_date(folder) if folder is not None else date.today()
     return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today)
 
 
@@ -262,8 +262,8 @@ def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
         return None, False
     if request.should_resume:
         return find_resumable(output, config_path=path, name=request.run_name), True
-    folder = new_folder(output, config_path=path)
-    return folder, resumes(folder, output)
+    folder = new_run_folder(output, config_path=path)
+    return folder, is_resume(folder, output)
 
 
 def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack: contextlib.ExitStack) -> LaunchPlan:
@@ -293,7 +293,7 @@ class RestartBudget:
 
     def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
         """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
-        if event := oom.take(folder):
+        if event := oom.pop_oom_note(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True
         crash = pop_crash_record(folder) if self.limit else None
@@ -307,16 +307,16 @@ class RestartBudget:
             step, resume_text = _resume_point(folder, loaded)
             logger.warning("Restart %d of %d: %s; the run goes on from %s", self.used, self.limit, crash, resume_text)
         entry = {"after": crash, "from_step": step, "number": self.used, "of": self.limit}
-        folder.update_manifest(**{RESTARTS: [*folder.manifest().get(RESTARTS, []), entry]})
+        folder.update_manifest(**{RESTARTS_ENTRY: [*folder.read_manifest().get(RESTARTS_ENTRY, []), entry]})
         return True
 
 
 def pop_crash_record(folder: RunFolder) -> str | None:
     """How a process of a run died, which the manifest says no more afterwards; None where none did."""
     with contextlib.suppress(RunFolderError):  # an unused folder was removed again
-        crash = folder.manifest().get(DIED)
+        crash = folder.read_manifest().get(CRASH_ENTRY)
         if isinstance(crash, str):
-            folder.update_manifest(**{DIED: None})
+            folder.update_manifest(**{CRASH_ENTRY: None})
             return crash
     return None
 
@@ -324,9 +324,9 @@ def pop_crash_record(folder: RunFolder) -> str | None:
 def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
     from sft_play.training.checkpoints.checkpoints import checkpoint_step, last_complete_checkpoint
 
-    begun_stages = [stage_folder for stage_config in loaded.config.curriculum if (stage_folder := folder.of_stage(stage_config.name)).has_begun]
+    begun_stages = [stage_folder for stage_config in loaded.config.curriculum if (stage_folder := folder.stage_folder(stage_config.name)).has_begun]
     last_folder = begun_stages[-1] if begun_stages else folder
-    checkpoint, stage_suffix = last_complete_checkpoint(last_folder.checkpoints), f" of stage {last_folder.stage}" if last_folder.stage else ""
+    checkpoint, stage_suffix = last_complete_checkpoint(last_folder.checkpoints_path), f" of stage {last_folder.stage_name}" if last_folder.stage_name else ""
     if checkpoint is None:
         return 0, f"the beginning{stage_suffix}: there is no checkpoint"
     return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"

@@ -14,9 +14,9 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import OutputConfig
 from sft_play.data.sources.files import DataPaths, find_data_paths
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed
-from sft_play.runs.folder import RunFolder, code_keys
-from sft_play.runs.locking import Lock
-from sft_play.runs.manifest import settings_to_keep
+from sft_play.runs.folder import RunFolder, remote_code_keys
+from sft_play.runs.locking import RunLock
+from sft_play.runs.manifest import kept_overrides
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RunJob:
     log_buffer: MemoryHandler | None = None
     has_folder: bool = False
     """Whether the parent that launched this rank has created the folder."""
-    lock: Lock | None = None
+    lock: RunLock | None = None
     """The folder's lock, if this process has it already."""
     lock_role: int | None = None
     """Else who takes the lock (`by` of `runs.locking.lock`): the parent that launched this rank holds one too."""
@@ -63,7 +63,7 @@ def build_run_job(loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], fold
     stages = [
         replace(
             job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
-            folder=folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]),
+            folder=folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))
     ]  # fmt: skip
@@ -72,9 +72,9 @@ def build_run_job(loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], fold
 
 def resume_command(job: RunJob) -> str:
     """The command that resumes this run; its name alone is enough in the folder where every run is looked for."""
-    folder, settings = job.folder.whole.path, settings_to_keep(job.loaded.overrides)
+    folder, settings = job.folder.whole_run.path, kept_overrides(job.loaded.overrides)
     # a run folder does not allow code that comes with a model, so that the command has to
-    if folder.parent == Path(OutputConfig().dir) and not code_keys(job.loaded.config.model):
+    if folder.parent == Path(OutputConfig().dir) and not remote_code_keys(job.loaded.config.model):
         return shlex.join(["make", "resume", f"RUN={folder.name}"])
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
     return shlex.join([*words, f"SET={shlex.join(settings)}"] if settings else words)

@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.planner import calibration
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs import oom
-from sft_play.runs.files import keep_metrics_until
+from sft_play.runs.files import truncate_metrics
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob
@@ -84,7 +84,7 @@ def train_stage(
     Interrupted: the user stopped the run, and its state was saved."""
     sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
     with explain_out_of_memory(job.plan):
-        checkpoint = find_last_checkpoint(job.folder.checkpoints, monitors.heartbeat) if job.resume else None
+        checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
         monitors.memory.peaks.clear()  # those of the stage before
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
@@ -109,7 +109,7 @@ def train_stage(
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
         summary = build_summary(job, trainer, training, before_training, metrics_after, monitors)
         finish_run(job, prepared, trainer, summary, monitors.memory, first_step=training.progress.first_step)
-    if job.folder.stage is not None:  # another model is loaded into this process
+    if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary
 
@@ -125,7 +125,7 @@ def _run_training_loop(
 ) -> TrainingSummary:
     resume_step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
-        keep_metrics_until(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage)
+        truncate_metrics(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage_name)
     train_config = job.loaded.config.train
     stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds)
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
@@ -133,7 +133,7 @@ def _run_training_loop(
     compiler = trainer.compiler
     if compiler is not None:
         compiler.on_compiled.append(progress.wait)
-    metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage)
+    metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
         *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
@@ -156,15 +156,15 @@ def _run_training_loop(
     return TrainingSummary(stop_after, progress, update_check, tokens / progress.training_s)
 
 
-def _record_oom(job: RunJob, event: oom.RanOut) -> None:
+def _record_oom(job: RunJob, event: oom.OomEvent) -> None:
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):
         calibration.add_measured_run(measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
     if event.again == "run":
-        oom.leave(job.folder, event)
+        oom.write_oom_note(job.folder, event)
     elif distributed.is_first():
-        oom.record(job.folder, event)
+        oom.record_oom_event(job.folder, event)
 
 
 def _log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:

@@ -31,8 +31,8 @@ from sft_play.finished.export.places import merged_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
-from sft_play.runs.locking import lock
-from sft_play.runs.manifest import versions
+from sft_play.runs.locking import lock_run
+from sft_play.runs.manifest import installed_versions
 from sft_play.training.measure.exact_match import select_questions
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -99,9 +99,9 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
         "base": (run.manifest.get("data") or {}).get("weights"),
         "before": continued.name if continued else None,
-        "versions": versions(),
+        "versions": installed_versions(),
     }
-    with lock(run.folder):
+    with lock_run(run.folder):
         try:
             measured = _ShipRows(run, rows)
             about["rows_sha256"] = measured.rows_sha256

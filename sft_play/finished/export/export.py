@@ -302,7 +302,7 @@ def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Conve
     checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, known, prompts, asked)}
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
-            way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
+            way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
             raise TokenizerError(
                 f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {way_out}"
             )

@@ -45,7 +45,7 @@ from sft_play.finished.run import (
 )
 from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
-from sft_play.runs.locking import lock
+from sft_play.runs.locking import lock_run
 from sft_play.training.checkpoints.card import CardFacts, WeightsKind, write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import set_dtype
@@ -172,7 +172,7 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
         return merged
     target = run.folder.path / MERGED
     logger.info("The adapter is merged into its base first (%s)", target)
-    with contextlib.nullcontext() if is_locked else lock(run.folder):
+    with contextlib.nullcontext() if is_locked else lock_run(run.folder):
         return merge_run(run, replace=target.exists()).path
 
 

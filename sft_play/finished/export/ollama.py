@@ -44,7 +44,7 @@ def modelfile_of(
         template = go_template(parts, bos=bos)
         _check_probes(prompts, parts, bos=bos)
     except NoGoTemplate as error:
-        way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.quoted}"
+        way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
         raise NoGoTemplate(f"the chat template cannot be written as an Ollama template: {error}. {way_out}") from None
     dated = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
     notes = (dated,) if "strftime_now" in (prompts.template or "") else ()

@@ -50,7 +50,7 @@ def require_merged(run: FinishedRun, target: Path) -> None:
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
     if not (target / "config.json").is_file():
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.shell_path} writes it")
 
 
 def merged_model(run: FinishedRun) -> Path | None:
@@ -117,5 +117,5 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
             raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
         if files:
             return files[0]
-    command = f"make export FORMAT=gguf RUN={run.folder.quoted}"
+    command = f"make export FORMAT=gguf RUN={run.folder.shell_path}"
     raise RunFolderError(f"there is no GGUF in {' or '.join(map(str, folders))}; {command} writes one")

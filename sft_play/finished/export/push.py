@@ -158,7 +158,7 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     target = run.folder.path / MERGED
-    merge = f"make merge RUN={run.folder.quoted}{' FORCE=1' if target.exists() else ''} writes it"
+    merge = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
     merged = merged_model(run)
     if merged is None:
         raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sft_play.config.options import all_options
 from sft_play.finished.listing import Status, best_of, status_of
-from sft_play.runs.files import metric_lines, read_json, read_summary
+from sft_play.runs.files import read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB, format_duration, format_size
 
@@ -130,13 +130,13 @@ class Record:
 
 def read_record(folder: RunFolder) -> Record:
     """Everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
-    manifest = folder.manifest()
+    manifest = folder.read_manifest()
     settings = read_json(folder.path / "resolved.json")
     # of stages those that have a folder: a run that failed in its first stage has no others
     listed = settings.get("curriculum")
     stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
     logged = _logged(folder.metrics_path)
-    parts = [_part(folder.of_stage(name), logged) for name in stages if folder.of_stage(name).path.is_dir()]
+    parts = [_part(folder.stage_folder(name), logged) for name in stages if folder.stage_folder(name).path.is_dir()]
     summary, warnings = read_summary(folder.path), tuple(_warnings(folder.log_path))
     parts = parts or [_part(folder, logged)]
     return Record(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
@@ -149,7 +149,7 @@ _Logged = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
 def _logged(path: Path) -> dict[str | None, _Logged]:
     """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
     by_stage: dict[str | None, _Logged] = {}
-    for _, entry in metric_lines(path) if path.is_file() else ():
+    for _, entry in read_metric_lines(path) if path.is_file() else ():
         curves, last = by_stage.setdefault(entry.get("stage"), ({}, {}))
         for key, value in entry.items():
             # a bool is an int to Python, and no point of a curve
@@ -164,7 +164,7 @@ def _logged(path: Path) -> dict[str | None, _Logged]:
 
 def _part(folder: RunFolder, logged: Mapping[str | None, _Logged]) -> RunPart:
     plan, settings = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved"))
-    return RunPart(folder.stage, plan, settings, read_summary(folder.path), *logged.get(folder.stage, ({}, {})))
+    return RunPart(folder.stage_name, plan, settings, read_summary(folder.path), *logged.get(folder.stage_name, ({}, {})))
 
 
 def _warnings(log: Path) -> list[str]:

@@ -264,6 +264,6 @@ def _reproduce(record: Record) -> Section:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return Section(
         "How to reproduce it",
-        commands=f"make reproduce RUN={record.folder.quoted}" if record.manifest.get("config_path") else "",
+        commands=f"make reproduce RUN={record.folder.shell_path}" if record.manifest.get("config_path") else "",
         folded=[("config.yaml, as given", text)] if text else [],
     )

@@ -16,7 +16,7 @@ from typing import Any
 from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
 from sft_play.process.waiting import report_wait
-from sft_play.runs.files import flush
+from sft_play.runs.files import sync_folder
 from sft_play.units import MIB
 
 CHECKPOINT_PREFIX = "checkpoint-"
@@ -71,11 +71,11 @@ def commit_checkpoint(
     if missing:
         raise TrainingError(f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?")
     record_digests(staged, on_bytes=on_bytes)
-    flush(staged)  # a rename can outlive a power cut that what it names does not
+    sync_folder(staged)  # a rename can outlive a power cut that what it names does not
     final = folder / staged.name
     atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
     with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
-        flush(folder, below=False)
+        sync_folder(folder, is_recursive=False)
     with contextlib.suppress(OSError):
         staged.parent.rmdir()
     return final

@@ -19,8 +19,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.runs.folder import RunFolder, Trust, trust_none
-from sft_play.runs.locking import lock
+from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
+from sft_play.runs.locking import lock_run
 from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
 from sft_play.training.checkpoints.full_state_dict import adapter_names, read_checkpoint_weights
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
@@ -38,20 +38,20 @@ _BATCH_BYTES = GIB
 
 
 def consolidate(
-    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: Trust = trust_none
+    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: CodeTrust = trust_none
 ) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model into `out`, or
     `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `trusts` does not,
     there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the checkpoint
     lacks tensors."""
-    run.manifest()  # raises where the folder is not a run's
-    config = run.settings(trusts=trusts)
-    stages = [run.of_stage(stage.name) for stage in config.curriculum]
-    started_stages = [stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints) is not None]
+    run.read_manifest()  # raises where the folder is not a run's
+    config = run.read_config(is_trusted=trusts)
+    stages = [run.stage_folder(stage.name) for stage in config.curriculum]
+    started_stages = [stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None]
     run = started_stages[-1] if started_stages else run
-    if out is not None and run.whole.path.resolve() not in (out.resolve(), *out.resolve().parents):
+    if out is not None and run.whole_run.path.resolve() not in (out.resolve(), *out.resolve().parents):
         return _write_consolidated(run, config, checkpoint, out)  # the run is only read: no lock
-    with lock(run.whole):
+    with lock_run(run.whole_run):
         return _write_consolidated(run, config, checkpoint, out)
 
 
@@ -96,10 +96,10 @@ def _select_checkpoint(run: RunFolder, checkpoint: Path | None) -> Path:
         if damage is not None:
             raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {damage}")
         return checkpoint
-    source, damaged = checkpoints.last_undamaged(run.checkpoints)
+    source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
     skipped_lines = "; ".join(map(checkpoints.skipped_line, damaged, damaged.values()))
     if source is None:
-        reason = skipped_lines or f"{run.checkpoints} holds none"
+        reason = skipped_lines or f"{run.checkpoints_path} holds none"
         raise RunFolderError(f"there is no complete checkpoint to consolidate: {reason}")
     if skipped_lines:
         logger.warning("%s", skipped_lines)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sft_play.runs.files import free_bytes, room
+from sft_play.runs.files import free_disk_bytes, require_disk_space
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.ranks import distributed, engines
 
@@ -42,8 +42,8 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     state_sizes = [state_file.stat().st_size for state_file in state_files]
     needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
     try:
-        available_bytes, purpose = distributed.broadcast_value(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
-        with room(folder, needed_bytes, purpose, free=available_bytes), trainer.watch_writing(folder):
+        available_bytes, purpose = distributed.broadcast_value(free_disk_bytes(folder)), f"{checkpoint.name} for another number of ranks"
+        with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes), trainer.watch_writing(folder):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip

@@ -59,10 +59,10 @@ class StageSequence:
         status = "finished"
         for position, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
-            if distributed.broadcast_value(stage.folder.has_finished(adapter=is_adapter) if distributed.is_first() else None):
-                logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage)
+            if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None):
+                logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage_name)
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
-                self._summaries.append({"name": stage.folder.stage, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)})
+                self._summaries.append({"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)})
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
@@ -72,7 +72,7 @@ class StageSequence:
                 status = self._train_prepared_stage(stage, prepared, begins_from)
                 if status != "finished":
                     break
-            begins_from = stage.folder.model_path(adapter=is_adapter)
+            begins_from = stage.folder.model_path(is_adapter=is_adapter)
         return self._finish(status)
 
     def _remaining_steps(self) -> int | None:
@@ -81,7 +81,7 @@ class StageSequence:
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
         has_begun = distributed.broadcast_value(stage.folder.has_begun if distributed.is_first() else None)
-        checkpoint = find_last_checkpoint(stage.folder.checkpoints, self._monitors.heartbeat) if has_begun else None
+        checkpoint = find_last_checkpoint(stage.folder.checkpoints_path, self._monitors.heartbeat) if has_begun else None
         resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
@@ -98,7 +98,7 @@ class StageSequence:
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
             raise
-        self._summaries.append({"name": stage.folder.stage, **summary})
+        self._summaries.append({"name": stage.folder.stage_name, **summary})
         self._steps_trained += summary["steps"] - resumed_step
         gc.collect()  # model, optimizer and engine of this stage are in reference cycles
         if torch.cuda.is_available():
@@ -109,7 +109,7 @@ class StageSequence:
         train_config = stage.loaded.config.train
         length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                    position, len(self._job.stages), stage.folder.stage, length, stage.loaded.config.learning_rate,
+                    position, len(self._job.stages), stage.folder.stage_name, length, stage.loaded.config.learning_rate,
                     stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
 
     def _finish(self, status: str) -> dict[str, Any]:

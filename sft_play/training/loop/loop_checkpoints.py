@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
-from sft_play.runs.files import flush, free_bytes, room
+from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
@@ -143,7 +143,7 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.heartbeat.note(step, "saving a checkpoint")
         require_finite(self)
-        free_space, needed_bytes = distributed.broadcast_value(free_bytes(folder)), engines.checkpoint_bytes(self)
+        free_space, needed_bytes = distributed.broadcast_value(free_disk_bytes(folder)), engines.checkpoint_bytes(self)
         try:
             with self._require_room(step, needed_bytes, free_space=free_space):
                 self._write_with_retry(model, trial, needed_bytes)
@@ -154,7 +154,7 @@ class CheckpointedLoop(Trainer):
     def _require_room(self, step: int, needed_bytes: int, *, free_space: int | None = None) -> Iterator[None]:
         folder = Path(self.args.output_dir)
         try:
-            with room(folder, needed_bytes, f"{checkpoints.resume_note(folder)}; that of step {step}", free=free_space):
+            with require_disk_space(folder, needed_bytes, f"{checkpoints.resume_note(folder)}; that of step {step}", available_bytes=free_space):
                 yield
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
@@ -206,7 +206,7 @@ class CheckpointedLoop(Trainer):
             super()._save_checkpoint(model, trial)
         self.wait_for_disk()  # every rank's files have to be there before the first one checks them
         if distributed.is_first_of_node() and not distributed.is_first():
-            flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+            sync_folder(staging)  # only the node that wrote a file can bring it to a disk that nodes share
         self.wait_for_disk()
         checkpoint_path = checkpoints.checkpoint_path(staging, step)
         if distributed.is_first():

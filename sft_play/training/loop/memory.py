@@ -21,7 +21,7 @@ from sft_play.errors import OutOfMemory
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.runs.oom import RanOut
+from sft_play.runs.oom import OomEvent
 from sft_play.training.loop.rows import FILLER_INDEX
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 from sft_play.training.ranks import distributed
@@ -46,7 +46,7 @@ class StepMemory(TrainerCallback):
         ranks = trainer._layout.data_parallel
         micro_steps = max(1, -(-trainer.plan.batch.effective_batch // (micro_batches.rows * ranks)))
         self._trainer, self.micro_batches, self.batch_plan = trainer, micro_batches, BatchPlan(micro_batches.rows, micro_steps, ranks)
-        self.on_oom: list[Callable[[RanOut], None]] = []
+        self.on_oom: list[Callable[[OomEvent], None]] = []
         """Called when memory has run out, before anything is repeated."""
         self.has_halved = False
         self._step_start: dict[str, Any] = {}
@@ -115,8 +115,8 @@ class StepMemory(TrainerCallback):
     def _report_oom(self, error: str, *, retry: Any, retry_rows: int, rows: int | None = None) -> None:
         step, activity = self._trainer.heartbeat.last_note
         rows = rows or self.batch_plan.micro_batch
-        event = RanOut(step, activity, distributed.rank(), rows, retry_rows, retry, one_line(error, limit=200))
-        logger.warning("Out of memory: %s", event.line)
+        event = OomEvent(step, activity, distributed.rank(), rows, retry_rows, retry, one_line(error, limit=200))
+        logger.warning("Out of memory: %s", event.description)
         for callback in self.on_oom:
             callback(event)
 

@@ -55,7 +55,7 @@ def training_arguments(
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
     return (arguments_class or SFTConfig)(
-        output_dir=str(folder.checkpoints),
+        output_dir=str(folder.checkpoints_path),
         # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
         per_device_train_batch_size=plan.trainer_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,

@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.oom import ENTRY, RanOut, recorded
+from sft_play.runs.oom import OOM_ENTRY, OomEvent, read_oom_events
 from sft_play.training.measure.exact_match import GeneratedAnswer
 
 MAX_LOGGED_ANSWERS = 5
@@ -101,7 +101,7 @@ class TensorBoardWriter(TrainerCallback):
         self._tags: set[str] = set()
         self._purge_step = None if resume_step is None else resume_step + 1
         for name in ("", *SPLIT_FOLDERS.values()) if resume_step is None else ():  # of a start that trained nothing
-            for path in (folder.tensorboard / name).glob("events.out.tfevents.*"):
+            for path in (folder.tensorboard_path / name).glob("events.out.tfevents.*"):
                 path.unlink()
         self._layout: dict[str, Any] = {}
         for tag in ("train/", *self._metric_tags):  # TensorBoard gives out its colours in this order
@@ -115,7 +115,7 @@ class TensorBoardWriter(TrainerCallback):
             if path.is_file():
                 text = redact(path.read_text(encoding="utf-8", errors="replace"))
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
-        for event in recorded(self._folder):  # ranks that started again for it could not write it before
+        for event in read_oom_events(self._folder):  # ranks that started again for it could not write it before
             self.write_oom(event)
         for summary in _hparams_table(self._hparams, ("train/loss", *self._metric_tags, "train/tokens_per_s")):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
@@ -144,9 +144,9 @@ class TensorBoardWriter(TrainerCallback):
         for writer in self._writers.values():
             writer.flush()
 
-    def write_oom(self, event: RanOut) -> None:
+    def write_oom(self, event: OomEvent) -> None:
         """Write that memory ran out, and what is done about it."""
-        self._get_writer("train/").add_text(ENTRY, f"`{redact(event.line)}`", event.step)
+        self._get_writer("train/").add_text(OOM_ENTRY, f"`{redact(event.description)}`", event.step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the files; the figures of the trained weights, which follow, open new ones."""
@@ -159,7 +159,7 @@ class TensorBoardWriter(TrainerCallback):
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
         if name not in self._writers:
-            log_dir = str(self._folder.tensorboard / name)
+            log_dir = str(self._folder.tensorboard_path / name)
             self._writers[name] = SummaryWriter(log_dir=log_dir, purge_step=self._purge_step)
         return self._writers[name]
 

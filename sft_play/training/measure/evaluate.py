@@ -150,7 +150,7 @@ class InitialEvaluation(TrainerCallback):
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
             return
         if self._is_resumed:
-            recorded_metrics = distributed.broadcast_value(folder.manifest().get("before") if is_first else None)
+            recorded_metrics = distributed.broadcast_value(folder.read_manifest().get("before") if is_first else None)
             self.metrics = EvalMetrics(**recorded_metrics) if recorded_metrics else None
             return
         self.metrics = evaluate(self._trainer, self.eval_set)

@@ -9,7 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.calibration import MeasuredRun
 from sft_play.planner.kernels import CountedKernels
 from sft_play.planner.plan import Plan
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 
 def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> MeasuredRun:
@@ -32,7 +32,7 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> Measured
         model=config.model.name,
         micro_batch=plan.batch.micro_batch,
         seq_len=plan.max_seq_len,
-        versions=" ".join(f"{name} {version}" for name, version in sorted(versions().items())),
+        versions=" ".join(f"{name} {version}" for name, version in sorted(installed_versions().items())),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         **fields | measurements,
     )

@@ -13,7 +13,7 @@ import torch
 
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
-from sft_play.runs.files import evaluations, free_bytes, room
+from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, result_figures, write_card
@@ -71,7 +71,7 @@ def build_summary(
         "engine_proof": before_training.engine_check.as_json(),
         "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
         "compile": compiler.figures() if compiler else None,
-        "evaluations": evaluations(metrics_path, stage=job.folder.stage) if distributed.is_first() else [],
+        "evaluations": read_evaluations(metrics_path, stage=job.folder.stage_name) if distributed.is_first() else [],
         "predicted_tokens_per_s": round(predicted_speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
     }
@@ -91,11 +91,11 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -
         _memory_line(summary["peak_bytes"]),
         f"Written to: {job.folder.path}",
     ]
-    if summary["exit"] or job.folder.run is not None:  # the error says how to resume, the last stage what is next
+    if summary["exit"] or job.folder.parent_run is not None:  # the error says how to resume, the last stage what is next
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    return [*lines, f"Talk to it: make chat RUN={job.folder.quoted}", *_next_step_lines(job)]
+    return [*lines, f"Talk to it: make chat RUN={job.folder.shell_path}", *_next_step_lines(job)]
 
 
 def _metric_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -161,7 +161,7 @@ def finish_run(
         with memory_meter.peaks.during("saving"):
             _save_trained_weights(job, prepared, trainer, steps=steps)
         summary |= {"peak_bytes": memory_meter.peak_bytes(), "peak_bytes_by_moment": memory_meter.peak_bytes_by_phase()}
-        summary["model_path"] = str(job.folder.model_path(adapter=prepared.trains_adapter))
+        summary["model_path"] = str(job.folder.model_path(is_adapter=prepared.trains_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)
         job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -180,26 +180,26 @@ def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -
     """Write the model card of the trained weights; where the disk refuses it, the weights are whole without it."""
     card = CardFacts(
         kind="adapter" if prepared.trains_adapter else "model",
-        name=job.folder.whole.path.name,
+        name=job.folder.whole_run.path.name,
         config=job.loaded.config,
         plan=job.plan,
         model_spec=prepared.model_spec,
-        manifest=job.folder.whole.manifest(),
+        manifest=job.folder.whole_run.read_manifest(),
         summary=summary,
         stop=answer_stop_ids(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
     )
     try:
-        write_card(job.folder.model_path(adapter=prepared.trains_adapter), card)
+        write_card(job.folder.model_path(is_adapter=prepared.trains_adapter), card)
     except OSError as error:
         logger.warning("The model card could not be written: %s", error)
 
 
 def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
-    path, tokenizer = job.folder.model_path(adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
+    path, tokenizer = job.folder.model_path(is_adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
-    needed_bytes, free_space = engines.trained_bytes(trainer, dtype), distributed.broadcast_value(free_bytes(path.parent))
-    with room(path.parent, needed_bytes, "the trained weights", free=free_space), trainer.watch_writing(path.parent):
+    needed_bytes, free_space = engines.trained_bytes(trainer, dtype), distributed.broadcast_value(free_disk_bytes(path.parent))
+    with require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space), trainer.watch_writing(path.parent):
         streams_tensors = trainer.is_fsdp_enabled and not prepared.trains_adapter
         tensors = full_state_dict.full_tensors(trainer.model) if streams_tensors else None
         state = None if streams_tensors else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)

@@ -98,7 +98,8 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
                              f"model.name={one_line(name)}")  # fmt: skip
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
         raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-                         f"{one_line(name)}: give the adapter's own base, or correct its {ADAPTER_CONFIG_FILE}")  # fmt: skip
+                         f"{one_line(name)}: give the adapter's own base, or correct its "
+                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
 
 
 def _short_name(name: str) -> str:

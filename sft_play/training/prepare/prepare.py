@@ -21,7 +21,7 @@ from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import require_available_model, base_weights_identity
 from sft_play.log import one_line
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 from sft_play.training.class_checks.kernels import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
@@ -63,16 +63,16 @@ class Prepared:
 
 def prepare(job: RunJob) -> Prepared:
     """Load tokenizer, model on the meta device and rows; raises SftPlayError, naming the stage."""
-    if job.folder.stage is not None:
-        logger.debug("Stage %s:", job.folder.stage)
-    with stage_context(job.folder.stage):
+    if job.folder.stage_name is not None:
+        logger.debug("Stage %s:", job.folder.stage_name)
+    with stage_context(job.folder.stage_name):
         config, layout = job.loaded.config, job.plan.choice.layout
         backend = choose_backend(
             config,
             layout=job.plan.layout,
             nodes=job.plan.hardware.nodes,
             is_rank="RANK" in os.environ,
-            is_stage=job.folder.stage is not None,
+            is_stage=job.folder.stage_name is not None,
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
@@ -99,7 +99,7 @@ def prepare(job: RunJob) -> Prepared:
             logger.warning("Adapter: %s", peft_warning)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
         prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, base_adapter)
-        if job.folder.stage is None:
+        if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared
 
@@ -180,7 +180,7 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
     """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
     facts: dict[str, Any] = {}
     for stage_job, prepared_stage in zip(stage_jobs, prepared_stages, strict=True):
-        stage_prefix = f"stage {stage_job.folder.stage} " if stage_job.folder.stage else ""
+        stage_prefix = f"stage {stage_job.folder.stage_name} " if stage_job.folder.stage_name else ""
         files: dict[str, dict[str, Any]] = {
             name: {"path": str(path), "sha256": source_digest(path)} for name, path in stage_job.data_paths.named_paths()
         }
@@ -198,7 +198,7 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
 def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
     """What every rank reads from its own disk and must agree on (`distributed.require_same_inputs`): data (`facts`),
     model, settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
-    installed_versions = versions()
+    installed_versions = installed_versions()
     settings = resolved_config_without_paths(job.loaded.config)
     return {
         **{

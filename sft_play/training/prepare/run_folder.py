@@ -13,12 +13,12 @@ import torch
 from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayError
 from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import refusals
-from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED, RESTARTS
-from sft_play.runs.locking import Lock, lock
-from sft_play.runs.lookup import create_run, discard_run, write_start
+from sft_play.runs.files import explain_write_refusals
+from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY
+from sft_play.runs.locking import RunLock, lock_run
+from sft_play.runs.lookup import create_run, discard_run, write_initial_files
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.runs.oom import ENTRY
+from sft_play.runs.oom import OOM_ENTRY
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choice_lines
 from sft_play.training.ranks import distributed
@@ -34,11 +34,11 @@ def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    with refusals(), _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts):
+    with explain_write_refusals(), _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts):
         log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
-            with refusals():
+            with explain_write_refusals():
                 yield
         except BaseException as error:
             if isinstance(error, Exception) and not job.folder.manifest_path.is_file():
@@ -67,28 +67,28 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    run_lock = job.lock or lock(job.folder, by=job.lock_role)
+def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
+    run_lock = job.lock or lock_run(job.folder, part=job.lock_role)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-        write_start(job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json())
+        write_initial_files(job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json())
         _write_deepspeed(job)
         return run_lock
     check_same_run(
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
     )
-    resume_times = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
+    resume_times = [*job.folder.read_manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
     # how the stopped run ended is not how this one does
     job.folder.update_manifest(
-        status="running", resumed=resume_times, **dict.fromkeys(HOW_IT_ENDED), **layout_facts(job.plan)
+        status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **layout_facts(job.plan)
     )
     return run_lock
 
 
-def _create_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+def _create_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
     manifest = _build_manifest(job, prepared, facts)
     if job.has_folder:
-        run_lock = lock(job.folder, by=job.lock_role)
+        run_lock = lock_run(job.folder, part=job.lock_role)
         job.folder.update_manifest(**manifest)
         return run_lock
     run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
@@ -107,8 +107,8 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
     # what sums on a CPU are rounded by
     manifest["cpu"] = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
     if job.resume:  # no step was trained, since memory ran out or a process died
-        previous_manifest = job.folder.manifest()
-        manifest |= {name: previous_manifest[name] for name in (ENTRY, RESTARTS) if name in previous_manifest}
+        previous_manifest = job.folder.read_manifest()
+        manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
     manifest["backend"] = prepared[0].backend.name
     manifest["choices"] = [line for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
     if prepared[0].renderer.parts.writes_date:

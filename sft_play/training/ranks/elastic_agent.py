@@ -33,8 +33,8 @@ from sft_play.log import escape_control, one_line, redact, set_up_logging, survi
 from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.process.signals import STOP_SIGNALS, StopSignals, end_when_unresponsive, watch_parent
-from sft_play.runs.folder import DIED, RunFolder
-from sft_play.runs.locking import WRITER, lock
+from sft_play.runs.folder import CRASH_ENTRY, RunFolder
+from sft_play.runs.locking import WRITER, lock_run
 from sft_play.training.ranks.heartbeat import read_note
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,8 @@ def _record_in_run(lines: Sequence[str], exit_code: int, crash: str | None) -> N
         return
     folder = RunFolder(Path(path))
     try:
-        with lock(folder, by=WRITER):
-            manifest = folder.manifest()
+        with lock_run(folder, part=WRITER):
+            manifest = folder.read_manifest()
             if folder.log_path.exists():
                 with folder.log_path.open("a", encoding="utf-8") as log:
                     log.writelines(f"{line}\n" for line in lines)
@@ -247,7 +247,7 @@ def _record_in_run(lines: Sequence[str], exit_code: int, crash: str | None) -> N
             # and one that was told to end with the others may have written that it was stopped
             has_failed = manifest.get("status") in ("running", "failed", *(["stopped"] if crash else []))
             if exit_code != Interrupted.exit_code and has_failed:
-                folder.update_manifest(status="failed", error=_error_text(lines), **{DIED: crash})
+                folder.update_manifest(status="failed", error=_error_text(lines), **{CRASH_ENTRY: crash})
     except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's
         return
 

@@ -40,7 +40,7 @@ from sft_play.facts.network import (
     require_free_port,
 )
 from sft_play.log import one_line
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import installed_versions
 
 logger = logging.getLogger(__name__)
 # Differences that a message lists.
@@ -70,7 +70,7 @@ class NodeMeeting:
 
 def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
     """A node's description, without paths, which may differ; the ranks compare the files' content."""
-    packages = versions()
+    packages = installed_versions()
     return {
         "host": socket.gethostname(),
         "alike": {

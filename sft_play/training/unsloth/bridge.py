@@ -109,7 +109,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
         write_text(path, handover.model_dump_json(indent=1) + "\n")
         _run_workers(python, path, job.plan)
     except Interrupted:
-        if job.folder.manifest().get("status") == "running":  # stopped before it could record so
+        if job.folder.read_manifest().get("status") == "running":  # stopped before it could record so
             job.folder.update_manifest(status="stopped")
         raise
     finally:
@@ -117,7 +117,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
             shutil.rmtree(work_folder / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
-        path, lora = job.folder.model_path(adapter=True), job.loaded.config.tuning.lora
+        path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
         check_adapter(path, lora, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
         write_model_card(job, prepared, summary)
     summary["backend"] = "unsloth"
