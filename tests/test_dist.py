@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, DistConfig, asked
+from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, DistConfig, check_settings
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
@@ -105,7 +105,7 @@ def test_random_settings_are_as_asked_or_every_wrong_key_is_named_at_once(seed):
         bad_together = set() if wrong else together(right, device)
         if wrong or bad_together:
             with pytest.raises(ConfigError) as caught:
-                asked(config, best=device, has_deepspeed=True)
+                check_settings(config, best_precision=device, has_deepspeed=True)
             for key, said in {**wrong, **{key: key for key in bad_together}}.items():
                 assert f"{key}: " in str(caught.value), (config, str(caught.value))
                 assert said in str(caught.value), (config, str(caught.value))
@@ -113,14 +113,14 @@ def test_random_settings_are_as_asked_or_every_wrong_key_is_named_at_once(seed):
             assert len(lines) == 1 or len(lines) - 1 >= len(wrong) + len(bad_together)
             refused += 1
         else:
-            found = asked(config, best=device, has_deepspeed=True)
+            found = check_settings(config, best_precision=device, has_deepspeed=True)
             assert found.settings == DistConfig(**config)
             assert found.mixed_precision in ("no", "bf16", "fp16")
             if config.get("mixed_precision", "auto") != "auto":
                 assert found.mixed_precision == config["mixed_precision"]
-            assert (found.deepspeed is not None) == (config.get("backend") == "deepspeed")
-            if found.deepspeed is not None:
-                check_deepspeed(found.deepspeed, found.settings)
+            assert (found.deepspeed_config is not None) == (config.get("backend") == "deepspeed")
+            if found.deepspeed_config is not None:
+                check_deepspeed(found.deepspeed_config, found.settings)
             taken += 1
     assert refused > 40
     assert taken > 15
@@ -140,18 +140,18 @@ def check_deepspeed(config: dict[str, Any], settings: DistConfig) -> None:
     ("device", "precision"), [(CPU, "no"), (OLD_GPU, "fp16"), (GPU, "bf16")], ids=["cpu", "old", "new"]
 )
 def test_auto_takes_what_the_device_has(device, precision):
-    assert asked({}, best=device, has_deepspeed=True).mixed_precision == precision
+    assert check_settings({}, best_precision=device, has_deepspeed=True).mixed_precision == precision
 
 
 def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypatch, tmp_path, caplog):
     text = (ROOT / DEFAULT_CONFIG).read_text(encoding="utf-8")
     assert parse_yaml(text, name="x").data == DistConfig().model_dump()
     monkeypatch.chdir(tmp_path)
-    found = asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True)
+    found = check_settings(DEFAULT_CONFIG, best_precision=CPU, has_deepspeed=True)
     assert found.settings == DistConfig()
-    monkeypatch.setattr("sft_play.accelerate_helpers.settings.PROJECT", tmp_path / "installed")
+    monkeypatch.setattr("sft_play.accelerate_helpers.settings.PROJECT_FOLDER", tmp_path / "installed")
     caplog.set_level("INFO")
-    assert asked(DEFAULT_CONFIG, best=CPU, has_deepspeed=True).settings == DistConfig()
+    assert check_settings(DEFAULT_CONFIG, best_precision=CPU, has_deepspeed=True).settings == DistConfig()
     assert "the defaults are used" in caplog.text
 
 
@@ -180,7 +180,7 @@ def write(path: Path, content: Any) -> Path:
 )
 def test_a_file_is_refused_with_its_lines(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
-        asked(write(tmp_path / "my.yaml", text), best=CPU, has_deepspeed=True)
+        check_settings(write(tmp_path / "my.yaml", text), best_precision=CPU, has_deepspeed=True)
     for words in said:
         assert words in str(caught.value)
 
@@ -188,7 +188,7 @@ def test_a_file_is_refused_with_its_lines(tmp_path, text, said):
 @pytest.mark.parametrize("config", [3, None, ["backend"], "configs/train/nowhere.yaml"])
 def test_what_is_no_config_is_one_message(config):
     with pytest.raises(ConfigError, match=r"config is (int|NoneType|list)|does not exist"):
-        asked(config, best=CPU, has_deepspeed=True)
+        check_settings(config, best_precision=CPU, has_deepspeed=True)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_is_no_config_is_one_message(config):
 def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, said):
     config = {"backend": "deepspeed", "deepspeed_config": write(tmp_path / "ds.json", file), **settings}
     with pytest.raises(ConfigError) as caught:
-        asked(config, best=CPU, has_deepspeed=True)
+        check_settings(config, best_precision=CPU, has_deepspeed=True)
     assert said in str(caught.value)
     assert "DEEPSPEED_CONFIG" not in str(caught.value)
 
@@ -229,21 +229,21 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
 def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
     path = write(tmp_path / "ds.json", file)
     config = {"backend": "deepspeed", "deepspeed_config": path, "mixed_precision": wish}
-    found = asked(config, best=device, has_deepspeed=True)
+    found = check_settings(config, best_precision=device, has_deepspeed=True)
     assert found.mixed_precision == precision
-    assert found.deepspeed is not None
+    assert found.deepspeed_config is not None
     for key in ("bf16", "fp16"):
-        assert found.deepspeed.get(key, {}).get("enabled", False) is (key == precision)
-        assert {**file.get(key, {}), "enabled": key == precision}.items() >= found.deepspeed.get(key, {}).items()
+        assert found.deepspeed_config.get(key, {}).get("enabled", False) is (key == precision)
+        assert {**file.get(key, {}), "enabled": key == precision}.items() >= found.deepspeed_config.get(key, {}).items()
 
 
 def test_a_yaml_deepspeed_file_beside_the_settings_is_found(tmp_path):
     write(tmp_path / "ds.yaml", "zero_optimization: {stage: 3}\nbf16: {enabled: true}\n")
     config = write(tmp_path / "my.yaml", "backend: deepspeed\ndeepspeed_config: ds.yaml\nzero3_offload: true\n")
-    found = asked(config, best=CPU, has_deepspeed=True)
-    assert found.deepspeed is not None
+    found = check_settings(config, best_precision=CPU, has_deepspeed=True)
+    assert found.deepspeed_config is not None
     assert found.mixed_precision == "bf16"
-    assert found.deepspeed["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert found.deepspeed_config["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
 # one process
@@ -442,7 +442,7 @@ class _Plugin:
 
 
 def test_deepspeed_is_told_what_model_and_data_say(caplog):
-    config = asked({"backend": "deepspeed", "gradient_accumulation_steps": 3}, best=CPU, has_deepspeed=True).deepspeed
+    config = check_settings({"backend": "deepspeed", "gradient_accumulation_steps": 3}, best_precision=CPU, has_deepspeed=True).deepspeed_config
     assert config is not None
     config["zero_optimization"]["overlap_comm"] = "auto"
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}

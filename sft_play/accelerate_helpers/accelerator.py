@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from sft_play.accelerate_helpers.one_process import NoOpAccelerator
-from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
+from sft_play.accelerate_helpers.settings import (
+    DEFAULT_CONFIG,
+    AutocastPrecision,
+    CheckedSettings,
+    DistConfig,
+    check_settings,
+)
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.launch.accelerate import remove_accelerate_variables, is_accelerate_launch, refuse_too_few_processes
@@ -37,33 +43,33 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     settings are wrong or contradictory, or differ over ranks, or a launcher started too few of these; BackendError:
     without accelerate there are several ranks, or fp16 is asked for."""
     if importlib.util.find_spec("accelerate") is None:
-        return _without_accelerate(config)
-    starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
-    refuse_too_few_processes(os.environ, alternative=starts)
-    best = _best_precision()
-    if best == "no":
+        return _no_op_accelerator(config)
+    launch_hint = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
+    refuse_too_few_processes(os.environ, alternative=launch_hint)
+    best_precision = _best_precision()
+    if best_precision == "no":
         set_deepspeed_to_cpu()
     elif torch.version.hip is None:
         disable_broken_p2p(detect_hardware(), os.environ)
-    wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
-    if wanted.fallback is not None:
-        lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""
-        _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
-    _drop_launcher_settings(wanted)
+    checked = check_settings(config, best_precision=best_precision, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
+    if checked.fallback_reason is not None:
+        lost_offload = " (zero3_offload: nothing is offloaded)" if checked.settings.zero3_offload else ""
+        _warn(f"backend: deepspeed falls back to accelerate{lost_offload}: {checked.fallback_reason}")
+    _drop_launcher_settings(checked)
     remove_abandoned_locks()
-    _forget_earlier()
-    accelerator = _new_accelerator(wanted, on_cpu=best == "no")
+    _reset_accelerate_state()
+    accelerator = _new_accelerator(checked, on_cpu=best_precision == "no")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
-    accelerator.dist_config = wanted.settings
-    own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
-    require_same_inputs({key: str(value) for key, value in own.items()})
+    accelerator.dist_config = checked.settings
+    compared_settings = {**checked.settings.model_dump(), "mixed_precision": checked.mixed_precision, "DeepSpeed": checked.deepspeed_config}
+    require_same_inputs({key: str(value) for key, value in compared_settings.items()})
     return accelerator
 
 
-def _without_accelerate(config: Any) -> Any:
-    wanted = asked(config, best=_best_precision(), has_deepspeed=False)
+def _no_op_accelerator(config: Any) -> Any:
+    checked = check_settings(config, best_precision=_best_precision(), has_deepspeed=False)
     ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
     if ranks != "1":
         raise BackendError(
@@ -72,32 +78,32 @@ def _without_accelerate(config: Any) -> Any:
         )
     _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
     accelerator = NoOpAccelerator(
-        mixed_precision=wanted.mixed_precision, gradient_accumulation_steps=wanted.settings.gradient_accumulation_steps
+        mixed_precision=checked.mixed_precision, gradient_accumulation_steps=checked.settings.gradient_accumulation_steps
     )
-    accelerator.dist_config = wanted.settings
+    accelerator.dist_config = checked.settings
     return accelerator
 
 
-def _best_precision() -> Precision:
+def _best_precision() -> AutocastPrecision:
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
         return "no"
-    is_old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return "fp16" if is_old else "bf16"
+    lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "fp16" if lacks_bf16 else "bf16"
 
 
-def _drop_launcher_settings(wanted: CheckedSettings) -> None:
-    wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_accelerate_launch(os.environ)
-    if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
+def _drop_launcher_settings(checked: CheckedSettings) -> None:
+    launcher_wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_accelerate_launch(os.environ)
+    if launcher_wants_deepspeed and checked.deepspeed_config is None and checked.fallback_reason is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
-    if wanted.deepspeed is not None:
+    if checked.deepspeed_config is not None:
         remove_accelerate_variables(os.environ)
         return
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
         del os.environ[name]
 
 
-def _forget_earlier() -> None:
-    """Its state rejects another precision and a second DeepSpeed plugin: a notebook cell could not run twice."""
+def _reset_accelerate_state() -> None:
+    """Reset accelerate's state: it rejects a second precision or DeepSpeed plugin, so no notebook cell could run twice."""
     from accelerate.state import AcceleratorState, GradientState
 
     if AcceleratorState._shared_state:
@@ -106,51 +112,51 @@ def _forget_earlier() -> None:
         GradientState._reset_state()
 
 
-def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
+def _new_accelerator(checked: CheckedSettings, *, on_cpu: bool) -> Any:
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
     # FSDP would keep every rank's full gradients until the last micro-batch of a step
-    shards = wanted.deepspeed is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    uses_fsdp = checked.deepspeed_config is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     options: dict[str, Any] = {"cpu": on_cpu}
-    if wanted.deepspeed is not None:
+    if checked.deepspeed_config is not None:
         if not rank_variables(os.environ):  # DeepSpeed looks for MPI unless a launcher has set the ranks
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ["MASTER_PORT"] = "0"  # rank 0 listens at any port that is free
         if on_cpu:
             PartialState(cpu=True)  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
-        options = {"deepspeed_plugin": _plugin(wanted.deepspeed)}
+        options = {"deepspeed_plugin": _deepspeed_plugin(checked.deepspeed_config)}
     accelerator = Accelerator(
-        mixed_precision=wanted.mixed_precision,
+        mixed_precision=checked.mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=wanted.settings.gradient_accumulation_steps, sync_each_batch=shards
+            num_steps=checked.settings.gradient_accumulation_steps, sync_each_batch=uses_fsdp
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=wanted.settings.find_unused_parameters)],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=checked.settings.find_unused_parameters)],
         **options,
     )
-    if wanted.deepspeed is not None and on_cpu:
+    if checked.deepspeed_config is not None and on_cpu:
         init_deepspeed(on_cpu=True)  # ZeRO-3 partitions weights while they are read
     return accelerator
 
 
-def _plugin(config: dict[str, Any]) -> Any:
+def _deepspeed_plugin(config: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin
 
     zero = config["zero_optimization"]
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if not offloads or not config.get("zero_force_ds_cpu_optimizer", True):
+    offloads_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if not offloads_optimizer or not config.get("zero_force_ds_cpu_optimizer", True):
         return DeepSpeedPlugin(hf_ds_config=config)
-    if missing := cpu_adam_obstacles():
-        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU, slower")
+    if obstacles := cpu_adam_obstacles():
+        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(obstacles)}): torch's AdamW steps on the CPU, slower")
         config["zero_force_ds_cpu_optimizer"] = False
-    elif words := cpu_adam_compile_note():
-        _warn(f"DeepSpeed: {words}")
+    elif message := cpu_adam_compile_note():
+        _warn(f"DeepSpeed: {message}")
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _warn(text: str) -> None:
-    logger.log(logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG, "%s", text)
+def _warn(message: str) -> None:
+    logger.log(logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG, "%s", message)
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
@@ -168,55 +174,55 @@ def wrap_model_optimizer(
     activations."""
     settings = getattr(accelerator, "dist_config", None)
     if getattr(settings, "gradient_checkpointing", False) if gradient_checkpointing is None else gradient_checkpointing:
-        _checkpoint_activations(model)
+        _enable_gradient_checkpointing(model)
     plugin = getattr(accelerator, "deepspeed_plugin", None)
     if plugin is not None:
         _fill_deepspeed(plugin.deepspeed_config, model, (optimizer, *others), micro_batch_size)
     items = (model, optimizer, *others)
-    given = [item for item in items if item is not None]
-    prepared = accelerator.prepare(*given)
-    rest = iter(prepared if len(given) > 1 else (prepared,))
-    return tuple(None if item is None else next(rest) for item in items)
+    present_items = [item for item in items if item is not None]
+    prepared = accelerator.prepare(*present_items)
+    remaining_items = iter(prepared if len(present_items) > 1 else (prepared,))
+    return tuple(None if item is None else next(remaining_items) for item in items)
 
 
-def _checkpoint_activations(model: Any) -> None:
+def _enable_gradient_checkpointing(model: Any) -> None:
     """Turn on gradient checkpointing, non-reentrant: that works with frozen weights and under DDP."""
-    name = type(model).__name__
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers' two names
-    enable = getattr(model, f"{word}_checkpointing_enable", None)
+    class_name = type(model).__name__
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers' two names
+    enable = getattr(model, f"{kind}_checkpointing_enable", None)
     if enable is None:
-        raise ConfigError(f"gradient_checkpointing: {name} has no gradient_checkpointing_enable, as transformers' "
-                          "models have; set it to false, or recompute in your model's forward")  # fmt: skip
+        raise ConfigError(f"gradient_checkpointing: {class_name} has no gradient_checkpointing_enable, as "
+                          "transformers' models have; set it to false, or recompute in your model's forward")  # fmt: skip
     try:
-        enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
+        enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:
-        raise ConfigError(f"gradient_checkpointing: {name} cannot: {one_line(str(error))}; set it to false") from None
+        raise ConfigError(f"gradient_checkpointing: {class_name} cannot: {one_line(str(error))}; set it to false") from None
 
 
-def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...], micro_batch_size: int | None) -> None:
-    """What accelerate does not: it raises where there is no loader with a batch size, or no width in the config."""
+def _fill_deepspeed(config: dict[str, Any], model: Any, items: tuple[Any, ...], micro_batch_size: int | None) -> None:
+    """Fill what accelerate does not: it raises if there is no loader with a batch size, or no width in the config."""
     model_config: Any = getattr(model, "config", None)
-    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    zero, hidden = config["zero_optimization"], getattr(text, "hidden_size", None)
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    zero, hidden_size = config["zero_optimization"], getattr(text_config, "hidden_size", None)
     for key, (formula, _) in HIDDEN_SIZE_FORMULAS.items():
-        if zero.get(key) == "auto" and isinstance(hidden, int):
-            zero[key] = formula(hidden)
+        if zero.get(key) == "auto" and isinstance(hidden_size, int):
+            zero[key] = formula(hidden_size)
     if config.get("train_micro_batch_size_per_gpu", "auto") in ("auto", None):
-        sizes = (getattr(one, "batch_size", None) for one in others)  # the first data loader's, which trains
-        config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, sizes), 1)
-    _drop_blocks(config, others)
+        batch_sizes = (getattr(item, "batch_size", None) for item in items)  # the first data loader's, which trains
+        config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, batch_sizes), 1)
+    _drop_replaced_blocks(config, items)
     for line in drop_unresolved_autos(config):
         logger.info("DeepSpeed: %s", line)
 
 
-def _drop_blocks(config: dict[str, Any], others: tuple[Any, ...]) -> None:
-    kinds = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
-    for name, classes in kinds.items():
+def _drop_replaced_blocks(config: dict[str, Any], items: tuple[Any, ...]) -> None:
+    classes_by_block = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
+    for name, class_names in classes_by_block.items():
         block = config.get(name)
-        given = next((item for item in others if classes & {kind.__name__ for kind in type(item).__mro__}), None)
-        if block is None or type(given).__name__.startswith("Dummy"):  # accelerate's marker for "as the file says"
+        match = next((item for item in items if class_names & {base_class.__name__ for base_class in type(item).__mro__}), None)
+        if block is None or type(match).__name__.startswith("Dummy"):  # accelerate's marker for "as the file says"
             continue
-        if given is not None or "auto" in (block.get("params") or {}).values():
-            why = "the script's is used" if given is not None else 'nothing resolves its "auto"'
-            _warn(f"the DeepSpeed file's {name} block ({one_line(str(block.get('type')))}) is left out: {why}")
+        if match is not None or "auto" in (block.get("params") or {}).values():
+            reason = "the script's is used" if match is not None else 'nothing resolves its "auto"'
+            _warn(f"the DeepSpeed file's {name} block ({one_line(str(block.get('type')))}) is left out: {reason}")
             del config[name]

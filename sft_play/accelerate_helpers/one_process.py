@@ -48,33 +48,33 @@ class NoOpAccelerator:
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.state = self  # `accelerator.state.num_processes` is what scripts ask
-        self._micro_batches, self._at_end_of_data = 0, False
+        self._micro_batches, self._is_end_of_data = 0, False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"NoOpAccelerator has no {name}: one process without accelerate; pip install accelerate")
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Each object prepared by its type, in the given order; a single one is not returned as a tuple."""
-        return tuple(map(self._prepared, args)) if len(args) > 1 else self._prepared(*args)
+        return tuple(map(self._prepare_item, args)) if len(args) > 1 else self._prepare_item(*args)
 
-    def _prepared(self, item: Any) -> Any:
+    def _prepare_item(self, item: Any) -> Any:
         if isinstance(item, DataLoader):
-            return _Loader(item, self)
+            return _DeviceLoader(item, self)
         if isinstance(item, torch.nn.Module):
             item = item if getattr(item, "hf_device_map", None) else item.to(self.device)
             if self.mixed_precision == "bf16":  # the instance's forward: its class keeps its own
-                item.forward = _in_fp32(self.autocast()(item.forward))
+                item.forward = _cast_outputs_to_fp32(self.autocast()(item.forward))
         for name in ("step", "zero_grad"):
             if isinstance(item, (torch.optim.Optimizer, LRScheduler)) and hasattr(item, name):
-                setattr(item, name, self._at_the_end(getattr(item, name)))
+                setattr(item, name, self._only_when_synced(getattr(item, name)))
         return item
 
-    def _at_the_end(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _only_when_synced(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs) if self.sync_gradients else None)
 
     def accumulate(self, *models: Any) -> nullcontext[None]:
         """One micro-batch: gradients accumulate until the last one of a step, or of the data."""
-        self._micro_batches = 0 if self._at_end_of_data else self._micro_batches + 1
+        self._micro_batches = 0 if self._is_end_of_data else self._micro_batches + 1
         self.sync_gradients = self._micro_batches % self.gradient_accumulation_steps == 0
         return nullcontext()
 
@@ -91,13 +91,13 @@ class NoOpAccelerator:
         return model if keep_torch_compile else getattr(model, "_orig_mod", model)
 
 
-def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _cast_outputs_to_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward whose outputs are in fp32, as accelerate returns them."""
-    wide = functools.partial(tree_map, lambda one: one.float() if getattr(one, "dtype", 0) == torch.bfloat16 else one)
-    return functools.wraps(forward)(lambda *args, **kwargs: wide(forward(*args, **kwargs)))
+    to_fp32 = functools.partial(tree_map, lambda value: value.float() if getattr(value, "dtype", 0) == torch.bfloat16 else value)
+    return functools.wraps(forward)(lambda *args, **kwargs: to_fp32(forward(*args, **kwargs)))
 
 
-class _Loader:
+class _DeviceLoader:
     """A data loader whose batches are on the device; it tells the accelerator which one is the last."""
 
     def __init__(self, loader: Any, accelerator: NoOpAccelerator) -> None:
@@ -110,8 +110,8 @@ class _Loader:
         return getattr(self.base_dataloader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        device, end = self._accelerator.device, object()
-        for batch, following in itertools.pairwise(itertools.chain(self.base_dataloader, [end])):
-            self._accelerator._at_end_of_data = following is end
-            yield tree_map(lambda one: one.to(device) if hasattr(one, "to") else one, batch)
-        self._accelerator._at_end_of_data = False
+        device, sentinel = self._accelerator.device, object()
+        for batch, next_batch in itertools.pairwise(itertools.chain(self.base_dataloader, [sentinel])):
+            self._accelerator._is_end_of_data = next_batch is sentinel
+            yield tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+        self._accelerator._is_end_of_data = False

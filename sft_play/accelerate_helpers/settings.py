@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
 # The checkout, where `configs/` is; for an installed package, a folder that has none.
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
-Precision = Literal["no", "fp16", "bf16"]
+AutocastPrecision = Literal["no", "fp16", "bf16"]
 
 
 class DistConfig(Section):
@@ -62,127 +62,128 @@ class CheckedSettings:
     """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
 
     settings: DistConfig
-    mixed_precision: Precision
-    deepspeed: dict[str, Any] | None = None
-    fallback: str | None = None
+    mixed_precision: AutocastPrecision
+    deepspeed_config: dict[str, Any] | None = None
+    fallback_reason: str | None = None
 
 
-def asked(
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
+def check_settings(
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best_precision: AutocastPrecision, has_deepspeed: bool
 ) -> CheckedSettings:
-    """The settings of a file or a mapping, checked together with their DeepSpeed file; `best`: the dtype that suits
+    """The settings of a file or a mapping, checked together with their DeepSpeed file; `best_precision`: that of
     this device, "no" on a CPU. Raises ConfigError: there is no such file, keys or values are wrong, or contradict."""
-    document, folder = _read(config)
-    settings = _settings(document)
+    document, folder = _read_config(config)
+    settings = _parse_settings(document)
     deepspeed, fallback, problems = None, None, list[str]()
     if settings.backend == "deepspeed":
-        name, deepspeed, fallback = _deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
+        name, deepspeed, fallback = _load_deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
         if deepspeed is not None:
-            problems = [f"{name}: {text}" for text in _contradictions(deepspeed, settings, document.name)]
-            _fill(deepspeed, settings, name, _precision(settings, deepspeed, best))
+            problems = [f"{name}: {text}" for text in _find_contradictions(deepspeed, settings, document.name)]
+            _fill_deepspeed_config(deepspeed, settings, name, _resolve_precision(settings, deepspeed, best_precision))
     elif settings.zero3_offload:
         problems = ["zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed"]
-    precision = _precision(settings, deepspeed or {}, best)
-    if precision == "fp16" and best == "no":
+    precision = _resolve_precision(settings, deepspeed or {}, best_precision)
+    if precision == "fp16" and best_precision == "no":
         problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
-    _refuse(problems)
+    _raise_problems(problems)
     return CheckedSettings(settings, precision, deepspeed, fallback)
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    lines = list(dict.fromkeys(problems))
-    if lines:
-        raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
+def _raise_problems(problems: Sequence[str]) -> None:
+    messages = list(dict.fromkeys(problems))
+    if messages:
+        raise ConfigError(messages[0] if len(messages) == 1 else f"{len(messages)} problems:\n  " + "\n  ".join(messages))
 
 
-def _read(config: Any) -> tuple[YamlDocument, Path | None]:
+def _read_config(config: Any) -> tuple[YamlDocument, Path | None]:
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
-        plain = {str(key): os.fspath(one) if isinstance(one, os.PathLike) else one for key, one in config.items()}
-        return YamlDocument(name="config", data=plain), None
+        data = {str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+        return YamlDocument(name="config", data=data), None
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
-    path = next(filter(Path.exists, _places(Path(config))), None)
+    path = next(filter(Path.exists, _candidate_paths(Path(config))), None)
     if path is None and os.fspath(config) == DEFAULT_CONFIG:
-        logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT)
+        logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT_FOLDER)
         return YamlDocument(name="the defaults"), None
     path = path or Path(config).expanduser()
     return parse_yaml(read_text(path), name=one_line(str(path))), path.absolute().parent
 
 
-def _places(path: Path, *folders: Path) -> list[Path]:
+def _candidate_paths(path: Path, *folders: Path) -> list[Path]:
     path = path.expanduser()
     if path.is_absolute():
         return [path]
-    return [path, *(folder / path for folder in (*folders, PROJECT))]
+    return [path, *(folder / path for folder in (*folders, PROJECT_FOLDER))]
 
 
-def _settings(document: YamlDocument) -> DistConfig:
+def _parse_settings(document: YamlDocument) -> DistConfig:
     data, fields = document.data, DistConfig.model_fields
     problems = [str(problem) for problem in document.problems]
 
-    def add(key: str, message: str) -> None:
+    def add_problem(key: str, message: str) -> None:
         problems.append(str(Problem(one_line(key), document.location((key,)), message)))
 
     for key in data.keys() - fields.keys():
         hint = did_you_mean(key, fields) or f"the keys are {_KEYS}"
-        add(key, f"unknown key (value {_shown(data[key])}); {hint}")
+        add_problem(key, f"unknown key (value {_format_any_value(data[key])}); {hint}")
     settings = DistConfig.model_validate({})
     try:
         settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
     except ValidationError as error:
         for key in dict.fromkeys(str(item["loc"][0]) for item in error.errors()):
-            wanted = describe_values(fields[key].annotation, tuple(fields[key].metadata))
-            raw = document.raw_texts.get((key,)) if not isinstance(data[key], str) else None
-            add(key, f"expected {wanted}, found {_shown(data[key], raw)}{value_hint(data[key], raw, wanted)}")
-    _refuse(problems)
+            accepted_values = describe_values(fields[key].annotation, tuple(fields[key].metadata))
+            raw_text = document.raw_texts.get((key,)) if not isinstance(data[key], str) else None
+            hint = value_hint(data[key], raw_text, accepted_values)
+            add_problem(key, f"expected {accepted_values}, found {_format_any_value(data[key], raw_text)}{hint}")
+    _raise_problems(problems)
     return settings
 
 
-def _shown(value: Any, raw: str | None = None) -> str:
+def _format_any_value(value: Any, raw_text: str | None = None) -> str:
     try:
-        return format_value(value, raw_text=raw)
+        return format_value(value, raw_text=raw_text)
     except (TypeError, ValueError):  # an object of a script's own class
         return one_line(repr(value), limit=80)
 
 
-def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best: Precision) -> Precision:
-    """What was asked for; auto follows the DeepSpeed file where that says it, else the device."""
+def _resolve_precision(settings: DistConfig, deepspeed: Mapping[str, Any], best_precision: AutocastPrecision) -> AutocastPrecision:
+    """Resolve mixed_precision: auto follows the DeepSpeed file if that sets it, else the device."""
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
-    said = {key: (deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
-    if True in said.values():
-        return "bf16" if said["bf16"] is True else "fp16"
-    return "no" if said.get(best) is False else best
+    enabled = {key: (deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    if True in enabled.values():
+        return "bf16" if enabled["bf16"] is True else "fp16"
+    return "no" if enabled.get(best_precision) is False else best_precision
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
-def _deepspeed_file(
+def _load_deepspeed_file(
     settings: DistConfig, folder: Path | None, *, has_deepspeed: bool
 ) -> tuple[str, dict[str, Any] | None, str | None]:
-    """Its name and configuration in current keys; or why there is none, and accelerate runs instead."""
+    """Its name and configuration in current keys; or the reason why accelerate runs instead."""
     if not has_deepspeed:
         return "", None, "the package deepspeed is not installed"
-    given = settings.deepspeed_config
-    if given is None:
+    file_name = settings.deepspeed_config
+    if file_name is None:
         return "DeepSpeed", shipped_deepspeed_config("zero3_offload" if settings.zero3_offload else "zero2"), None
-    places = _places(Path(given), *([folder] if folder is not None else []))
-    path = next(filter(Path.exists, places), None)
+    paths = _candidate_paths(Path(file_name), *([folder] if folder is not None else []))
+    path = next(filter(Path.exists, paths), None)
     if path is None:
-        tried = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in places))
-        return "", None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
+        searched = ", ".join(dict.fromkeys(one_line(str(candidate.absolute())) for candidate in paths))
+        return "", None, f"deepspeed_config: {one_line(file_name)} does not exist (looked for {searched})"
     name = one_line(str(path))
     try:
-        config, said = translate_deepspeed_keys(read_deepspeed_file(path), name=name)
+        config, notes = translate_deepspeed_keys(read_deepspeed_file(path), name=name)
     except ConfigError as error:
         raise ConfigError(str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ")) from None
-    for note in said:
+    for note in notes:
         logger.info("%s: %s", name, note)
     return name, config, None
 
 
-def _fill(config: dict[str, Any], settings: DistConfig, name: str, precision: Precision) -> None:
+def _fill_deepspeed_config(config: dict[str, Any], settings: DistConfig, name: str, precision: AutocastPrecision) -> None:
     for key in ("bf16", "fp16"):  # as in a run, whose file may have been written for another machine
         if key in config or key == precision:
             config[key] = {**(config.get(key) or {}), "enabled": key == precision}
@@ -200,13 +201,13 @@ def _fill(config: dict[str, Any], settings: DistConfig, name: str, precision: Pr
         logger.info("%s: gradient_clipping → 1.0; DeepSpeed clips, and clip_grad_norm_ does not", name)
 
 
-def _contradictions(config: Mapping[str, Any], settings: DistConfig, here: str) -> Iterator[str]:
-    steps, theirs = settings.gradient_accumulation_steps, config.get("gradient_accumulation_steps", "auto")
-    if theirs not in ("auto", None, steps):
-        yield f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of {here}"
+def _find_contradictions(config: Mapping[str, Any], settings: DistConfig, source: str) -> Iterator[str]:
+    steps, file_steps = settings.gradient_accumulation_steps, config.get("gradient_accumulation_steps", "auto")
+    if file_steps not in ("auto", None, steps):
+        yield f"gradient_accumulation_steps: {file_steps} contradicts gradient_accumulation_steps: {steps} of {source}"
     zero = config.get("zero_optimization") or {}
     if settings.zero3_offload and zero.get("stage", "auto") not in ("auto", None, 3):
-        yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {here}"
-    param = zero.get("offload_param")
-    if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
+        yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {source}"
+    offload_param = zero.get("offload_param")
+    if isinstance(offload_param, dict) and offload_param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
         yield f"offload_param needs stage 3 and the stage is {zero['stage']}"
