@@ -124,11 +124,11 @@ STAGES = {  # of `make train` the preparation of rows alone, which is all that r
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
         "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect; "
-        "from sft_play.diagnose.pages import finding_lines; "
+        "from sft_play.diagnose.pages import format_findings; "
         "from pathlib import Path; "
         "report = check_run(Path('run.yaml'), (), detect()); "
         "bad = [line for one in report.findings if one.verdict == 'FAIL' and one.name != 'model files' for line in "
-        "finding_lines([one])]; "
+        "format_findings([one])]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (

@@ -22,7 +22,7 @@ from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.build.survey import tokens_by_role
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
-from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
+from sft_play.diagnose.pages import CHECK_STATES, CheckReport, format_findings
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.findings import Finding
@@ -60,12 +60,12 @@ def states(report: CheckReport) -> dict[str, str]:
     order = ["ok", "skipped", "warning", "problem"]
     found: dict[str, str] = {}
     for check in report.findings:
-        found[check.name] = max(found.get(check.name, "ok"), STATES[check.verdict], key=order.index)
+        found[check.name] = max(found.get(check.name, "ok"), CHECK_STATES[check.verdict], key=order.index)
     return found
 
 
 def one(report: CheckReport, name: str, state: str) -> Finding:
-    (found,) = [check for check in report.findings if check.name == name and STATES[check.verdict] == state]
+    (found,) = [check for check in report.findings if check.name == name and CHECK_STATES[check.verdict] == state]
     return found
 
 
@@ -106,7 +106,7 @@ def test_answers_that_lose_their_end_are_counted(tiny_llama, tmp_path, truncate)
     config = run_yaml(tmp_path, tiny_llama, truncate=truncate, max_lost_fraction=1.0)
     found = {check.name: check for check in checked(config).findings}
     is_cut = truncate == "end"
-    assert STATES[found["end of turn"].verdict] == ("warning" if is_cut else "ok")
+    assert CHECK_STATES[found["end of turn"].verdict] == ("warning" if is_cut else "ok")
     assert ("2 of 10 rows" in found["end of turn"].found) == is_cut
     assert any("2 of 10 rows train an answer without its end" in line for line in said_by_a_run(config)) == is_cut
 
@@ -426,7 +426,7 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
 def test_a_warning_says_what_to_do():
     with pytest.raises(AssertionError, match="WARN without a remedy"):
         Finding("x", "WARN", "something")
-    assert finding_lines([Finding("x", "FAIL", "one\ntwo", "fix it")]) == [
+    assert format_findings([Finding("x", "FAIL", "one\ntwo", "fix it")]) == [
         "PROBLEM  x                   one",
         "                             two",
         "                             do: fix it",
@@ -434,7 +434,7 @@ def test_a_warning_says_what_to_do():
 
 
 def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(finding_lines([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")]))
+    assert "\x1b" not in "".join(format_findings([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")]))
 
 
 # --- render -----------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import disk, ranks, surroundings, system
-from sft_play.diagnose.doctor import Planned, _choose, examine, meet_nodes
-from sft_play.diagnose.known_bad import TABLE, find_known_bad, holds
+from sft_play.diagnose.doctor import PlannedRun, _select_gpus, meet_nodes, run_doctor
+from sft_play.diagnose.known_bad import KNOWN_BAD_TABLE, find_known_bad, matches_conditions
 from sft_play.diagnose.pages import DoctorReport
-from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
-from sft_play.diagnose.surroundings import DiskSpace, Surroundings
+from sft_play.diagnose.ranks import AllReduceOutcome, bus_bandwidth, judge_all_reduce
+from sft_play.diagnose.surroundings import DiskSpace, SystemFacts
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
@@ -118,7 +118,7 @@ def test_a_missing_package_fails():
 
 
 def test_the_versions_of_this_environment_are_read():
-    around = surroundings.read_surroundings(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    around = surroundings.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements)
     assert around.environment == {"NCCL_DEBUG": "INFO"}
@@ -134,7 +134,7 @@ def known(*, names: tuple[str, ...] = (), capability: tuple[int, int] = (8, 0), 
     """The findings on a machine of these GPUs; what is neither the run's nor the GPUs' was read of it."""
     run = {name: given.pop(name) for name in ("ranks", "nodes", "layout", "packages") if name in given}
     cards = tuple(Gpu(index, name, GIB, GIB, capability) for index, name in enumerate(names))
-    return find_known_bad(Surroundings(hardware=machine(*cards), **given), **run)
+    return find_known_bad(SystemFacts(hardware=machine(*cards), **given), **run)
 
 
 TWO_4090 = {"names": ("NVIDIA GeForce RTX 4090",) * 2, "capability": (8, 9), "ranks": 2}
@@ -208,7 +208,7 @@ def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
 
 
 def test_every_entry_names_a_thread_or_code_and_every_entry_is_tested():
-    entries = TABLE["pairs"]
+    entries = KNOWN_BAD_TABLE["pairs"]
     assert len(entries) >= 10
     for entry in entries:
         # or the code of a release, in which a library refuses the other
@@ -248,15 +248,15 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
 
 
 def test_equal_gpus_pass_and_others_fail():
-    here, everywhere, found = _choose(machine(gpu(0), gpu(1)), LaunchOptions(nodes=NodeSetup(3, 0, "a", 1)))
+    here, everywhere, found = _select_gpus(machine(gpu(0), gpu(1)), LaunchOptions(nodes=NodeSetup(3, 0, "a", 1)))
     assert (found.verdict, found.found) == ("PASS", "2 x NVIDIA A100-SXM4-80GB")
     assert (len(here.gpus), len(everywhere.gpus)) == (2, 6)
     mixed = machine(gpu(0), gpu(1), gpu(2, "NVIDIA L4", 22 * GIB))
-    *_, found = _choose(mixed, LaunchOptions())
+    *_, found = _select_gpus(mixed, LaunchOptions())
     assert found.verdict == "FAIL"
     assert "GPU 2 a NVIDIA L4" in found.found
     assert str(found.remedy).endswith("alike: GPUS=0,1 (2 x NVIDIA A100-SXM4-80GB) or GPUS=2 (1 x NVIDIA L4)")
-    here, _, found = _choose(mixed, LaunchOptions(gpus=(0, 1)))
+    here, _, found = _select_gpus(mixed, LaunchOptions(gpus=(0, 1)))
     assert (found.verdict, len(here.gpus)) == ("PASS", 2)
 
 
@@ -269,14 +269,14 @@ def test_equal_gpus_pass_and_others_fail():
     ],
 )
 def test_too_few_gpus_fail(here, asked, words):
-    *_, found = _choose(here, asked)
+    *_, found = _select_gpus(here, asked)
     assert (found.verdict, words in found.found, bool(found.remedy)) == ("FAIL", True, True)
 
 
 def test_a_machine_without_gpus_runs_two_ranks_on_its_cpu():
-    here, everywhere, found = _choose(CPU, LaunchOptions(nodes=NodeSetup(2, 0, "a", 1)))
+    here, everywhere, found = _select_gpus(CPU, LaunchOptions(nodes=NodeSetup(2, 0, "a", 1)))
     assert (here.ranks, everywhere.ranks, found.verdict) == (2, 4, "SKIP")
-    assert _choose(CPU, LaunchOptions(processes=3))[0].ranks == 3
+    assert _select_gpus(CPU, LaunchOptions(processes=3))[0].ranks == 3
 
 
 class FakeNvml:
@@ -295,13 +295,13 @@ class FakeNvml:
 
 def test_the_driver_is_read_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    around = surroundings.read_surroundings(machine(gpu(0), gpu(1)), {})
+    around = surroundings.read_system_facts(machine(gpu(0), gpu(1)), {})
     assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
 
 
 def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    around = surroundings.read_surroundings(machine(gpu(0)), {})
+    around = surroundings.read_system_facts(machine(gpu(0)), {})
     assert (around.driver, around.driver_cuda) == (None, None)
 
 
@@ -321,58 +321,58 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path
     return folder
 
 
-def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> Planned:
+def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> PlannedRun:
     config = load_config(world / "run.yaml", overrides=overrides).config
     shape = load_model_shape(config.model.name)
     work = RunLength(steps, None) if steps else None
     plan = make_advised_plan(PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_length=lambda _: work)  # type: ignore[arg-type]
-    return Planned(config, shape, plan)
+    return PlannedRun(config, shape, plan)
 
 
-def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUse:
+def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUsage:
     found = planned(world, options.pop("hardware", machine(gpu())), *overrides, **options)
-    return disk.disk_use(found.config, found.shape, found.plan)
+    return disk.planned_disk_usage(found.config, found.shape, found.plan)
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
     params = load_model_shape(str(tiny_llama)).params
     full = written(world, "tuning.mode=full", hardware=CPU)
-    rests = full.checkpoint - disk.OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
+    rests = full.checkpoint_bytes - disk.OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
     assert 0 <= rests < MIB
     zero = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="zero2")
     # bf16 weights of DeepSpeed's and of the trainer's, fp32 masters, two fp32 states
-    assert zero.checkpoint - disk.OTHER_BYTES == (2 + 2 + 4 + 8) * params
-    assert zero.weights - disk.OTHER_BYTES == 2 * params
+    assert zero.checkpoint_bytes - disk.OTHER_BYTES == (2 + 2 + 4 + 8) * params
+    assert zero.weights_bytes - disk.OTHER_BYTES == 2 * params
     sharded = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="fsdp")
-    assert abs(sharded.checkpoint - disk.OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
+    assert abs(sharded.checkpoint_bytes - disk.OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
 
 
 def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
     lora = "tuning.mode=lora"
-    assert written(world, lora, steps=2).count == 2
-    assert written(world, lora, steps=100).count == 3
-    assert written(world, lora, "train.save_total_limit=5", steps=100).count == 6
-    assert written(world, lora, "train.save_steps=60", steps=100).count == 2
-    assert written(world, lora, "train.save_total_limit=null", steps=100).count == 100
-    assert written(world, lora, "train.save_total_limit=null", steps=None).count is None
-    assert written(world, lora, steps=None).count == 3
+    assert written(world, lora, steps=2).max_checkpoints == 2
+    assert written(world, lora, steps=100).max_checkpoints == 3
+    assert written(world, lora, "train.save_total_limit=5", steps=100).max_checkpoints == 6
+    assert written(world, lora, "train.save_steps=60", steps=100).max_checkpoints == 2
+    assert written(world, lora, "train.save_total_limit=null", steps=100).max_checkpoints == 100
+    assert written(world, lora, "train.save_total_limit=null", steps=None).max_checkpoints is None
+    assert written(world, lora, steps=None).max_checkpoints == 3
 
 
-def look_at(written: disk.DiskUse, free: int, **changes: Any) -> Finding:
+def look_at(written: disk.DiskUsage, free: int, **changes: Any) -> Finding:
     settings: dict[str, Any] = {"there": Path("/data"), "space": DiskSpace(free, free), "may_write": True, **changes}
     return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
-    three = disk.DiskUse(10 * GIB, 2 * GIB, 3)
+    three = disk.DiskUsage(10 * GIB, 2 * GIB, 3)
     assert look_at(three, 32 * GIB).verdict == "PASS"
     found = look_at(three, 31 * GIB)
     assert found.verdict == "FAIL"
     assert "3 checkpoints of 10.0 GiB at once" in found.found
     assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
     assert "save_total_limit" in str(found.remedy)
-    assert look_at(disk.DiskUse(GIB, GIB, None), 100 * GIB).verdict == "WARN"
-    assert look_at(disk.DiskUse(GIB, GIB, None), GIB).verdict == "FAIL"
+    assert look_at(disk.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
+    assert look_at(disk.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
     assert look_at(three, 99 * GIB, may_write=False).verdict == "FAIL"
     assert look_at(three, 0, space=None).verdict == "SKIP"
 
@@ -380,9 +380,9 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
 def test_weights_that_must_be_fetched_need_room(tiny_llama):
     shape = load_model_shape(str(tiny_llama))
     space = DiskSpace(shape.params, shape.params)
-    found = disk.check_fetch(shape, cached=False, there=Path("/cache"), space=space)
+    found = disk.check_download(shape, is_cached=False, disk_folder=Path("/cache"), space=space)
     assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
-    assert disk.check_fetch(shape, cached=True, there=Path("/cache"), space=space).verdict == "SKIP"
+    assert disk.check_download(shape, is_cached=True, disk_folder=Path("/cache"), space=space).verdict == "SKIP"
 
 
 # --- what ranks say ---------------------------------------------------------------------------------------------------
@@ -392,14 +392,14 @@ def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
     return {"rank": rank, "host": "a", "stage": stage, **changes}
 
 
-def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> Outcome:
+def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> AllReduceOutcome:
     result = {"ranks": list(notes), "speeds": [{"bytes": 256 * MIB, "seconds": seconds}]} if seconds else None
-    made = Outcome(tuple(range(world)), world, {item["rank"]: item for item in notes}, result, limit_s=40.0)
+    made = AllReduceOutcome(tuple(range(world)), world, {item["rank"]: item for item in notes}, result, limit_s=40.0)
     return dataclasses.replace(made, **changes)
 
 
-AROUND = Surroundings(machine(gpu(0), gpu(1), link_bytes_per_s=300e9), driver="580.82.07")
-ON_CPU = Surroundings(CPU)
+AROUND = SystemFacts(machine(gpu(0), gpu(1), link_bytes_per_s=300e9), driver="580.82.07")
+ON_CPU = SystemFacts(CPU)
 
 
 def test_bus_bandwidth_is_the_one_of_nccl_tests():
@@ -409,7 +409,7 @@ def test_bus_bandwidth_is_the_one_of_nccl_tests():
 
 
 def test_a_right_sum_at_the_links_speed_passes():
-    found = judge(outcome(note(0), note(1)), AROUND, NodeSetup())
+    found = judge_all_reduce(outcome(note(0), note(1)), AROUND, NodeSetup())
     assert verdicts(found) == ["PASS", "PASS"]
     assert found[0].found == "right over NCCL on 2 ranks: ranks 0, 1 on a"
     # 256 MiB in 1 ms between 2 ranks: 268 GB/s
@@ -418,37 +418,37 @@ def test_a_right_sum_at_the_links_speed_passes():
 
 
 def test_a_slow_link_is_a_warning():
-    found = judge(outcome(note(0), note(1), seconds=0.01), AROUND, NodeSetup())
+    found = judge_all_reduce(outcome(note(0), note(1), seconds=0.01), AROUND, NodeSetup())
     assert verdicts(found) == ["PASS", "WARN"]
     assert "nvlink -s" in str(found[1].remedy)
     pcie = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1), link_bytes_per_s=32e9))
-    assert verdicts(judge(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
-    assert verdicts(judge(outcome(note(0), note(1), seconds=0.09), pcie, NodeSetup())) == ["PASS", "WARN"]
+    assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
+    assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.09), pcie, NodeSetup())) == ["PASS", "WARN"]
     unknown = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
-    assert verdicts(judge(outcome(note(0), note(1)), unknown, NodeSetup())) == ["PASS", "SKIP"]
+    assert verdicts(judge_all_reduce(outcome(note(0), note(1)), unknown, NodeSetup())) == ["PASS", "SKIP"]
 
 
 def test_nothing_is_expected_of_the_cpu_and_the_figure_is_said():
-    found = judge(outcome(note(0), note(1)), ON_CPU, NodeSetup())
+    found = judge_all_reduce(outcome(note(0), note(1)), ON_CPU, NodeSetup())
     assert verdicts(found) == ["PASS", "SKIP"]
     assert "268.44 GB/s a rank" in found[1].found
 
 
 def test_between_nodes_the_bandwidth_is_said_alone():
-    found = judge(outcome(note(0), note(1)), AROUND, NodeSetup(2, 0, "a", 1))
+    found = judge_all_reduce(outcome(note(0), note(1)), AROUND, NodeSetup(2, 0, "a", 1))
     assert verdicts(found) == ["PASS", "SKIP"]
     assert "268.44 GB/s a rank" in found[1].found
 
 
 def test_a_wrong_sum_fails():
-    found = judge(outcome(note(0), note(1, wrong=5)), AROUND, NodeSetup())
+    found = judge_all_reduce(outcome(note(0), note(1, wrong=5)), AROUND, NodeSetup())
     assert [(item.verdict, item.found) for item in found] == [("FAIL", "the sum is wrong: rank 1 has 5 wrong elements")]
     assert "NCCL_P2P_DISABLE=1" in str(found[0].remedy)
 
 
 def test_a_hang_names_who_waits_for_whom():
     waiting = outcome(note(0, "joined"), note(1, "device"), world=3, seconds=None, timed_out=True)
-    (found,) = judge(waiting, AROUND, NodeSetup())
+    (found,) = judge_all_reduce(waiting, AROUND, NodeSetup())
     assert found.verdict == "FAIL"
     assert (
         "rank 0 is waiting in the first all-reduce; rank 1 is waiting to join the others; rank 2 never started"
@@ -456,7 +456,7 @@ def test_a_hang_names_who_waits_for_whom():
     )
     assert found.sources
     one = outcome(note(0, "failed", error="DistBackendError: timed out after 35 s"), note(1, "started"), seconds=None)
-    (found,) = judge(one, ON_CPU, NodeSetup())
+    (found,) = judge_all_reduce(one, ON_CPU, NodeSetup())
     assert "rank 0 gave up; rank 1 has not reached its device" in found.found
 
 
@@ -477,20 +477,20 @@ def test_an_error_of_a_rank_comes_with_its_remedy(error, remedy):
     broken = outcome(
         note(0, "failed", error="RuntimeError: Connection closed by peer"), note(1, "failed", error=error), seconds=None
     )
-    (found,) = judge(broken, AROUND, NodeSetup())
+    (found,) = judge_all_reduce(broken, AROUND, NodeSetup())
     assert found.verdict == "FAIL"
     assert found.found.startswith(f"rank 1: {error[:40]}")
     assert remedy in str(found.remedy)
 
 
 def test_the_ranks_are_started_as_those_of_a_run():
-    made = ranks.launch_of(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
+    made = ranks.all_reduce_launch(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0)
     assert (
         "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
         in made.shell_line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    made = ranks.launch_of(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
+    made = ranks.all_reduce_launch(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), reports_folder=Path("/x"), timeout_s=1.0)
     assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
     assert made.environment["OMP_NUM_THREADS"] == "1"
 
@@ -503,11 +503,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def met(*places: Surroundings, count: int | None = None, limit_s: float = 15.0) -> list[Finding]:
+def met(*places: SystemFacts, count: int | None = None, limit_s: float = 15.0) -> list[Finding]:
     """What nodes found of each other, each in a thread of its own."""
     port, found = free_port(), {}
 
-    def go(rank: int, around: Surroundings) -> None:
+    def go(rank: int, around: SystemFacts) -> None:
         nodes = NodeSetup(count or len(places), rank, "127.0.0.1", port)
         found[rank] = meet_nodes(around, nodes, {}, limit_s=limit_s)[1]
 
@@ -519,11 +519,11 @@ def met(*places: Surroundings, count: int | None = None, limit_s: float = 15.0) 
     return [found[rank] for rank in range(len(places))]
 
 
-HERE = Surroundings(machine(gpu(0), gpu(1)), host="a", versions={"torch": "2.13.0"}, driver="580.82.07")
+HERE = SystemFacts(machine(gpu(0), gpu(1)), hostname="a", versions={"torch": "2.13.0"}, driver="580.82.07")
 
 
 def test_nodes_that_are_alike_meet():
-    found = met(HERE, dataclasses.replace(HERE, host="b"))
+    found = met(HERE, dataclasses.replace(HERE, hostname="b"))
     assert verdicts(found) == ["PASS", "PASS"]
     assert "2 met at 127.0.0.1:" in found[0].found
     assert "(a, b)" in found[0].found
@@ -565,13 +565,13 @@ def test_an_address_that_means_nothing_fails_at_once():
 # --- slow code --------------------------------------------------------------------------------------------------------
 
 
-def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
+def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[PlannedRun, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
     from sft_play.facts.models.decoder import parse_model_shape
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
     shape, hardware = parse_model_shape(fields, name="m"), parse_hardware(machine_name)
-    return Planned(config, shape, make_advised_plan(PlanRequest(config, shape, hardware))), hardware
+    return PlannedRun(config, shape, make_advised_plan(PlanRequest(config, shape, hardware))), hardware
 
 
 MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 1024,
@@ -618,7 +618,7 @@ def by_name(report: DoctorReport) -> dict[str, Finding]:
 @pytest.mark.build
 def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm.python())
-    report = examine(planner_of(world), LaunchOptions(), environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    report = run_doctor(planner_of(world), LaunchOptions(), environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     found = by_name(report)
     assert report.ok, report.lines()
     assert report.elapsed_s < 60
@@ -637,7 +637,7 @@ def test_two_nodes_on_loopback_reduce_together(world):
 
     def node(rank: int) -> None:
         options = LaunchOptions(processes=1, nodes=NodeSetup(2, rank, "127.0.0.1", port))
-        found[rank] = examine(planner_of(world), options, environment=environment)
+        found[rank] = run_doctor(planner_of(world), options, environment=environment)
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -662,7 +662,7 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
                 return super().wait(timeout)
             note = Path(self.args[self.args.index("--out") + 1]) / "rank-0.json"  # type: ignore[union-attr,index]
             for _ in range(1200):
-                if held and (ranks._read(note) or {}).get("stage") == "device":
+                if held and (ranks._read_note(note) or {}).get("stage") == "device":
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return super().wait(0.1)
@@ -682,9 +682,9 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = ranks.run_ranks(CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    got = ranks.run_all_reduce(CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     thread.join(timeout=30)
-    (found,) = judge(got, ON_CPU, NodeSetup())
+    (found,) = judge_all_reduce(got, ON_CPU, NodeSetup())
     assert found.verdict == "FAIL"
     assert re.search(
         r"not done after 120 s: .*rank 1 (never started|has not reached its device|is waiting to join)", found.found
@@ -731,23 +731,23 @@ def test_a_written_checkpoint_is_as_large_as_was_said(world):
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (checkpoint,) = (path for path in (world / "outputs/size/checkpoints").iterdir() if path.name == "checkpoint-1")
     sizes = {path.name: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
-    predicted = written(world, "tuning.mode=full", hardware=CPU).checkpoint - disk.OTHER_BYTES
+    predicted = written(world, "tuning.mode=full", hardware=CPU).checkpoint_bytes - disk.OTHER_BYTES
     assert sizes["model.safetensors"] + sizes["optimizer.pt"] == pytest.approx(predicted, rel=0.1)
     assert sum(sizes.values()) < predicted + disk.OTHER_BYTES
 
 
 def test_what_the_config_cannot_be_is_a_finding(world):
-    def refuses(_: Hardware) -> Planned:
+    def refuses(_: Hardware) -> PlannedRun:
         raise ConfigError("train.batch_size=3 does not split over 2 ranks")
 
     port = free_port()
     options = LaunchOptions(processes=1, nodes=NodeSetup(2, 1, "127.0.0.1", port))
-    report = examine(refuses, options, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
+    report = run_doctor(refuses, options, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
     found = by_name(report)
     assert "batch_size=3 does not split" in found["plan"].found
     assert found["nodes"].verdict == "FAIL"
     assert found["all-reduce"].verdict == "SKIP"
-    assert report.named("FAIL") == ["plan", "nodes"]
+    assert report.names_by_verdict("FAIL") == ["plan", "nodes"]
     assert "disk" not in found
 
 
@@ -769,6 +769,6 @@ def test_the_doctor_loads_no_torch():
      ("<5", None, False), (False, None, False), ("<5", "unknown", False)],
 )  # fmt: skip
 def test_conditions_of_the_tables(wanted, fact, met):
-    assert holds({"fact": wanted}, {"fact": fact}) is met
-    assert holds([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
-    assert not holds({"fact": wanted, "more": True}, {"fact": fact, "more": None})
+    assert matches_conditions({"fact": wanted}, {"fact": fact}) is met
+    assert matches_conditions([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
+    assert not matches_conditions({"fact": wanted, "more": True}, {"fact": fact, "more": None})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import engines
-from sft_play.diagnose.engines import ENGINES, Served, architecture_of, engine_findings, engine_names
+from sft_play.diagnose.engines import ENGINES, ServedModel, engine_findings, model_architecture, parse_engine_names
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -19,22 +19,22 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 MODELS = ("LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3_5ForCausalLM", "OPTForCausalLM", "NobodysForCausalLM", None)
 
 
-def draw_served(draw: random.Random) -> Served:
-    return Served(
+def draw_served(draw: random.Random) -> ServedModel:
+    return ServedModel(
         mode=draw.choice(["full", "lora", "qlora"]),
         r=draw.choice([1, 2, 8, 15, 16, 17, 32, 33, 64, 129, 256, 257, 320, 321, 512, 513, 4096]),
         alpha=draw.choice([1, 16, 32, 64]),
         use_rslora=draw.random() < 0.5,
         use_dora=draw.random() < 0.3,
         modules_to_save=frozenset(draw.sample(["embed_tokens", "lm_head", "norm", "score"], draw.choice([0, 0, 1, 2]))),
-        chooses_targets=draw.random() < 0.3,
+        has_chosen_targets=draw.random() < 0.3,
         adapts_experts=draw.random() < 0.3,
         targets=frozenset(draw.sample([*LINEAR, "shared_expert_gate", "c_attn"], draw.randint(1, 9))),
         architecture=draw.choice(MODELS),
     )
 
 
-def expected(engine: str, of: Served) -> set[tuple[str, str]]:
+def expected(engine: str, of: ServedModel) -> set[tuple[str, str]]:
     """The verdicts, each with a word of its text, by the rules in words.
 
     vLLM: ranks to 512, above 16 with a flag; no DoRA, no whole modules but a classifier's head, some classes take no
@@ -68,7 +68,7 @@ def expected(engine: str, of: Served) -> set[tuple[str, str]]:
     if of.modules_to_save:
         rows.add(("FAIL", "modules_to_save"))
     if engine == "sglang":
-        if of.chooses_targets:
+        if of.has_chosen_targets:
             rows.add(("WARN", "are one layer there"))
         if of.architecture != "Qwen3_5ForCausalLM" and of.targets - set(LINEAR):
             rows.add(("FAIL", "are not known there"))
@@ -93,7 +93,7 @@ def test_the_table_says_what_the_rules_say(engine):
             (row,) = [row for row in rows if row.verdict == verdict and word in row.found]
             assert row.name == f"serve {engine}"
             assert row.sources[0].startswith("https://github.com/")
-            assert engines.LOOKED_UP in row.sources[0]
+            assert engines.LOOKED_UP_DATE in row.sources[0]
             assert ENGINES[engine]["title"] in row.found
     assert len(met) == len(ENGINES[engine]["limits"]), "an entry that no draw meets"
 
@@ -101,8 +101,8 @@ def test_the_table_says_what_the_rules_say(engine):
 def test_the_flag_is_the_smallest_rank_that_vllm_takes():
     for rank in range(1, 700):
         allowed = [most for most in (1, 8, 16, 32, 64, 128, 256, 320, 512) if most >= rank]
-        assert engines.vllm_rank(rank) == (min(allowed) if allowed else None)
-        rows = engine_findings("vllm", Served(r=rank))
+        assert engines.smallest_vllm_rank(rank) == (min(allowed) if allowed else None)
+        rows = engine_findings("vllm", ServedModel(r=rank))
         flags = [row.remedy for row in rows if row.verdict == "WARN"]
         assert flags == ([f"serve with --enable-lora --max-lora-rank {min(allowed)}"] if 16 < rank <= 512 else [])
 
@@ -123,7 +123,7 @@ def test_the_scale_that_is_offered_instead_of_rslora_is_the_same_in_peft():
         return float(scale)
 
     for rank, alpha in ((16, 32), (4, 1), (8, 16)):
-        of = Served(r=rank, alpha=alpha, use_rslora=True)
+        of = ServedModel(r=rank, alpha=alpha, use_rslora=True)
         assert of.scale == pytest.approx(peft_scale(r=rank, lora_alpha=alpha, use_rslora=True))
         (row,) = engine_findings("sglang", of)
         assert f"alpha / r = {alpha / rank:g}" in row.found
@@ -138,26 +138,26 @@ def test_the_lists_of_models_are_of_classes_that_are_asked_for():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as OF_TYPES
 
     trainable = {name for name in OF_TYPES.values() if isinstance(name, str)}
-    llama_cpp, without_lora = engines.MODELS["llama_cpp"], engines.MODELS["vllm_without_lora"]
+    llama_cpp, without_lora = engines.MODEL_CLASSES["llama_cpp"], engines.MODEL_CLASSES["vllm_without_lora"]
     assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"} <= llama_cpp & trainable
     assert {"GPT2LMHeadModel", "FalconForCausalLM", "BloomForCausalLM"} <= without_lora & trainable
     assert len(llama_cpp & trainable) > 60
     assert not {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"} & without_lora
-    assert "Qwen3_5ForCausalLM" in engines.MODELS["sglang_own_sizes"]
+    assert "Qwen3_5ForCausalLM" in engines.MODEL_CLASSES["sglang_own_sizes"]
 
 
 def test_the_class_is_the_configs_own_word_else_transformers():
-    assert architecture_of({"architectures": ["MPTForCausalLM"], "model_type": "mpt"}) == "MPTForCausalLM"
-    assert architecture_of({"model_type": "llama"}) == "LlamaForCausalLM"
+    assert model_architecture({"architectures": ["MPTForCausalLM"], "model_type": "mpt"}) == "MPTForCausalLM"
+    assert model_architecture({"model_type": "llama"}) == "LlamaForCausalLM"
     for unknown in ({}, {"architectures": []}, {"architectures": "x"}, {"model_type": "nobodys"}):
-        assert architecture_of(unknown) is None
+        assert model_architecture(unknown) is None
 
 
 def test_names_are_read_once_in_any_case_and_unknown_ones_are_refused():
-    assert engine_names(["vLLM", "llama.cpp", "vllm"]) == ("vllm", "llama.cpp")
-    assert engine_names([]) == ()
+    assert parse_engine_names(["vLLM", "llama.cpp", "vllm"]) == ("vllm", "llama.cpp")
+    assert parse_engine_names([]) == ()
     with pytest.raises(ConfigError, match=r"SERVE=tgi,ollama is no engine .* vllm, sglang, llama\.cpp"):
-        engine_names(["vllm", "tgi", "ollama"])
+        parse_engine_names(["vllm", "tgi", "ollama"])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.doctor import check_start
+from sft_play.diagnose.doctor import check_run_starts
 from sft_play.diagnose.known_bad import find_known_bad
-from sft_play.diagnose.surroundings import Surroundings
+from sft_play.diagnose.surroundings import SystemFacts
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
@@ -105,7 +105,7 @@ def test_what_a_user_has_set_stays(cards):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_doctor_says_what_a_run_does(ranks):
-    around = Surroundings(hardware=gpus(ADA, ADA), driver=OLD)
+    around = SystemFacts(hardware=gpus(ADA, ADA), driver=OLD)
     assert [item.verdict for item in find_known_bad(around, ranks=ranks)] == (["WARN"] if ranks > 1 else ["PASS"])
 
 
@@ -147,7 +147,7 @@ def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkey
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
         launched.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
-    assert check_start(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
+    assert check_run_starts(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

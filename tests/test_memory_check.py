@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from sft_play.diagnose import memory_check, memory_page, processes
-from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
-from sft_play.diagnose.memory_page import memory_lines, watch
-from sft_play.diagnose.processes import Group, RankProcess, find_run, lock_holder
+from sft_play.diagnose.memory_check import MemorySnapshot, PeakMemory, read_memory_snapshot
+from sft_play.diagnose.memory_page import format_memory_snapshot, watch_memory
+from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpus.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
@@ -77,14 +77,14 @@ def rank(number: int, pid: int, **fields: Any) -> RankProcess:
 def machine(monkeypatch, tmp_path):
     """A function that sets what there is: GPUs, the run's processes; it returns the folder of the runs."""
 
-    def install(*gpus: GpuStatus, group: Group | None = None, hardware: Hardware | None = None) -> Path:
+    def install(*gpus: GpuStatus, group: RankGroup | None = None, hardware: Hardware | None = None) -> Path:
         found = hardware or Hardware(
             tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
             "CPU", 8, 64 * GIB, 60 * GIB,
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
-        monkeypatch.setattr(memory_check, "all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
-        monkeypatch.setattr(processes, "group_of", lambda folder, holders: group)
+        monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
+        monkeypatch.setattr(processes, "find_rank_group", lambda folder, holders: group)
         monkeypatch.setattr(processes, "lock_holder", lambda folder: OTHER if group else None)
         return tmp_path
 
@@ -110,14 +110,14 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 31 * GIB), used=32 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
-        group=Group(ranks, 1.0),
+        group=RankGroup(ranks, 1.0),
     )
-    check = see_memory(output, {})
+    check = read_memory_snapshot(output, {})
     one, two = check.gpus
     assert (one.ranks, one.run_bytes, one.others_bytes) == ((0,), 31 * GIB, GIB)
     assert (two.ranks, two.run_bytes, two.others_bytes) == ((1,), 30 * GIB, 5 * GIB)
     assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
-    text = memory_lines(check)
+    text = format_memory_snapshot(check)
     assert text[0] == f"Run {folder.path}: 2 ranks on this machine, pid 11, 21"
     row = next(line for line in text if line.startswith("  1 "))
     assert row.split()[:7] == ["1", "1", "80.0", "30.00", "5.00", "45.00", "30.00"]
@@ -137,14 +137,14 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
-        group=Group((rank(0, 11), rank(1, 21)), 1.0),
+        group=RankGroup((rank(0, 11), rank(1, 21)), 1.0),
     )
-    check = see_memory(output, {})
+    check = read_memory_snapshot(output, {})
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
     assert "3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
     assert f"pid {OTHER} (jupy\\x1bter) 17.00 GiB" in check.warnings[0]
     assert "the plan's margin of 5.00 GiB is gone, and 2.00 more" in check.warnings[1]
-    assert sum(line.startswith("warning: GPU") for line in memory_lines(check)) == 2
+    assert sum(line.startswith("warning: GPU") for line in format_memory_snapshot(check)) == 2
 
 
 def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
@@ -152,27 +152,27 @@ def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
         gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
-        group=Group((rank(0, 11),), 1.0),
+        group=RankGroup((rank(0, 11),), 1.0),
     )
-    assert not see_memory(output, {}).warnings
+    assert not read_memory_snapshot(output, {}).warnings
 
 
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    group = Group((rank(0, 11), rank(1, 21)), 1.0)
+    group = RankGroup((rank(0, 11), rank(1, 21)), 1.0)
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
-    check = see_memory(output, {})
+    check = read_memory_snapshot(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
         assert (use.run_bytes, use.others_bytes, use.peak_bytes) == (None, None, None)
         assert use.used_bytes == 71 * GIB
     assert not check.warnings
-    assert any("the driver names no process of this run there" in line for line in memory_lines(check))
+    assert any("the driver names no process of this run there" in line for line in format_memory_snapshot(check))
 
 
 def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), 1.0))
-    assert see_memory(output, {}).gpus[0].run_bytes is None
+    output = machine(gpu(0, used=71 * GIB, listed=False), group=RankGroup((rank(0, 11),), 1.0))
+    assert read_memory_snapshot(output, {}).gpus[0].run_bytes is None
 
 
 def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
@@ -182,22 +182,22 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
 
     monkeypatch.setattr(memory_check, "detect_hardware", detect)
     ranks = tuple(rank(n, n + 10, environment={"CUDA_VISIBLE_DEVICES": "3,1"}) for n in range(2))
-    assert memory_check._gpus_of(Group(ranks, 1.0)) == {3: [0], 1: [1]}
+    assert memory_check._ranks_by_gpu(RankGroup(ranks, 1.0)) == {3: [0], 1: [1]}
     alone = rank(0, 9, rank=None, local_rank=None, environment={})
-    assert memory_check._gpus_of(Group((alone,), 1.0)) == {0: [0]}
+    assert memory_check._ranks_by_gpu(RankGroup((alone,), 1.0)) == {0: [0]}
 
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    group, peaks = Group((rank(0, 11),), 1.0), HighestSeen()
+    group, peaks = RankGroup((rank(0, 11),), 1.0), PeakMemory()
     found = []
     for held in (20, 50, 30):
         output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
-        found.append(see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes)
+        found.append(read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes)
     assert found == [20 * GIB, 50 * GIB, 50 * GIB]
-    later = Group((rank(0, 11),), 2.0)  # the run was started again
+    later = RankGroup((rank(0, 11),), 2.0)  # the run was started again
     output = machine(gpu(0, GpuProcess(11, "python", 5 * GIB), used=5 * GIB), group=later)
-    assert see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes == 5 * GIB
+    assert read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes == 5 * GIB
 
 
 # --- RAM --------------------------------------------------------------------------------------------------------------
@@ -206,14 +206,14 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, rss_bytes=4 * GIB), rank(1, 21, rss_bytes=2 * GIB))
-    output = machine(group=Group(ranks, 1.0), hardware=CPU)
-    check = see_memory(output, {})
+    output = machine(group=RankGroup(ranks, 1.0), hardware=CPU)
+    check = read_memory_snapshot(output, {})
     assert [(use.rank, use.rss_bytes, use.peak_rss_bytes) for use in check.ranks] == [
         (0, 4 * GIB, 4 * GIB),
         (1, 2 * GIB, 2 * GIB),
     ]
     assert check.ram.run_bytes == 6 * GIB
-    text = "\n".join(memory_lines(check))
+    text = "\n".join(format_memory_snapshot(check))
     assert "this run holds 6.00; no GPU here" in text
     assert "= resident in training" in text
     assert "RSS has the libraries too" in text
@@ -225,14 +225,14 @@ def test_the_prediction_names_the_moment_that_needs_the_most(tmp_path):
     plan = plan_json(on_gpu=False)
     plan["peak_bytes"]["by_moment"] = moments
     (folder.path / "plan.json").write_text(json.dumps(plan))
-    assert memory_check.prediction_of(folder).moment == "evaluation"
+    assert memory_check.read_memory_prediction(folder).moment == "evaluation"
 
 
 def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
     scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), 1.0)
-    (warning,) = see_memory(machine(group=group, hardware=scarce), {}).warnings
+    group = RankGroup((rank(0, 11), rank(1, 21)), 1.0)
+    (warning,) = read_memory_snapshot(machine(group=group, hardware=scarce), {}).warnings
     assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
 
 
@@ -241,9 +241,9 @@ def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
 
 def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
     output = machine(hardware=CPU)
-    check = see_memory(output / "nothing", {})
+    check = read_memory_snapshot(output / "nothing", {})
     assert not check.running
-    text = memory_lines(check)
+    text = format_memory_snapshot(check)
     assert text[0].startswith(f"No run is in progress in {output / 'nothing'}")
     assert text[-1] == "RAM: 64.0 GiB, 60.0 free; no GPU here"
 
@@ -251,50 +251,50 @@ def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
 def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "killed")
-    assert not find_run(output).running
-    found = find_run(output, named="killed")
-    assert not found.running
-    assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
-    assert "40.0 GiB" in "\n".join(memory_lines(see_memory(output, {}, named=str(output / "killed"))))
+    assert not find_run_processes(output).is_running
+    found = find_run_processes(output, name="killed")
+    assert not found.is_running
+    assert "its manifest says running, and nothing writes it: it was ended" in found.notes[0]
+    assert "40.0 GiB" in "\n".join(format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed"))))
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(machine, tmp_path, on_gpu):
-    group = Group((rank(0, OTHER),), 1.0)
+    group = RankGroup((rank(0, OTHER),), 1.0)
     folder = run_folder(machine(hardware=CPU), "one", on_gpu=on_gpu)
     peaks = {"loading": 10, "training": 58, "saving": 12}
     key = "measured_reserved" if on_gpu else "measured_rss"
     of_moments = {name: {"predicted_allocated": GIB, key: size * GIB} for name, size in peaks.items()}
     summary = {"peak_bytes_by_moment": of_moments | {"evaluation": {"predicted_allocated": GIB, key: None}}}
     (folder.path / "summary.json").write_text(json.dumps(summary))
-    check = see_memory(tmp_path, {}, named="one")
+    check = read_memory_snapshot(tmp_path, {}, name="one")
     assert check.measured == {name: size * GIB for name, size in peaks.items()}
-    page = "\n".join(memory_lines(check))
+    page = "\n".join(format_memory_snapshot(check))
     assert "measured" in page
     for name, size in peaks.items():
         assert f"{name:<8}  {size}.0 GiB" in page, page
     (folder.path / "summary.json").write_text(json.dumps({"peak_bytes_by_moment": {"training": {key: "much"}}}))
-    assert see_memory(tmp_path, {}, named="one").measured == {}
+    assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
     machine(hardware=CPU, group=group)  # of one that trains, what it holds now
-    assert see_memory(tmp_path, {}, named="one").measured == {}
+    assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
 
 
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "other")
     with pytest.raises(RunFolderError, match=r"there is no run missing in .*; the runs there: other"):
-        find_run(output, named="missing")
+        find_run_processes(output, name="missing")
     (output / "plain").mkdir()
     with pytest.raises(RunFolderError, match="has no manifest"):
-        find_run(output, named="plain")
+        find_run_processes(output, name="plain")
 
 
 def test_a_damaged_plan_is_said(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     (folder.path / "plan.json").write_text('{"peak_bytes": []}')
-    check = see_memory(machine(group=Group((rank(0, 11),), 1.0), hardware=CPU), {})
+    check = read_memory_snapshot(machine(group=RankGroup((rank(0, 11),), 1.0), hardware=CPU), {})
     assert check.prediction is None
-    assert any("its plan.json cannot be read" in line for line in memory_lines(check))
+    assert any("its plan.json cannot be read" in line for line in format_memory_snapshot(check))
     assert not check.warnings
 
 
@@ -352,22 +352,22 @@ def end(started: subprocess.Popen[str]) -> None:
 def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
     folder = run_folder(tmp_path / "out", "alone")
     process = training(folder, forks=2)
-    found = find_run(tmp_path / "out")
-    assert found.running
+    found = find_run_processes(tmp_path / "out")
+    assert found.is_running
     assert found.group is not None
     (one,) = found.group.ranks
     assert (one.pid, one.rank) == (process.pid, None)
     assert one.rss_bytes > psutil.Process(process.pid).memory_info().rss  # with what it started
-    assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
+    assert found.notes[0] == f"Run {folder.path}: one process, pid {process.pid}"
     end(process)
-    assert not find_run(tmp_path / "out", named="alone").running
+    assert not find_run_processes(tmp_path / "out", name="alone").is_running
 
 
 def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(training, tmp_path):
     folder = run_folder(tmp_path / "out", "spread")
     common = {"SFT_PLAY_RUN": str(folder.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
-    group = find_run(tmp_path / "out").group
+    group = find_run_processes(tmp_path / "out").group
     assert group is not None
     assert [(one.rank, one.pid) for one in group.ranks] == [(0, started[0].pid), (1, started[1].pid)]
     assert group.rss_bytes >= sum(one.rss_bytes for one in group.ranks)
@@ -377,7 +377,7 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
     """torchrun by hand names no folder: rank 0 has the log open, and the others have its parent."""
     folder = run_folder(tmp_path / "out", "by-hand")
     started = [training(folder, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2") for n in range(2)]
-    group = find_run(tmp_path / "out").group
+    group = find_run_processes(tmp_path / "out").group
     assert group is not None
     assert [one.pid for one in group.ranks] == [process.pid for process in started]
 
@@ -407,7 +407,7 @@ def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_
     folder = run_folder(tmp_path, "far")
     output = machine(hardware=CPU)
     monkeypatch.setattr(processes, "lock_holder", lambda folder: 0)
-    check = see_memory(output, {})
+    check = read_memory_snapshot(output, {})
     assert check.running
     assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
     assert check.prediction is not None
@@ -418,10 +418,10 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
     training(newer)
     training(older)
-    found = find_run(tmp_path / "out")
+    found = find_run_processes(tmp_path / "out")
     assert found.folder == newer
-    assert f"also running: {older.path}" in found.said[1]
-    assert find_run(tmp_path / "out", named="b").folder == older
+    assert f"also running: {older.path}" in found.notes[1]
+    assert find_run_processes(tmp_path / "out", name="b").folder == older
 
 
 def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training, tmp_path):
@@ -432,7 +432,7 @@ def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training,
     try:
         assert started.stdout is not None
         started.stdout.readline()
-        group = find_run(tmp_path / "out").group
+        group = find_run_processes(tmp_path / "out").group
         assert group is not None
         assert [one.pid for one in group.ranks] == [started.pid]
     finally:
@@ -450,9 +450,9 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    last = watch(lambda: see_memory(output, {}), write=written.append, pause=pause)
+    last = watch_memory(lambda: read_memory_snapshot(output, {}), show_snapshot=written.append, pause=pause)
     assert len(written) == 3
-    assert isinstance(last, MemorySeen)
+    assert isinstance(last, MemorySnapshot)
     assert pauses == [memory_page.REFRESH_S] * 3
 
 

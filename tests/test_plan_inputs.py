@@ -16,7 +16,7 @@ from sft_play.commands import plan as plan_command
 from sft_play.commands.request import read_request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.disk import disk_use
+from sft_play.diagnose.disk import planned_disk_usage
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
@@ -505,4 +505,4 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
     for steps, count in [(16, 1), (32, 2), (40, 3), (400, 3)]:
         config = load_config(small_run, overrides=[f"train.max_steps={steps}", "train.save_steps=null"]).config
         plan = plan_run(config, detect_hardware(), rows=rows)
-        assert disk_use(config, load_model_shape(config.model.name), plan).count == count
+        assert planned_disk_usage(config, load_model_shape(config.model.name), plan).max_checkpoints == count

@@ -50,18 +50,18 @@ def all_reduce(bench: Bench, hardware: Hardware) -> Part:
     """The doctor's all-reduce over every rank, and its bandwidth against the plan's figure."""
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
-    outcome = ranks.run_ranks(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    findings = ranks.judge(outcome, surroundings.read_surroundings(machine, os.environ), NodeSetup())
+    outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
+    findings = ranks.judge_all_reduce(outcome, surroundings.read_system_facts(machine, os.environ), NodeSetup())
     failed = [finding.found for finding in findings if finding.verdict == "FAIL"]
     if failed or outcome.result is None:
         return Part(name, "fail", "; ".join(failed) or "no rank reported a result")
     best = max(
-        ranks.bus_bandwidth(int(one["bytes"]), float(one["seconds"]), outcome.world)
+        ranks.bus_bandwidth(int(one["bytes"]), float(one["seconds"]), outcome.world_size)
         for one in outcome.result["speeds"]
     )  # fmt: skip
-    measured = {"ranks": outcome.world, "bytes_per_s": best}
+    measured = {"ranks": outcome.world_size, "bytes_per_s": best}
     if not hardware.gpus:
-        words = f"right over {outcome.world} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"
+        words = f"right over {outcome.world_size} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"
         return Part(name, "pass", words, None, measured)
     config = load_config(bench.config("qlora", "equal")).config
     rates = find_rates(machine, choose_precision(config, machine))

@@ -103,7 +103,7 @@ def _drop_launcher_settings(checked: CheckedSettings) -> None:
 
 
 def _reset_accelerate_state() -> None:
-    """Reset accelerate's state: it rejects a second precision or DeepSpeed plugin, so no notebook cell could run twice."""
+    """Reset accelerate's state: it rejects a second precision or DeepSpeed plugin, so no cell could run twice."""
     from accelerate.state import AcceleratorState, GradientState
 
     if AcceleratorState._shared_state:
@@ -192,7 +192,8 @@ def _enable_gradient_checkpointing(model: Any) -> None:
     enable = getattr(model, f"{kind}_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(f"gradient_checkpointing: {class_name} has no gradient_checkpointing_enable, as "
-                          "transformers' models have; set it to false, or recompute in your model's forward")  # fmt: skip
+                          "transformers' models have; set it to false, or recompute in your model's "
+                          "forward")  # fmt: skip
     try:
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:

@@ -16,7 +16,7 @@ from sft_play.commands.request import Request, requested_hardware, request_outpu
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
-from sft_play.diagnose.doctor import Planned, examine
+from sft_play.diagnose.doctor import PlannedRun, run_doctor
 from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def run_diagnosing(request: Request) -> CommandResult | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
-        serve = engines.engine_names(request.serve)
+        serve = engines.parse_engine_names(request.serve)
         return check_result(check_run(request.config, request.overrides, requested_hardware(request), engine_names=serve), is_full=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
@@ -55,7 +55,7 @@ def check_run(
     engine_names: Sequence[str] = (),
 ) -> CheckReport:
     """`run_check.check` with the plan that a run would make here, and with what else it would be refused for."""
-    report = run_check.check(config_path, overrides, hardware, planner=_plan_for_check, also=extra_findings, serve=engine_names)
+    report = run_check.check_config(config_path, overrides, hardware, planner=_plan_for_check, earlier_findings=extra_findings, engine_names=engine_names)
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
         errors = refusals(loaded, restrict_to_device(loaded.config, hardware), plans=())
@@ -74,9 +74,9 @@ def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
     return result if is_full else dataclasses.replace(result, lines=["\n".join(report.screen())])
 
 
-def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.Lengths) -> Planned:
+def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.RowLengths) -> PlannedRun:
     rows = read_lengths() if has_variable_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
-    return Planned(config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
+    return PlannedRun(config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
 
 
 def _doctor(request: Request) -> CommandResult:
@@ -89,48 +89,48 @@ def _doctor(request: Request) -> CommandResult:
         uses_cpu = config.train.device == "cpu"
         options = apply_mesh(options, config)
 
-    def planner(machine: Hardware) -> Planned:
+    def planner(machine: Hardware) -> PlannedRun:
         config = load_config(request.config, overrides=request.overrides).longest_config
         # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_impossible_strategy(config, machine, strategy)
         layouts = (strategy,) if strategy else layout_choices(machine.ranks)
-        return Planned(config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False))
+        return PlannedRun(config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False))
 
-    return command_result(examine(planner, options, on_cpu=uses_cpu))
+    return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))
 
 
 def _gpu_info(request: Request) -> CommandResult:
     if request.hardware:
         assumed = requested_hardware(request)
-        data, lines = gpu_page.assumed_json(assumed), gpu_page.assumed_lines(assumed, request.hardware)
+        data, lines = gpu_page.assumed_machine_json(assumed), gpu_page.assumed_machine_lines(assumed, request.hardware)
     else:
-        machine = gpu_info.see_machine(request_output_dir(request), os.environ, full=request.full)
+        machine = gpu_info.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
         data, lines = machine.as_json(), gpu_page.machine_lines(machine)
     return CommandResult(data, ["\n".join(lines)])
 
 
 def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output, peaks = request_output_dir(request), memory_check.HighestSeen()  # kept from look to look
+    output, peaks = request_output_dir(request), memory_check.PeakMemory()  # kept from look to look
 
-    def take_snapshot() -> memory_check.MemorySeen:
-        return memory_check.see_memory(output, os.environ, named=request.run, peaks=peaks)
+    def take_snapshot() -> memory_check.MemorySnapshot:
+        return memory_check.read_memory_snapshot(output, os.environ, name=request.run, peaks=peaks)
 
-    def show(snapshot: memory_check.MemorySeen) -> None:
+    def show(snapshot: memory_check.MemorySnapshot) -> None:
         if request.json:
             write_json_line(add_exit_status(snapshot.as_json(), 0))
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            logger.info("%s", "\n".join([*memory_page.memory_lines(snapshot), f"{snapshot.time}; Ctrl-C ends this"]))
+            logger.info("%s", "\n".join([*memory_page.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]))
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(snapshot.as_json(), ["\n".join(memory_page.memory_lines(snapshot))])
-    last_snapshot = memory_page.watch(take_snapshot, write=show)
+        return CommandResult(snapshot.as_json(), ["\n".join(memory_page.format_memory_snapshot(snapshot))])
+    last_snapshot = memory_page.watch_memory(take_snapshot, show_snapshot=show)
     if request.out is not None and last_snapshot is not None:
         write_out_file(request.out, last_snapshot.as_json())
     return 0

@@ -33,7 +33,7 @@ from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
+from sft_play.diagnose.row_tools import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -60,12 +60,12 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
     rows alone, or a folder for all. Raises DataError where rows cannot be used (unless data.on_bad_row=skip), or a file
     was edited since; nothing is written then; TokenizerError where the tokenizer or its template cannot be used."""
-    loaded, stage_notes = first_stage(loaded)
+    loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
     check_first_rows(config.data, paths, task_mode=config.task_mode)
-    prepare_hub(config)
-    tools = tools_of(config)
+    configure_hub(config)
+    tools = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
         folder, names = out, {}
@@ -73,17 +73,17 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
             source = part.removeprefix("source ").removesuffix(" (val)")
             names[part] = f"{part_split(part)}-{source}.jsonl" if source != part else f"{part_split(part)}.jsonl"
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
+        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
         folder, names, file_names = out.parent, {"train": out.name}, (out.name,)
     files = [(part, path) for part, path in paths.named_paths() if part in names] or [("train", paths.train)]
     for name in names.values():
-        refuse_source(folder / name, files)
+        check_not_source(folder / name, files)
     with OutputFolder(folder, file_names, force=force, command="render") as output:
         rendered_files = [
-            RenderedFile(part_split(part), folder / names[part], _render_rows(path, part, output, names, config.data, tools.maker))
+            RenderedFile(part_split(part), folder / names[part], _render_rows(path, part, output, names, config.data, tools.row_maker))
             for part, path in files
         ]
         _refuse_bad_rows(rendered_files, config.data)
@@ -230,18 +230,18 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
     one row, counted from 1. Raises DataError where the file cannot be read, has no such row, or the page was edited
     since; TokenizerError where the tokenizer or its template cannot be used."""
-    loaded, stage_notes = first_stage(loaded)
+    loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
     path = paths.train
-    prepare_hub(config)
+    configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
     chosen_rows = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
-    tools = tools_of(config)
+    tools = load_row_tools(config)
     token_bytes = TokenBytes(tools.tokenizer)
-    examples = tuple(example for row_number, raw in chosen_rows for example in shown_rows(row_number, raw, reader, tools.maker, token_bytes))
+    examples = tuple(example for row_number, raw in chosen_rows for example in shown_rows(row_number, raw, reader, tools.row_maker, token_bytes))
     page_path = page or DEFAULT_PAGE
-    refuse_source(page_path, [("train", path)])
+    check_not_source(page_path, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
     hidden_notes = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
     columns = missed_columns(config.data, task_mode=config.task_mode)
@@ -249,7 +249,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     description = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
-        f"max_seq_len {tools.maker.max_seq_len:,}",
+        f"max_seq_len {tools.row_maker.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":

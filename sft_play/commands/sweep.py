@@ -25,7 +25,7 @@ from sft_play.commands.launching import launcher_rank_info
 from sft_play.commands.request import Request, refuse_own_model
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
-from sft_play.diagnose.pages import gib, lines_of, table_of
+from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import PAGE, Comparison, compare
@@ -230,14 +230,14 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     actions = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
     rows = []
     for cell in cells:
-        needed_gib, available_gib = gib(cell.plan.memory.required, digits=2), gib(cell.plan.budget_bytes, digits=2)
+        needed_gib, available_gib = gib_or_na(cell.plan.memory.required, digits=2), gib_or_na(cell.plan.budget_bytes, digits=2)
         hours = "-" if cell.hours is None else f"{cell.hours:.2f}"
         rows.append((cell.name, "yes" if cell.plan.fits else "NO", needed_gib, available_gib, hours, actions[cell.state]))
-    table = table_of(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, left=(0, 1, 5))
+    table = build_table(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5))
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]
     hours = "" if (total_hours := _total_hours(to_train)) is None else f", {total_hours:.2f} h"
-    return [f"Sweep: {len(cells)} cells, {len(to_train)} to train{hours}", *lines_of(table), *skipped]
+    return [f"Sweep: {len(cells)} cells, {len(to_train)} to train{hours}", *render_lines(table), *skipped]
 
 
 # --- trained ----------------------------------------------------------------------------------------------------------

@@ -208,8 +208,8 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
     section[key_parts[-1]] = value
     # a section that is replaced as a whole leaves no lines of its old keys behind
     for texts_by_path in (document.lines, document.raw_texts):
-        for old in [old_path for old_path in texts_by_path if old_path[: len(path)] == path]:
-            del texts_by_path[old]
+        for stale_path in [old_path for old_path in texts_by_path if old_path[: len(path)] == path]:
+            del texts_by_path[stale_path]
     document.raw_texts[path] = text
     document.overridden_paths.add(path)
     return []

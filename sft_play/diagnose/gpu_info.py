@@ -24,7 +24,7 @@ TORCH_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Host:
+class HostInfo:
     """The machine around the GPUs: cores, RAM as far as this process may use it, and the disk of the run folders."""
 
     cpu: str
@@ -41,7 +41,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Software:
+class SoftwareVersions:
     """Versions of what computes on GPUs, read without importing it; None: not installed."""
 
     torch: str | None
@@ -52,61 +52,61 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One look at this machine. `visible` are the indices of the GPUs that a run here would see, in its order;
-    `asked_torch` is torch's own report, None where it was not asked."""
+class MachineInfo:
+    """One look at this machine. `visible_gpus` are the indices of the GPUs that a run here would see, in its
+    order; `torch_report` is torch's own, None where it was not asked."""
 
-    seen: GpuSnapshot
-    visible: tuple[int, ...]
+    gpu_snapshot: GpuSnapshot
+    visible_gpus: tuple[int, ...]
     visible_setting: str | None
     hardware: Hardware
-    host: Host
-    software: Software
-    asked_torch: list[str] | None = None
-    unused: str | None = None
+    host: HostInfo
+    software: SoftwareVersions
+    torch_report: list[str] | None = None
+    unused_accelerator: str | None = None
     """An accelerator of this machine that a run would not see."""
 
     @property
-    def count(self) -> int:
+    def gpu_count(self) -> int:
         """GPUs, or instances of split ones, that a run here would see."""
         return len(self.hardware.gpus)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
-        seen = asdict(self.seen)
+        snapshot = asdict(self.gpu_snapshot)
         return {
-            "number_of_gpus": self.count,
+            "number_of_gpus": self.gpu_count,
             "assumed": False,
-            "source": seen["source"],
+            "source": snapshot["source"],
             "visible_setting": self.visible_setting,
-            "visible_gpus": list(self.visible),
-            "usable_by_a_plan": self.count > 0,
+            "visible_gpus": list(self.visible_gpus),
+            "usable_by_a_plan": self.gpu_count > 0,
             "notes": list(self.hardware.notes),
-            "gpus": seen["gpus"],
-            "topology": seen["topology"],
-            "driver": {"version": seen["driver"], "newest_cuda": seen["driver_cuda"]},
+            "gpus": snapshot["gpus"],
+            "topology": snapshot["topology"],
+            "driver": {"version": snapshot["driver"], "newest_cuda": snapshot["driver_cuda"]},
             "host": asdict(self.host),
             "software": asdict(self.software),
-            "torch": self.asked_torch,
-            "unused_accelerator": self.unused,
-            "without_a_gpu": without_gpu() if not self.count else [],
+            "torch": self.torch_report,
+            "unused_accelerator": self.unused_accelerator,
+            "without_a_gpu": cpu_capabilities() if not self.gpu_count else [],
         }
 
 
-def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`); `full`:
-    torch is asked too, in a process of its own."""
+def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False) -> MachineInfo:
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`);
+    `includes_torch`: torch is asked too, in a process of its own."""
     hardware = detect_hardware(environment)
-    seen = all_gpus()
-    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    gpu_snapshot = read_all_gpus()
+    visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
-    folder, space = nearest_disk_space(outputs)
-    return Machine(
-        seen=seen,
-        visible=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
-        visible_setting=None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}",
+    disk_folder, disk = nearest_disk_space(outputs)
+    return MachineInfo(
+        gpu_snapshot=gpu_snapshot,
+        visible_gpus=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
+        visible_setting=None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}",
         hardware=hardware,
-        host=Host(
+        host=HostInfo(
             cpu=hardware.cpu_name,
             physical_cores=psutil.cpu_count(logical=False),
             logical_cores=psutil.cpu_count(),
@@ -114,39 +114,39 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
             ram_bytes=hardware.ram_bytes,
             ram_free_bytes=hardware.ram_free_bytes,
             outputs=str(outputs),
-            disk_folder=str(folder),
-            disk_bytes=space.total if space else None,
-            disk_free_bytes=space.free if space else None,
+            disk_folder=str(disk_folder),
+            disk_bytes=disk.total if disk else None,
+            disk_free_bytes=disk.free if disk else None,
         ),
-        software=Software(installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name),
-        asked_torch=ask_torch(environment) if full else None,
-        unused=None if hardware.gpus else unusable_accelerator(environment),
+        software=SoftwareVersions(installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name),
+        torch_report=read_torch_report(environment) if includes_torch else None,
+        unused_accelerator=None if hardware.gpus else unusable_accelerator(environment),
     )
 
 
-def all_gpus(*, topology: bool = True) -> GpuSnapshot:
+def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
     """Every GPU of this machine, visible to this process or not."""
-    return nvml.gpu_snapshot(topology=topology) or GpuSnapshot()
+    return nvml.gpu_snapshot(topology=includes_topology) or GpuSnapshot()
 
 
-def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:
+def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:
     """Torch's own report of its build and of the GPUs that it sees, line by line (`torch.utils.collect_env`)."""
-    words = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
     try:
-        answer = subprocess.run(
-            words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        result = subprocess.run(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=timeout_s, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"it did not answer: {one_line(str(error))}"]
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        return [f"it ended with exit code {answer.returncode}: {one_line(last)}"]
-    about_torch = answer.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
-    return [one_line(line) for line in about_torch.splitlines()[1:] if line.strip()]
+    if result.returncode:
+        last_line = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return [f"it ended with exit code {result.returncode}: {one_line(last_line)}"]
+    report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
+    return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
 
 
-def without_gpu() -> list[str]:
+def cpu_capabilities() -> list[str]:
     """What works on a machine without a GPU that can be used."""
     return [
         "make plan HARDWARE=2xH200 plans for any GPU in the catalogue, or for one that you describe",

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sft_play.diagnose.surroundings import Surroundings
+from sft_play.diagnose.surroundings import SystemFacts
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.findings import Finding, pass_finding
 from sft_play.launch.machine import P2P_OFF, has_broken_p2p
@@ -25,32 +25,32 @@ Condition = Mapping[str, Any]
 Facts = Mapping[str, Any]
 
 
-def holds(when: Condition | Sequence[Condition], facts: Facts) -> bool:
-    """Whether the facts meet a condition, or one of several."""
-    either = [when] if isinstance(when, Mapping) else when
-    return any(all(_meets(facts[name], wanted) for name, wanted in one.items()) for one in either)
+def matches_conditions(conditions: Condition | Sequence[Condition], facts: Facts) -> bool:
+    """True if the facts meet a condition, or one of several."""
+    alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
+    return any(all(_meets_requirement(facts[name], required) for name, required in condition.items()) for condition in alternatives)
 
 
-def _meets(fact: Any, wanted: Any) -> bool:
+def _meets_requirement(fact: Any, required: Any) -> bool:
     if fact is None:
         return False
-    if isinstance(wanted, bool):
-        return fact is wanted
-    if isinstance(wanted, list):
-        return fact in wanted
+    if isinstance(required, bool):
+        return fact is required
+    if isinstance(required, list):
+        return fact in required
     # the leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare
     match = re.match(r"\d+(?:\.\d+)*", str(fact))
-    return match is not None and match[0] in SpecifierSet(wanted)
+    return match is not None and match[0] in SpecifierSet(required)
 
 
-NAME = "known bad pairs"
-_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft")
-TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-_OTHER_ERROR = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
+KNOWN_BAD_NAME = "known bad pairs"
+_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft")
+KNOWN_BAD_TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_DEFAULT_ERROR_REMEDY = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 
 
 def find_known_bad(
-    around: Surroundings,
+    system_facts: SystemFacts,
     *,
     ranks: int = 1,
     nodes: int = 1,
@@ -59,55 +59,55 @@ def find_known_bad(
 ) -> list[Finding]:
     """A finding for each entry that applies; else a PASS. `ranks`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
-    facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout)
-    words = {name: "?" if value is None else value for name, value in facts.items()}
+    facts = _combination_facts(system_facts, packages, ranks=ranks, nodes=nodes, layout=layout)
+    shown_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
-        Finding(NAME, entry["verdict"], entry["what"].format(**words), entry["remedy"], tuple(entry["sources"]))
-        for entry in TABLE["pairs"]
-        if holds(entry["when"], facts)
+        Finding(KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**shown_facts), entry["remedy"], tuple(entry["sources"]))
+        for entry in KNOWN_BAD_TABLE["pairs"]
+        if matches_conditions(entry["when"], facts)
     ]
-    return findings or [pass_finding(NAME, f"none of {len(TABLE['pairs'])} applies")]
+    return findings or [pass_finding(KNOWN_BAD_NAME, f"none of {len(KNOWN_BAD_TABLE['pairs'])} applies")]
 
 
-def explained(error: str) -> tuple[str, ...]:
-    """What to do about the error of a rank, and the threads on it."""
-    for entry in TABLE["errors"]:
+def error_remedies(error: str) -> tuple[str, ...]:
+    """The remedy for the error of a rank, and the threads on it."""
+    for entry in KNOWN_BAD_TABLE["errors"]:
         if re.search(entry["pattern"], error, re.IGNORECASE):
             return entry["remedy"], *entry["sources"]
-    return _OTHER_ERROR
+    return _DEFAULT_ERROR_REMEDY
 
 
-def _facts(around: Surroundings, packages: Collection[str], *, ranks: int, nodes: int, layout: str) -> Facts:
-    gpus = around.hardware.gpus
+def _combination_facts(system_facts: SystemFacts, packages: Collection[str], *, ranks: int, nodes: int, layout: str) -> Facts:
+    gpus = system_facts.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
-    built, newest = _numbers(around.torch_cuda), around.driver_cuda
-    why_not = next(filter(None, (kernel_package_problem(name, one) for name in packages for one in capabilities)), "")
-    over_nccl = ranks > 1 and bool(gpus)
-    is_off = P2P_OFF.keys() <= around.environment.keys()
+    torch_cuda, driver_cuda = _version_numbers(system_facts.torch_cuda), system_facts.driver_cuda
+    unsound_reason = next(filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), "")
+    uses_nccl = ranks > 1 and bool(gpus)
+    is_p2p_off = P2P_OFF.keys() <= system_facts.environment.keys()
     return {
-        **{name: around.versions.get(name) for name in (*_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
-        "driver": around.driver,
-        "driver_cuda": ".".join(map(str, newest)) if newest else None,
-        "driver_runs_torchs_cuda": newest[0] >= built[0] if gpus and newest and built else None,
-        "torch_cuda": around.torch_cuda,
-        "nccl": around.nccl,
-        "kernel": around.kernel if around.system == "Linux" else None,
-        "machine": around.machine,
+        **{name: system_facts.versions.get(name) for name in (*_COMPARED_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
+        "driver": system_facts.driver,
+        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
+        "driver_runs_torchs_cuda": driver_cuda[0] >= torch_cuda[0] if gpus and driver_cuda and torch_cuda else None,
+        "torch_cuda": system_facts.torch_cuda,
+        "nccl": system_facts.nccl,
+        "kernel": system_facts.kernel if system_facts.os_name == "Linux" else None,
+        "machine": system_facts.cpu_architecture,
         "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
         "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
         "has_hopper": any(capability[0] == 9 for capability in capabilities),
         "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
-        "unsound": why_not != "",
-        "why_not": why_not,
+        "unsound": unsound_reason != "",
+        "why_not": unsound_reason,
         "ranks": ranks,
         "nodes": nodes,
-        "over_nccl": over_nccl,
+        "over_nccl": uses_nccl,
         "layout": layout,
-        "accelerate_refuses_p2p": over_nccl and not is_off and has_broken_p2p([gpu.name for gpu in gpus], around.driver),
+        "accelerate_refuses_p2p": uses_nccl and not is_p2p_off and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
     }
 
 
-def _numbers(version: str | None) -> tuple[int, ...]:
+def _version_numbers(version: str | None) -> tuple[int, ...]:
     """(2, 13, 0) of 2.13.0+cu130; empty where there is none."""
     match = re.match(r"\d+(?:\.\d+)*", version or "")
     return tuple(map(int, match[0].split("."))) if match else ()

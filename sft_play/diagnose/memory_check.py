@@ -10,20 +10,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.gpu_info import all_gpus
-from sft_play.diagnose.pages import gib, value_text
-from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
+from sft_play.diagnose.gpu_info import read_all_gpus
+from sft_play.diagnose.pages import gib_or_na, value_or_na
+from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, read_manifest_or_empty
 from sft_play.facts.gpus.gpu import GpuProcess, GpuStatus
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
 
 # Processes of others that a warning names.
-BIG_OTHERS = 3
+MAX_NAMED_PROCESSES = 3
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryPrediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
     predicted to hold beyond what it holds after its imports. `moment`: that of the run that `reserved` is of."""
 
@@ -42,7 +42,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class GpuUse:
+class GpuMemoryUse:
     """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used: None where the driver
     does not say whose it is. `peak_bytes` is the most that this run was seen to hold."""
 
@@ -59,7 +59,7 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
-class RankUse:
+class RankMemoryUse:
     """Resident memory of one rank, with what it started, in the host's RAM, in bytes; the most that was seen."""
 
     rank: int
@@ -69,7 +69,7 @@ class RankUse:
 
 
 @dataclass(frozen=True)
-class Ram:
+class RamUse:
     """The host's RAM in bytes, as far as this process may use it; `run_bytes` is what the run holds of it."""
 
     total_bytes: int
@@ -78,7 +78,7 @@ class Ram:
 
 
 @dataclass(frozen=True)
-class MemorySeen:
+class MemorySnapshot:
     """One look. `said` are lines about the run; `running` is False where nothing trains."""
 
     time: str
@@ -86,10 +86,10 @@ class MemorySeen:
     said: tuple[str, ...]
     folder: str | None
     status: str | None
-    gpus: tuple[GpuUse, ...]
-    ranks: tuple[RankUse, ...]
-    prediction: Prediction | None
-    ram: Ram
+    gpus: tuple[GpuMemoryUse, ...]
+    ranks: tuple[RankMemoryUse, ...]
+    prediction: MemoryPrediction | None
+    ram: RamUse
     warnings: tuple[str, ...] = ()
     measured: Mapping[str, int] = field(default_factory=dict)
     """Of a run that has ended the peak of each moment, in bytes of one rank, as it measured them itself."""
@@ -100,29 +100,29 @@ class MemorySeen:
 
 
 @dataclass
-class HighestSeen:
-    """The most that a run was seen to hold, by GPU and by process, while it was watched."""
+class PeakMemory:
+    """The most bytes that a run was seen to hold, by GPU and by process, while it was watched."""
 
-    run: object = None
-    gpus: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, int] = field(default_factory=dict)
+    run_id: object = None
+    bytes_by_gpu: dict[int, int] = field(default_factory=dict)
+    bytes_by_pid: dict[int, int] = field(default_factory=dict)
 
-    def of_run(self, run: object) -> None:
+    def switch_run(self, run: object) -> None:
         """Start over for another run."""
-        if run != self.run:
-            self.run, self.gpus, self.ranks = run, {}, {}
+        if run != self.run_id:
+            self.run_id, self.bytes_by_gpu, self.bytes_by_pid = run, {}, {}
 
 
-def prediction_of(folder: RunFolder) -> Prediction | None:
-    """What the plan of a run predicted for one rank; None where its `plan.json` cannot be read."""
+def read_memory_prediction(folder: RunFolder) -> MemoryPrediction | None:
+    """Read what the plan of a run predicted for one rank; None if its `plan.json` cannot be read."""
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
         peak = plan["peak_bytes"]
-        sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
+        size_names = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
         reserved = {name: size for name, (_, size) in peak.get("by_moment", {}).items() if name != "loading"}
-        return Prediction(
+        return MemoryPrediction(
             moment=max(reserved, key=lambda name: reserved[name], default="training"),
-            **{name: peak[name] for name in sizes},
+            **{name: peak[name] for name in size_names},
             on_gpu=bool(plan["hardware"]["gpus"]),
             **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},
         )
@@ -130,97 +130,97 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         return None
 
 
-def measured_in(folder: RunFolder) -> dict[str, int]:
-    """What a run has measured of each of its moments, as its summary says; on a CPU above what its imports took."""
+def read_measured_peaks(folder: RunFolder) -> dict[str, int]:
+    """Read what a run has measured of each of its moments, from its summary; on a CPU above what its imports took."""
     moments = read_summary(folder.path).get("peak_bytes_by_moment") or {}
-    names = ("measured_reserved", "measured_allocated", "measured_rss")
+    size_names = ("measured_reserved", "measured_allocated", "measured_rss")
     return {
         moment: size
         for moment, peak in moments.items()
-        if isinstance(peak, dict) and (size := next((peak[name] for name in names if peak.get(name)), None))
+        if isinstance(peak, dict) and (size := next((peak[name] for name in size_names if peak.get(name)), None))
     }
 
 
-def see_memory(
-    output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
-) -> MemorySeen:
+def read_memory_snapshot(
+    output_root: Path, environment: Mapping[str, str], *, name: str | None = None, peaks: PeakMemory | None = None
+) -> MemorySnapshot:
     """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
     seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
-    peaks = HighestSeen() if peaks is None else peaks
-    run = find_run(output, named=named)
+    peaks = PeakMemory() if peaks is None else peaks
+    run_processes = find_run_processes(output_root, name=name)
     hardware = detect_hardware(environment)
-    folder, group = run.folder, run.group
-    prediction = prediction_of(folder) if folder else None
-    peaks.of_run((str(folder.path) if folder else None, group.started) if group else None)
-    uses = gpu_uses(all_gpus(topology=False).gpus, hardware, group, peaks)
-    ram = Ram(hardware.ram_bytes, hardware.ram_free_bytes, group.rss_bytes if group else 0)
-    unread = ("its plan.json cannot be read, so there is no prediction to compare with",)
-    return MemorySeen(
+    folder, group = run_processes.folder, run_processes.group
+    prediction = read_memory_prediction(folder) if folder else None
+    peaks.switch_run((str(folder.path) if folder else None, group.started) if group else None)
+    gpus = gpu_memory_uses(read_all_gpus(includes_topology=False).gpus, hardware, group, peaks)
+    ram = RamUse(hardware.ram_bytes, hardware.ram_free_bytes, group.rss_bytes if group else 0)
+    no_prediction = ("its plan.json cannot be read, so there is no prediction to compare with",)
+    return MemorySnapshot(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        running=run.running,
-        said=(*run.said, *(unread if folder is not None and prediction is None else ())),
+        running=run_processes.is_running,
+        said=(*run_processes.notes, *(no_prediction if folder is not None and prediction is None else ())),
         folder=str(folder.path) if folder else None,
-        status=manifest_of(folder).get("status") if folder else None,
-        gpus=uses,
-        ranks=tuple(_rank_use(rank, position, peaks) for position, rank in enumerate(group.ranks)) if group else (),
+        status=read_manifest_or_empty(folder).get("status") if folder else None,
+        gpus=gpus,
+        ranks=tuple(_rank_memory_use(rank, position, peaks) for position, rank in enumerate(group.ranks)) if group else (),
         prediction=prediction,
         ram=ram,
-        warnings=tuple(warnings(uses, ram, prediction, group)) if group else (),
-        measured=measured_in(folder) if folder and not run.running else {},
+        warnings=tuple(memory_warnings(gpus, ram, prediction, group)) if group else (),
+        measured=read_measured_peaks(folder) if folder and not run_processes.is_running else {},
     )
 
 
-def _rank_use(rank: RankProcess, position: int, peaks: HighestSeen) -> RankUse:
-    highest = peaks.ranks[rank.pid] = max(peaks.ranks.get(rank.pid, 0), rank.rss_bytes)
-    return RankUse(rank.rank if rank.rank is not None else position, rank.pid, rank.rss_bytes, highest)
+def _rank_memory_use(rank: RankProcess, position: int, peaks: PeakMemory) -> RankMemoryUse:
+    peak_bytes = peaks.bytes_by_pid[rank.pid] = max(peaks.bytes_by_pid.get(rank.pid, 0), rank.rss_bytes)
+    return RankMemoryUse(rank.rank if rank.rank is not None else position, rank.pid, rank.rss_bytes, peak_bytes)
 
 
-def gpu_uses(
-    gpus: tuple[GpuStatus, ...], hardware: Hardware, group: Group | None, peaks: HighestSeen
-) -> tuple[GpuUse, ...]:
+def gpu_memory_uses(
+    gpus: tuple[GpuStatus, ...], hardware: Hardware, group: RankGroup | None, peaks: PeakMemory
+) -> tuple[GpuMemoryUse, ...]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
-    taken = _gpus_of(group) if group else {}
-    shown = {gpu.index for gpu in hardware.gpus} | taken.keys()
+    ranks_by_gpu = _ranks_by_gpu(group) if group else {}
+    shown_indices = {gpu.index for gpu in hardware.gpus} | ranks_by_gpu.keys()
     pids = set(group.pids) if group else set()
     return tuple(
-        _use(gpu, pids, tuple(taken.get(gpu.index, ())), peaks)
+        _gpu_memory_use(gpu, pids, tuple(ranks_by_gpu.get(gpu.index, ())), peaks)
         for gpu in gpus
-        if gpu.index in shown or any(item.pid in pids for item in gpu.all_processes)
+        if gpu.index in shown_indices or any(item.pid in pids for item in gpu.all_processes)
     )
 
 
-def _gpus_of(group: Group) -> dict[int, list[int]]:
+def _ranks_by_gpu(group: RankGroup) -> dict[int, list[int]]:
     """Ranks by the GPU that each uses: of those that its environment lets it see, the one of its local rank."""
     ranks_by_gpu: dict[int, list[int]] = {}
-    machine = functools.cache(lambda setting: detect_hardware(dict(setting)))  # asking the driver takes a while
+    detect_machine = functools.cache(lambda setting: detect_hardware(dict(setting)))  # asking the driver takes a while
     for rank in group.ranks:
         names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
         setting = tuple((name, rank.environment[name]) for name in names if name in rank.environment)
-        gpus, local = machine(setting).gpus, rank.local_rank or 0
-        if local < len(gpus):
-            ranks_by_gpu.setdefault(gpus[local].index, []).append(rank.rank or 0)
+        gpus, local_rank = detect_machine(setting).gpus, rank.local_rank or 0
+        if local_rank < len(gpus):
+            ranks_by_gpu.setdefault(gpus[local_rank].index, []).append(rank.rank or 0)
     return ranks_by_gpu
 
 
-def _use(gpu: GpuStatus, pids: set[int], ranks: tuple[int, ...], peaks: HighestSeen) -> GpuUse:
-    own = [item for item in gpu.all_processes if item.pid in pids]
+def _gpu_memory_use(gpu: GpuStatus, pids: set[int], ranks: tuple[int, ...], peaks: PeakMemory) -> GpuMemoryUse:
+    run_processes = [item for item in gpu.all_processes if item.pid in pids]
     others = tuple(item for item in gpu.all_processes if item.pid not in pids)
     # A rank holds memory of its GPU from its first steps on: where the driver lists none of the run's, it counts those
     # outside this container, or none at all.
-    is_told = (bool(own) or not ranks) and all(item.used_bytes is not None for item in own)
-    run = sum(item.used_bytes or 0 for item in own) if is_told else None
-    rest = None if run is None or gpu.used_bytes is None else max(0, gpu.used_bytes - run)
-    highest = max(peaks.gpus.get(gpu.index, 0), run) if run is not None else None
-    if highest is not None:
-        peaks.gpus[gpu.index] = highest
-    return GpuUse(
-        gpu.index, gpu.name, ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes, run, rest, highest,
-        others if is_told else (),
+    is_attributable = (bool(run_processes) or not ranks) and all(item.used_bytes is not None for item in run_processes)
+    run_bytes = sum(item.used_bytes or 0 for item in run_processes) if is_attributable else None
+    others_bytes = None if run_bytes is None or gpu.used_bytes is None else max(0, gpu.used_bytes - run_bytes)
+    peak_bytes = max(peaks.bytes_by_gpu.get(gpu.index, 0), run_bytes) if run_bytes is not None else None
+    if peak_bytes is not None:
+        peaks.bytes_by_gpu[gpu.index] = peak_bytes
+    return GpuMemoryUse(
+        gpu.index, gpu.name, ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes, run_bytes, others_bytes,
+        peak_bytes, others if is_attributable else (),
     )  # fmt: skip
 
 
-def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, group: Group) -> Iterator[str]:
-    """What others hold of what the plan counts on: the predicted peak with its margin has to fit beside them."""
+def memory_warnings(gpus: tuple[GpuMemoryUse, ...], ram: RamUse, prediction: MemoryPrediction | None, group: RankGroup) -> Iterator[str]:
+    """Warn of what others hold of what the plan counts on: the predicted peak and its margin have to fit beside it."""
     if prediction is None:
         return
     if prediction.on_gpu:
@@ -230,25 +230,25 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         return
     margin = prediction.margin * len(group.ranks)
     if ram.free_bytes < margin:
-        least = f"less than the plan's margin of {gib(margin, digits=2)}"
-        yield f"RAM: {gib(ram.free_bytes, digits=2)} GiB are free, {least}"
+        margin_text = f"less than the plan's margin of {gib_or_na(margin, digits=2)}"
+        yield f"RAM: {gib_or_na(ram.free_bytes, digits=2)} GiB are free, {margin_text}"
 
 
-def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
+def _gpu_warnings(use: GpuMemoryUse, prediction: MemoryPrediction) -> Iterator[str]:
     peak = prediction.reserved + prediction.outside_allocator  # by the plan, not by what the run holds at the moment
     if use.total_bytes is None or use.others_bytes is None:
         return
-    taken = use.others_bytes
-    left = use.total_bytes - taken - peak
-    if left >= prediction.margin or not taken:  # a tight plan without others is no news: `make plan` said so
+    others_bytes = use.others_bytes
+    remaining_bytes = use.total_bytes - others_bytes - peak
+    if remaining_bytes >= prediction.margin or not others_bytes:  # a tight plan without others is no news: `make plan` said so
         return
-    who = ", ".join(
-        f"pid {item.pid} ({value_text(item.name)}) {gib(item.used_bytes, digits=2)} GiB"
-        for item in sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:BIG_OTHERS]
+    holders = ", ".join(
+        f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB"
+        for item in sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:MAX_NAMED_PROCESSES]
     )
-    who = f"others hold {who}" if who else f"{gib(taken, digits=2)} GiB are held by no process that is listed"
-    margin = f"the plan's margin of {gib(prediction.margin, digits=2)} GiB"
-    rest = f"{gib(left, digits=2)} of {margin} are left"
-    if left <= 0:
-        rest = f"{margin} is gone, and {gib(-left, digits=2)} more"
-    yield f"GPU {use.index}: {who}: beside the predicted peak {rest}"
+    holders = f"others hold {holders}" if holders else f"{gib_or_na(others_bytes, digits=2)} GiB are held by no process that is listed"
+    margin_text = f"the plan's margin of {gib_or_na(prediction.margin, digits=2)} GiB"
+    remaining_text = f"{gib_or_na(remaining_bytes, digits=2)} of {margin_text} are left"
+    if remaining_bytes <= 0:
+        remaining_text = f"{margin_text} is gone, and {gib_or_na(-remaining_bytes, digits=2)} more"
+    yield f"GPU {use.index}: {holders}: beside the predicted peak {remaining_text}"

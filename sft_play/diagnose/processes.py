@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from sft_play.diagnose.pages import value_text
+from sft_play.diagnose.pages import value_or_na
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
@@ -28,7 +28,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER
 from sft_play.runs.lookup import iter_runs, resolve_run
 
-_KEPT = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+_KEPT_VARIABLES = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The processes of one run on this machine that train."""
 
     ranks: tuple[RankProcess, ...]
@@ -62,66 +62,66 @@ class Group:
 
 
 @dataclass(frozen=True)
-class _Process:
+class _UserProcess:
     pid: int
     parent: int
     environment: Mapping[str, str]
     created: float
-    own: psutil.Process
+    psutil_process: psutil.Process
 
 
-def group_of(folder: RunFolder, holders: tuple[int, ...]) -> Group | None:
+def find_rank_group(folder: RunFolder, holders: tuple[int, ...]) -> RankGroup | None:
     """The processes that train a run, given those that have it locked; None where they cannot be seen from here."""
-    table = {item.pid: item for item in _own_processes()}
-    place = folder.path.resolve()
-    ranks = {pid: item for pid, item in table.items() if "RANK" in item.environment}
+    processes = {item.pid: item for item in _user_processes()}
+    run_path = folder.path.resolve()
+    ranks = {pid: item for pid, item in processes.items() if "RANK" in item.environment}
     # what a rank started has its environment: only the topmost one counts
-    tops = [item for item in ranks.values() if item.parent not in ranks]
-    named = [item for item in tops if _names(item, place)]
-    writer = next((table[pid] for pid in holders if pid in table), None)
-    family = named
-    if not named and writer is not None:
-        family = [item for item in tops if item.parent == writer.parent] if writer.pid in ranks else [writer]
-    if not family:
+    top_ranks = [item for item in ranks.values() if item.parent not in ranks]
+    named_ranks = [item for item in top_ranks if _names_run(item, run_path)]
+    writer = next((processes[pid] for pid in holders if pid in processes), None)
+    members = named_ranks
+    if not named_ranks and writer is not None:
+        members = [item for item in top_ranks if item.parent == writer.parent] if writer.pid in ranks else [writer]
+    if not members:
         return None
-    ranks_of_run = tuple(sorted(map(_rank, family), key=lambda rank: rank.rank or 0))
-    return Group(ranks_of_run, started=min(item.created for item in family))
+    run_ranks = tuple(sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0))
+    return RankGroup(run_ranks, started=min(item.created for item in members))
 
 
-def _names(process: _Process, place: Path) -> bool:
-    named = process.environment.get(RUN_VARIABLE)
-    return named is not None and Path(named).resolve() == place
+def _names_run(process: _UserProcess, run_path: Path) -> bool:
+    run_variable = process.environment.get(RUN_VARIABLE)
+    return run_variable is not None and Path(run_variable).resolve() == run_path
 
 
-def _own_processes() -> Iterator[_Process]:
+def _user_processes() -> Iterator[_UserProcess]:
     user = os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real != user or process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                 continue
             environment = process.environ()
-            kept = {name: environment[name] for name in _KEPT if name in environment}
-            yield _Process(process.pid, process.ppid(), kept, process.create_time(), process)
+            variables = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
+            yield _UserProcess(process.pid, process.ppid(), variables, process.create_time(), process)
 
 
-def _rank(process: _Process) -> RankProcess:
-    family = [process.own]
+def _rank_process(process: _UserProcess) -> RankProcess:
+    process_tree = [process.psutil_process]
     with contextlib.suppress(psutil.Error):
-        family += process.own.children(recursive=True)
+        process_tree += process.psutil_process.children(recursive=True)
     return RankProcess(
         pid=process.pid,
-        rank=_number(process.environment.get("RANK")),
-        local_rank=_number(process.environment.get("LOCAL_RANK")),
-        rss_bytes=sum(map(_resident, family)),
+        rank=_parse_number(process.environment.get("RANK")),
+        local_rank=_parse_number(process.environment.get("LOCAL_RANK")),
+        rss_bytes=sum(map(_resident_bytes, process_tree)),
         environment=process.environment,
     )
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
-def _resident(process: psutil.Process) -> int:
+def _resident_bytes(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
         return int(process.memory_info().rss)
     return 0
@@ -144,50 +144,50 @@ def _lock_holders(folder: RunFolder) -> tuple[int, ...]:
     try:
         with (folder.path / LOCK_FILE).open("rb") as file:
             # a run alone locks all of the file, and holds both parts
-            held = [_locked_by(file, part) for part in (WRITER, LAUNCHER)]
+            holders = [_byte_lock_holder(file, part) for part in (WRITER, LAUNCHER)]
     except (OSError, struct.error):
         return ()
-    return tuple(dict.fromkeys(filter(None, held)))
+    return tuple(dict.fromkeys(filter(None, holders)))
 
 
-def _locked_by(file: IO[bytes], start: int) -> int:
+def _byte_lock_holder(file: IO[bytes], offset: int) -> int:
     """The process that has a byte locked; 0 where none has, -1 on another machine."""
     if sys.platform == "darwin":
-        asked = struct.pack(_LOCK_BSD, start, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
-        _, _, pid, kind, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
+        _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
     else:
-        asked = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0)
-        kind, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-    return 0 if kind == fcntl.F_UNLCK else int(pid) or -1
+        request = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+        lock_type, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return 0 if lock_type == fcntl.F_UNLCK else int(pid) or -1
 
 
 @dataclass(frozen=True)
-class SeenRun:
-    """The run that is shown: its folder and processes, as far as there are any, and lines about it (`said`)."""
+class RunProcesses:
+    """The run that is shown: its folder and processes, as far as there are any, and lines about it (`notes`)."""
 
     folder: RunFolder | None = None
-    group: Group | None = None
-    running: bool = False
-    said: tuple[str, ...] = ()
+    group: RankGroup | None = None
+    is_running: bool = False
+    notes: tuple[str, ...] = ()
 
 
-def find_run(output: Path, *, named: str | None = None) -> SeenRun:
-    """The run that is named; else the newest that is being written in `output`. Raises RunFolderError where a name was
-    given, and it is not a run of this toolkit."""
-    if named is not None:
-        return _seen(resolve_run(output, named))
+def find_run_processes(output_root: Path, *, name: str | None = None) -> RunProcesses:
+    """The run that is named; else the newest that is being written in `output_root`. Raises RunFolderError where a name
+    was given, and it is not a run of this toolkit."""
+    if name is not None:
+        return _inspect_run(resolve_run(output_root, name))
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
-        folders += [folder for folder in iter_runs(output) if lock_holder(folder) is not None]
+        folders += [folder for folder in iter_runs(output_root) if lock_holder(folder) is not None]
     if not folders:
-        return SeenRun(said=(f"No run is in progress in {one_line(str(output))}",))
-    newest, *others = sorted(folders, key=_started, reverse=True)
-    seen = _seen(newest)
-    listed = ", ".join(one_line(str(folder.path)) for folder in others)
-    return replace(seen, said=(*seen.said, *([f"also running: {listed} (RUN= chooses)"] if others else [])))
+        return RunProcesses(notes=(f"No run is in progress in {one_line(str(output_root))}",))
+    newest, *others = sorted(folders, key=_start_order, reverse=True)
+    run_processes = _inspect_run(newest)
+    other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
+    return replace(run_processes, notes=(*run_processes.notes, *([f"also running: {other_paths} (RUN= chooses)"] if others else [])))
 
 
-def manifest_of(folder: RunFolder) -> dict[str, Any]:
+def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
     """The manifest; empty where it cannot be read, as while it is replaced on a network disk."""
     try:
         return folder.read_manifest()
@@ -195,30 +195,31 @@ def manifest_of(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def _started(folder: RunFolder) -> tuple[str, str]:
-    manifest = manifest_of(folder)
+def _start_order(folder: RunFolder) -> tuple[str, str]:
+    manifest = read_manifest_or_empty(folder)
     resumed = manifest.get("resumed") or [manifest.get("started")]
     return str(resumed[-1]), str(folder.path)
 
 
-def _seen(folder: RunFolder) -> SeenRun:
-    shown = one_line(str(folder.path))
+def _inspect_run(folder: RunFolder) -> RunProcesses:
+    shown_path = one_line(str(folder.path))
     if lock_holder(folder) is None:
         # a process that is killed cannot write its end into the manifest
-        status = manifest_of(folder).get("status")
-        dead = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-        return SeenRun(folder, said=(f"Run {shown} is not running (status: {value_text(status)}){dead}",))
-    group = group_of(folder, _lock_holders(folder))
+        status = read_manifest_or_empty(folder).get("status")
+        ended_note = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
+        return RunProcesses(folder, notes=(f"Run {shown_path} is not running (status: {value_or_na(status)}){ended_note}",))
+    group = find_rank_group(folder, _lock_holders(folder))
     if group is None:
-        unseen = "by a process that cannot be seen from here (another user, container or machine)"
-        return SeenRun(folder, None, running=True, said=(f"Run {shown} is being written, {unseen}",))
-    return SeenRun(folder, group, running=True, said=(f"Run {shown}: {_processes(group)}",))
+        by_unseen_process = "by a process that cannot be seen from here (another user, container or machine)"
+        return RunProcesses(folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {by_unseen_process}",))
+    return RunProcesses(folder, group, is_running=True, notes=(f"Run {shown_path}: {_describe_processes(group)}",))
 
 
-def _processes(group: Group) -> str:
+def _describe_processes(group: RankGroup) -> str:
     pids = ", ".join(str(rank.pid) for rank in group.ranks)
     if group.ranks[0].rank is None:
         return f"one process, pid {pids}"
-    world = group.ranks[0].environment.get("WORLD_SIZE")
-    of = f" of {one_line(world)}" if world not in (None, str(len(group.ranks))) else ""
-    return f"{len(group.ranks)}{of} rank{'' if len(group.ranks) == 1 and not of else 's'} on this machine, pid {pids}"
+    world_size = group.ranks[0].environment.get("WORLD_SIZE")
+    world_text = f" of {one_line(world_size)}" if world_size not in (None, str(len(group.ranks))) else ""
+    plural = "" if len(group.ranks) == 1 and not world_text else "s"
+    return f"{len(group.ranks)}{world_text} rank{plural} on this machine, pid {pids}"

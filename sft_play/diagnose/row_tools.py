@@ -18,56 +18,56 @@ from sft_play.errors import DataError, ModelError
 from sft_play.facts.models.architecture import load_max_positions
 from sft_play.launch.machine import go_offline_without_hub
 
-SPLITS = ("train", "val", "test")
+ROW_SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
-class Tools:
+class RowTools:
     """A run's tokenizer, notes on what was chosen for it, and the maker of rows."""
 
     tokenizer: Any
     notes: tuple[str, ...]
-    maker: RowMaker
+    row_maker: RowMaker
 
 
-def tools_of(config: RunConfig) -> Tools:
+def load_row_tools(config: RunConfig) -> RowTools:
     """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
-    return Tools(loaded.tokenizer, loaded.notes, maker_of(config, loaded.tokenizer))
+    return RowTools(loaded.tokenizer, loaded.notes, build_row_maker(config, loaded.tokenizer))
 
 
-def maker_of(config: RunConfig, tokenizer: Any) -> RowMaker:
+def build_row_maker(config: RunConfig, tokenizer: Any) -> RowMaker:
     """What makes token rows of a run's conversations; the longest row is the plan's."""
     from sft_play.data.masks.render import Renderer
 
-    wish = config.model.max_seq_len
+    max_seq_len = config.model.max_seq_len
     positions = load_max_positions(config.model.name, revision=config.model.revision)
     return RowMaker(
-        Renderer(tokenizer, config.data, max_seq_len=min(wish, positions or wish)), task_mode=config.task_mode
+        Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)), task_mode=config.task_mode
     )
 
 
-def prepare_hub(config: RunConfig) -> None:
+def configure_hub(config: RunConfig) -> None:
     """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
         go_offline_without_hub(config.model.name)
 
 
-def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
-    """Of a run with stages the first one, and a line about that."""
+def first_stage_run(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
+    """The first stage's run of a run with stages, and a line about that."""
     if not loaded.stages:
         return loaded, ()
     first = loaded.stages[0]
     return loaded.for_stage(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
 
 
-def refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
-    """Raises DataError where a command would overwrite a file that it reads, with FORCE=1 too."""
+def check_not_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
+    """Raise DataError if a command would overwrite a file that it reads, with FORCE=1 too."""
     for split, source in files:
         with contextlib.suppress(OSError):
             if Path(str(source)).expanduser().samefile(target):
-                named = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
-                raise DataError(f"OUT={target} is {named}, which is read; name another file")
+                description = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                raise DataError(f"OUT={target} is {description}, which is read; name another file")

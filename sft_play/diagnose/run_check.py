@@ -18,9 +18,9 @@ from sft_play.data.build.survey import RowMaker, survey_rows
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.diagnose import disk, engines
-from sft_play.diagnose.doctor import Planned
+from sft_play.diagnose.doctor import PlannedRun
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import maker_of, prepare_hub
+from sft_play.diagnose.row_tools import build_row_maker, configure_hub
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import require_available_model, load_config_json, is_hub_reachable, find_model_folder, load_max_positions
@@ -34,91 +34,91 @@ from sft_play.process.imports import importing
 from sft_play.process.waiting import report_wait
 
 # The lengths of the rows as training would have them; None where they could not be counted.
-Lengths = Callable[[], RowTokens | None]
+RowLengths = Callable[[], RowTokens | None]
 # Plans a run on a machine, by the lengths of its rows where these decide something.
-Planner = Callable[[RunConfig, Hardware, Lengths], Planned]
+ConfigPlanner = Callable[[RunConfig, Hardware, RowLengths], PlannedRun]
 
 
-def check(
+def check_config(
     config_path: Path,
     overrides: Sequence[str],
     hardware: Hardware,
     *,
-    planner: Planner,
-    also: Sequence[Finding] = (),
-    serve: Sequence[str] = (),
+    planner: ConfigPlanner,
+    earlier_findings: Sequence[Finding] = (),
+    engine_names: Sequence[str] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training, after the caller's own findings (`also`); nothing is written.
-    `serve`: engines that are to load the result, of stages the last one's."""
+    """Everything that can be checked before training, after the caller's `earlier_findings`; nothing is written.
+    `engine_names`: engines that are to load the result, of stages the last one's."""
     started = time.monotonic()
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
-        unread = fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
-        return CheckReport((*also, unread), time.monotonic() - started, config_path)
-    checks = [*also]
-    *others, last = [*map(loaded.for_stage, loaded.stages)] or [loaded]
-    for number, part in enumerate([*others, last], start=1):
+        config_finding = fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
+        return CheckReport((*earlier_findings, config_finding), time.monotonic() - started, config_path)
+    findings = [*earlier_findings]
+    *earlier_runs, last_run = [*map(loaded.for_stage, loaded.stages)] or [loaded]
+    for number, run in enumerate([*earlier_runs, last_run], start=1):
         if loaded.stages:
-            checks.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {part.stage_name}"))
+            findings.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {run.stage_name}"))
         with report_wait("Checking model, rows, masks, memory and disk"):
-            checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
-    return CheckReport(tuple(checks), time.monotonic() - started, config_path)
+            findings += _RunChecks(run, hardware, planner, serve=engine_names if run is last_run else ()).findings()
+    return CheckReport(tuple(findings), time.monotonic() - started, config_path)
 
 
-class _Checks:
+class _RunChecks:
     def __init__(
-        self, loaded: LoadedConfig, hardware: Hardware, planner: Planner, *, serve: Sequence[str] = ()
+        self, loaded: LoadedConfig, hardware: Hardware, planner: ConfigPlanner, *, serve: Sequence[str] = ()
     ) -> None:
-        self._loaded, self._config, self._hardware, self._serve = loaded, loaded.config, hardware, serve
+        self._loaded, self._config, self._hardware, self._engine_names = loaded, loaded.config, hardware, serve
         self._planner = planner
         self._targets: frozenset[str] = frozenset()
         self._tokenizer: Any = None
         self._maker: RowMaker | None = None
-        self._planned: Planned | None = None
+        self._planned: PlannedRun | None = None
         self._surveys: dict[str, RowStats] = {}
-        self._no_files = False
+        self._has_no_files = False
         self._reported: dict[str, str] = {}
         """Errors that are on the page already, and under which name."""
 
-    def _problem(self, name: str, error: SftPlayError, do: str) -> Finding:
+    def _problem_finding(self, name: str, error: SftPlayError, remedy: str) -> Finding:
         """An error as a problem; one that is on the page already makes this part skipped."""
-        first = self._reported.setdefault(str(error), name)
-        return fail_finding(name, str(error), do) if first == name else skip_finding(name, f"not without the {first}; see there")
+        first_name = self._reported.setdefault(str(error), name)
+        return fail_finding(name, str(error), remedy) if first_name == name else skip_finding(name, f"not without the {first_name}; see there")
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
-        config, words = self._config, len(self._loaded.overrides)
-        settings = f" with {words} setting{'s' if words > 1 else ''}" if words else ""
-        what = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
-        yield pass_finding("config", f"{self._loaded.path}{settings}: {what}")
-        prepare_hub(config)
-        yield from self._model_files()
-        yield from self._tokenizer_and_template()
-        yield from self._data()
+        config, setting_count = self._config, len(self._loaded.overrides)
+        settings = f" with {setting_count} setting{'s' if setting_count > 1 else ''}" if setting_count else ""
+        summary = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
+        yield pass_finding("config", f"{self._loaded.path}{settings}: {summary}")
+        configure_hub(config)
+        yield from self._check_model_files()
+        yield from self._check_tokenizer_and_template()
+        yield from self._check_data()
         # made before padding and the model, which need it, and shown after them: the page ends with what it comes to
-        plan = list(_guarded("memory plan", self._memory()))
-        yield from _guarded("padding", self._padding())
-        yield from _guarded("model", self._model())
-        yield from self._serving()
+        plan = list(_catch_user_errors("memory plan", self._check_memory()))
+        yield from _catch_user_errors("padding", self._check_padding())
+        yield from _catch_user_errors("model", self._check_model())
+        yield from self._check_serving()
         yield from plan
-        yield from _guarded("disk", self._disk())
+        yield from _catch_user_errors("disk", self._check_disk())
 
-    def _model_files(self) -> Iterator[Finding]:
+    def _check_model_files(self) -> Iterator[Finding]:
         name = self._config.model.name
         try:
-            problem = _weights_problem(self._config)
+            problem = _find_weights_problem(self._config)
         except SftPlayError as error:
-            self._no_files = True
-            yield self._problem("model files", error, "give model.name a folder or hub id that exists")
+            self._has_no_files = True
+            yield self._problem_finding("model files", error, "give model.name a folder or hub id that exists")
             return
         if problem:
             yield fail_finding("model files", problem, "fetch the weights as safetensors, or give another model.name")
         else:
             yield pass_finding("model files", f"{name}: config.json and weights are available")
 
-    def _tokenizer_and_template(self) -> Iterator[Finding]:
-        if self._no_files:
+    def _check_tokenizer_and_template(self) -> Iterator[Finding]:
+        if self._has_no_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
@@ -128,13 +128,13 @@ class _Checks:
         try:
             loaded = load_tokenizer(self._config)
         except SftPlayError as error:
-            yield self._problem("tokenizer", error, "fix it, or give another model.name or data.chat_template")
+            yield self._problem_finding("tokenizer", error, "fix it, or give another model.name or data.chat_template")
             return
         self._tokenizer = loaded.tokenizer
         summary = f"{type(loaded.tokenizer).__name__}, {len(loaded.tokenizer):,} tokens"
         yield pass_finding("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
         try:
-            maker = maker_of(self._config, loaded.tokenizer)
+            maker = build_row_maker(self._config, loaded.tokenizer)
             if self._config.task_mode != "cpt":
                 maker.renderer.turns()
             self._maker = maker
@@ -142,10 +142,10 @@ class _Checks:
             yield fail_finding("chat template", str(error), "give data.chat_template another template")
             return
         if self._config.task_mode != "cpt":
-            own = self._config.data.chat_template or "the tokenizer's own"
-            yield pass_finding("chat template", f"{one_line(own, limit=300)}; masks are verified row by row below")
+            template_name = self._config.data.chat_template or "the tokenizer's own"
+            yield pass_finding("chat template", f"{one_line(template_name, limit=300)}; masks are verified row by row below")
 
-    def _data(self) -> Iterator[Finding]:
+    def _check_data(self) -> Iterator[Finding]:
         config = self._config
         files: list[tuple[str, AnySource]] = []
         try:
@@ -155,10 +155,10 @@ class _Checks:
         except SftPlayError as error:
             yield fail_finding("data files", str(error), "name files that exist")
         surveys: dict[str, RowStats] = {}
-        named = {part for part, _ in files}
+        parts = {part for part, _ in files}
         for part, path in files:
             try:
-                surveys[part] = self._survey(part, path, has_val="val" in named or f"{part} (val)" in named)
+                surveys[part] = self._survey_rows(part, path, has_val="val" in parts or f"{part} (val)" in parts)
             except SftPlayError as error:
                 yield fail_finding(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
@@ -168,14 +168,14 @@ class _Checks:
         self._surveys = surveys
         has_val = any(part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
-            needs = "train.load_best_model_at_end=true needs validation rows, and there are none"
-            yield fail_finding("evaluation", needs, "give data.val_path or data.val_fraction")
+            message = "train.load_best_model_at_end=true needs validation rows, and there are none"
+            yield fail_finding("evaluation", message, "give data.val_path or data.val_fraction")
         if self._maker is not None:
-            yield from self._masks(surveys)
+            yield from self._check_masks(surveys)
         elif surveys:
             yield skip_finding("masks", "not without a tokenizer and a template; see there")
 
-    def _survey(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
+    def _survey_rows(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
@@ -185,7 +185,7 @@ class _Checks:
         tokenizer = maker.renderer.parts
         return survey_source(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
 
-    def _masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
+    def _check_masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
         assert maker is not None
         positions = load_max_positions(config.model.name, revision=config.model.revision)
@@ -196,7 +196,7 @@ class _Checks:
         for survey in chats[:1]:
             yield from checks.judge_roles(survey)
             yield from checks.judge_marks(survey, self._tokenizer)
-            yield from self._example(survey)
+            yield from self._show_example(survey)
         for survey in chats:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
         for survey in surveys.values():
@@ -208,17 +208,17 @@ class _Checks:
     def _is_text(self, survey: RowStats) -> bool:
         return self._config.task_mode == "cpt" or survey.split == "text"
 
-    def _example(self, survey: RowStats) -> Iterator[Finding]:
+    def _show_example(self, survey: RowStats) -> Iterator[Finding]:
         if survey.first is None:
             return
-        number, whole = survey.first
-        head = f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
-        yield pass_finding("example", f"{head}\n{one_line(show_row(whole, self._tokenizer), limit=1_300)}")
+        row_number, token_row = survey.first
+        header = f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
+        yield pass_finding("example", f"{header}\n{one_line(show_row(token_row, self._tokenizer), limit=1_300)}")
 
-    def _memory(self) -> Iterator[Finding]:
+    def _check_memory(self) -> Iterator[Finding]:
         from sft_play.planner.plan_details import choice_line, memory_line, parameter_lines
 
-        where = "the named machine" if self._hardware.named else "this machine"
+        machine_name = "the named machine" if self._hardware.named else "this machine"
         try:
             self._planned = self._planner(self._config, self._hardware, self._row_tokens)
             plan = self._planned.plan
@@ -226,19 +226,19 @@ class _Checks:
             if not self._hardware.named:
                 require_usable_hardware(self._config, self._hardware, os.environ, count_params=lambda: plan.model_params)
         except SftPlayError as error:
-            yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
+            yield self._problem_finding("memory plan", error, "make plan shows every candidate and the ways out")
             return
-        summary = "\n".join([f"{choice_line(plan)} ({where})", *parameter_lines(plan, self._config), memory_line(plan)])
+        summary = "\n".join([f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, self._config), memory_line(plan)])
         if plan.fits:
             yield pass_finding("memory plan", summary)
         else:
-            tried = f"{summary}\nthe run tries it, because the batch was given"
-            yield warn_finding("memory plan", tried, "make plan shows the ways out")
+            message = f"{summary}\nthe run tries it, because the batch was given"
+            yield warn_finding("memory plan", message, "make plan shows the ways out")
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
         if train is not None and train.kept and train.kept < batch and not self._is_text(train):
-            few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
+            shortage = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
             remedy = f"lower {self._config.train.effective_batch_options}"
-            yield warn_finding("batch", f"{few}: each step sees all of them", remedy)
+            yield warn_finding("batch", f"{shortage}: each step sees all of them", remedy)
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")
@@ -250,7 +250,7 @@ class _Checks:
         lengths = Counter(min(limit, length) for length in train.lengths)
         return summarize_row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
 
-    def _padding(self) -> Iterator[Finding]:
+    def _check_padding(self) -> Iterator[Finding]:
         from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
@@ -265,9 +265,9 @@ class _Checks:
             max_seq_len=self._maker.max_seq_len,
             seed=config.train.seed,
         )
-        cut, rows = plan.micro_batches, plan.row_tokens
-        if cut.tokens is not None and rows is not None:
-            passes = average_micro_steps(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
+        micro_batches, rows = plan.micro_batches, plan.row_tokens
+        if micro_batches.tokens is not None and rows is not None:
+            passes = average_micro_steps(rows, micro_batches, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
             shares["grouped"] = 1 - passes.tokens / (passes.count * passes.padded_tokens * plan.batch.ranks)
         yield checks.judge_padding(
             shares,
@@ -276,7 +276,7 @@ class _Checks:
             grouped=config.train.group_by_length,
         )
 
-    def _model(self) -> Iterator[Finding]:
+    def _check_model(self) -> Iterator[Finding]:
         if self._tokenizer is None or self._planned is None:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
@@ -300,19 +300,19 @@ class _Checks:
         notes = [*spec.notes, *([origin.note] if origin else [])]
         yield pass_finding("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
 
-    def _serving(self) -> Iterator[Finding]:
-        if not self._serve:
+    def _check_serving(self) -> Iterator[Finding]:
+        if not self._engine_names:
             return
-        if self._no_files:
+        if self._has_no_files:
             yield skip_finding("serve", "not without the model files; see there")
             return
         model = self._config.model
-        architecture = engines.architecture_of(load_config_json(model.name, revision=model.revision))
-        served = engines.served_of(self._config, architecture, self._targets or ())
-        for name in self._serve:
+        architecture = engines.model_architecture(load_config_json(model.name, revision=model.revision))
+        served = engines.build_served_model(self._config, architecture, self._targets or ())
+        for name in self._engine_names:
             yield from engines.engine_findings(name, served)
 
-    def _disk(self) -> Iterator[Finding]:
+    def _check_disk(self) -> Iterator[Finding]:
         if self._hardware.named:
             yield skip_finding("disk", "the plan is for a named machine, not for this one")
             return
@@ -323,20 +323,20 @@ class _Checks:
         yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions())
 
 
-def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
+def _catch_user_errors(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """The checks of a part; an error that a user can fix becomes a problem, and the other parts still run."""
     try:
-        yield from checks
+        yield from findings
     except SftPlayError as error:
         yield fail_finding(name, str(error), "fix what is named")
 
 
-def _weights_problem(config: RunConfig) -> str:
+def _find_weights_problem(config: RunConfig) -> str:
     name = config.model.name
     folder = find_model_folder(name)
     if folder is None:
         require_available_model(name, revision=config.model.revision)
-        if disk.has_weights(config) or is_hub_reachable():
+        if disk.has_local_weights(config) or is_hub_reachable():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     load_config_json(name)

@@ -23,57 +23,57 @@ from sft_play.facts.host import DiskSpace, disk_space
 from sft_play.facts.installed import nccl_package, torch_cuda_version
 
 DISTRIBUTION = "sft-play"
-SHM = Path("/dev/shm")
+SHM_PATH = Path("/dev/shm")
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SystemFacts:
     """What was read. Sizes are in bytes; packages that are not installed are absent."""
 
     hardware: Hardware
     python: str = ""
-    system: str = "Linux"
-    machine: str = "x86_64"
+    os_name: str = "Linux"
+    cpu_architecture: str = "x86_64"
     kernel: str = ""
-    host: str = ""
+    hostname: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     requirements: tuple[str, ...] = ()
     torch_cuda: str | None = None
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
-    shm: DiskSpace | None = None
+    shared_memory: DiskSpace | None = None
     """None where /dev/shm is not a separate file system."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
+def read_system_facts(hardware: Hardware, environment: Mapping[str, str]) -> SystemFacts:
     """Read everything about this machine that a check needs; what cannot be read stays unknown."""
-    installed: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
-            installed.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
-    driver, driver_cuda = _driver() if hardware.gpus else (None, None)
-    return Surroundings(
+            versions.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+    driver, driver_cuda = _read_driver() if hardware.gpus else (None, None)
+    return SystemFacts(
         hardware=hardware,
         python=platform.python_version(),
-        system=platform.system(),
-        machine=platform.machine(),
+        os_name=platform.system(),
+        cpu_architecture=platform.machine(),
         kernel=platform.release(),
-        host=socket.gethostname(),
-        versions=installed,
-        requirements=_requirements(),
+        hostname=socket.gethostname(),
+        versions=versions,
+        requirements=_read_requirements(),
         torch_cuda=torch_cuda_version(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
-        shm=disk_space(SHM) if SHM.is_mount() else None,
+        shared_memory=disk_space(SHM_PATH) if SHM_PATH.is_mount() else None,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
     )
 
 
-def _requirements() -> tuple[str, ...]:
+def _read_requirements() -> tuple[str, ...]:
     if _PYPROJECT.is_file():
         project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == DISTRIBUTION:
@@ -83,7 +83,7 @@ def _requirements() -> tuple[str, ...]:
     return ()
 
 
-def _driver() -> tuple[str | None, tuple[int, int] | None]:
+def _read_driver() -> tuple[str | None, tuple[int, int] | None]:
     with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ between platforms
         return nvml.driver_versions(library)
     return None, None

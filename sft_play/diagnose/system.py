@@ -17,29 +17,29 @@ from sft_play.units import GIB, MIB, format_size
 # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
 DOCKER_SHM_BYTES = 64 * MIB
 # NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory).
-NCCL_WANTS_BYTES = GIB
+NCCL_ADVISED_SHM_BYTES = GIB
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 
 
 def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> Finding:
-    """Whether every package is installed in a version that the project accepts (`requirements`)."""
-    problems = [problem for text in requirements if (problem := _problem(Requirement(text), versions))]
+    """Check that every package is installed in a version that the project accepts (`requirements`)."""
+    problems = [problem for text in requirements if (problem := _requirement_problem(Requirement(text), versions))]
     if problems:
         return fail_finding("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
-    shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
-    return pass_finding("packages", shown) if requirements else skip_finding("packages", f"{shown}: no ranges")
+    versions_text = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
+    return pass_finding("packages", versions_text) if requirements else skip_finding("packages", f"{versions_text}: no ranges")
 
 
-def _problem(wanted: Requirement, versions: Mapping[str, str]) -> str | None:
-    if wanted.marker and not wanted.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
+def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
         return None
-    installed = versions.get(canonicalize_name(wanted.name))
+    installed = versions.get(canonicalize_name(requirement.name))
     if installed is None:
-        return f"{wanted.name}{wanted.specifier} is missing"
+        return f"{requirement.name}{requirement.specifier} is missing"
     with contextlib.suppress(InvalidVersion):  # a version of somebody's own build cannot be compared
-        if not wanted.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
-            return f"{wanted.name} is {installed}, needed {wanted.specifier}"
+        if not requirement.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
+            return f"{requirement.name} is {installed}, needed {requirement.specifier}"
     return None
 
 
@@ -47,15 +47,15 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     """Whether /dev/shm has room for what NCCL puts there."""
     if space is None:
         return skip_finding("shared memory", "/dev/shm is not a separate file system here")
-    free_words = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
+    free_text = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
     if gpus_per_node < 2:
-        return pass_finding("shared memory", free_words)
+        return pass_finding("shared memory", free_text)
     remedy = (
         "in a container: docker run --shm-size=8g (or --ipc=host; Kubernetes: an emptyDir with medium Memory at "
         "/dev/shm); else mount -o remount,size=8G /dev/shm"
     )
     if space.free <= DOCKER_SHM_BYTES:
-        return fail_finding("shared memory", f"{free_words}: too little for NCCL", remedy, *_SHM_SOURCES)
-    if space.free < NCCL_WANTS_BYTES:
-        return warn_finding("shared memory", f"{free_words}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
-    return pass_finding("shared memory", free_words)
+        return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
+    if space.free < NCCL_ADVISED_SHM_BYTES:
+        return warn_finding("shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
+    return pass_finding("shared memory", free_text)

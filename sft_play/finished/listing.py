@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.diagnose.pages import aligned
+from sft_play.diagnose.pages import align_columns
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
@@ -78,7 +78,7 @@ class RunList(Outcome):
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
-            *aligned(rows),
+            *align_columns(rows),
             f"{count} run{'s' * (count != 1)}, {format_size(total)}, of which checkpoints {format_size(checkpoints)}",
             next_line("report", RUN=self.runs[0].path),
         ]

@@ -58,7 +58,7 @@ def open_run(output_root: Path, name: str) -> RunFolder:
     """The run of that name in an output folder; raises RunFolderError where there is none, or it is not one of ours."""
     folder = RunFolder(output_root / name)
     if not folder.path.is_dir():
-        run_names = ", ".join(other.path.name for other in list(iter_runs(output_root))[-8:]) or "none"
+        run_names = ", ".join(run.path.name for run in list(iter_runs(output_root))[-8:]) or "none"
         raise RunFolderError(f"there is no run {one_line(name)} in {output_root}; the runs there: {run_names}")
     folder.read_manifest()
     return folder

@@ -12,7 +12,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
-from sft_play.diagnose.disk import LARGER, disk_use
+from sft_play.diagnose.disk import MORE_SPACE_REMEDY, planned_disk_usage
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, stage_context
 from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
 from sft_play.facts.hardware import Hardware
@@ -106,11 +106,11 @@ def require_gpus_and_disk(
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.runs, plans, strict=False):
         stage_folder = folder if part.stage_name is None else folder.stage_folder(part.stage_name)
-        disk, free_disk = disk_use(part.config, load_run_model_shape(part.config), plan), free_disk_bytes(folder.path)
-        needed_bytes = disk.least(existing=len(list(stage_folder.checkpoints_path.glob("checkpoint-*"))))
+        disk, free_disk = planned_disk_usage(part.config, load_run_model_shape(part.config), plan), free_disk_bytes(folder.path)
+        needed_bytes = disk.min_bytes(existing_checkpoints=len(list(stage_folder.checkpoints_path.glob("checkpoint-*"))))
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
-                f"{folder.path}: there is no room for what the run writes ({disk.count or 'all its'} checkpoints at "
-                f"once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are "
-                f"needed, and {format_free_space(folder.path)}; {LARGER}"
+                f"{folder.path}: there is no room for what the run writes ({disk.max_checkpoints or 'all its'} "
+                f"checkpoints at once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are needed, "
+                f"and {format_free_space(folder.path)}; {MORE_SPACE_REMEDY}"
             )

@@ -19,7 +19,7 @@ import numpy as np
 import regex
 
 from sft_play.data.sources.messages import Message
-from sft_play.diagnose.pages import aligned
+from sft_play.diagnose.pages import align_columns
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.eval_rows import EvalRows
 from sft_play.finished.evaluate.score import RowScore
@@ -231,7 +231,7 @@ def figure_table(
         if figure.is_loss and perplexity is not None:
             base, tuned, ratio, low, high = ("?" if one is None else f"{one:.4g}" for one in perplexity.values())
             cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", figure.verdict])
-    return aligned(cells)
+    return align_columns(cells)
 
 
 def _signed(value: float, *, is_share: bool) -> str:

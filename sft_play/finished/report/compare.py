@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.pages import lines_of, table_of
+from sft_play.diagnose.pages import build_table, render_lines
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import best_checkpoint
 from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, draw_charts, plot_lines
@@ -81,8 +81,8 @@ class Comparison(Outcome):
             f"Compared: {len(self.names)} runs; {len(self.differing)} differences",
         ]
         if settings:
-            lines += [*lines_of(table_of(["differs", *heads], settings, left=left)), ""]
-        lines += [*lines_of(table_of(["result", *heads], results, left=(0,))), ""]
+            lines += [*render_lines(build_table(["differs", *heads], settings, text_columns=left)), ""]
+        lines += [*render_lines(build_table(["result", *heads], results, text_columns=(0,))), ""]
         first = self.records[0].folder.path
         return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]
 
