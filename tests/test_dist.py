@@ -534,10 +534,10 @@ def test_an_earlier_save_is_replaced_with_its_notes_kept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("where", ["_write", "_swap", "rename"])
+@pytest.mark.parametrize("where", ["_write_model", "_replace_folder", "rename"])
 def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeypatch):
     folder = save(tmp_path / "out", 0)
-    if where == "_write":
+    if where == "_write_model":
         broken = tiny(1)
         broken.model.norm.weight.data[0] = float("nan")
         with pytest.raises(Exception, match="not finite"):

@@ -28,7 +28,7 @@ NODE_MEETING_S = 30.0
 # Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
 # nodes.
 MAX_ALL_REDUCE_S = 40.0
-# Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `LEAST_S`.
+# Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `MIN_ALL_REDUCE_S`.
 TOTAL_LIMIT_S = 58.0
 MIN_ALL_REDUCE_S = 25.0
 
