@@ -48,7 +48,7 @@ def test_a_prompt_is_what_training_put_before_the_answer(run, responder):
 
 def test_a_streamed_answer_is_the_batched_one_and_is_shown_whole(responder):
     prompts = [responder.prompt_ids(question(text)) for text in ("hello there", "what is 12 + 30?", "né 日本 yes")]
-    batched = responder.answer_all(prompts, max_new_tokens=12)
+    batched = responder.answer_texts(prompts, max_new_tokens=12)
     for prompt, answer in zip(prompts, batched, strict=True):
         shown: list[str] = []
         assert responder.stream(prompt, shown.append, max_new_tokens=12) == answer == "".join(shown)
@@ -117,7 +117,7 @@ def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, referen
     path.write_text(json.dumps(row) + "\n")
     [prompt] = read_prompts(path, DataConfig(columns={"prompt": "frage"}))
     assert "|".join(message["content"] for message in prompt.messages) == said
-    assert (prompt.reference, prompt.columns) == (reference, columns)
+    assert (prompt.reference, prompt.extra_columns) == (reference, columns)
 
 
 def test_a_prompt_has_what_a_row_of_training_has_before_its_answer(tmp_path):
@@ -126,10 +126,10 @@ def test_a_prompt_has_what_a_row_of_training_has_before_its_answer(tmp_path):
     path.write_text(json.dumps({"question": "q", "passage": "p", "cot": "think", "id": 1}) + "\n")
     [prompt] = read_prompts(path, DataConfig(columns={"context": "passage", "reasoning": "cot"}))
     assert [message["content"] for message in prompt.messages] == ["q\np"]
-    assert prompt.columns == {"id": 1, "cot": "think"}
+    assert prompt.extra_columns == {"id": 1, "cot": "think"}
     table = tmp_path / "prompts.csv"
     table.write_text("id,question,answer\n1,q,NaN\n")
-    assert (read_prompts(table)[0].reference, read_prompts(table)[0].columns) == (None, {"id": "1"})
+    assert (read_prompts(table)[0].reference, read_prompts(table)[0].extra_columns) == (None, {"id": "1"})
     table.write_text("id,question\n1,q\n2,NaN\n")
     with pytest.raises(DataError, match=r"prompts\.csv:3: no column is a prompt"):
         read_prompts(table)
@@ -153,7 +153,7 @@ def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
 def test_messages_stand_in_the_output_without_their_authors_own_form(tmp_path):
     path, parts = tmp_path / "prompts.jsonl", [{"type": "text", "text": "Be terse."}]
     path.write_text(json.dumps({"messages": [{"role": "developer", "content": parts}, *question("q")]}) + "\n")
-    assert read_prompts(path)[0].line == {"messages": [{"role": "system", "content": "Be terse."}, *question("q")]}
+    assert read_prompts(path)[0].output_fields == {"messages": [{"role": "system", "content": "Be terse."}, *question("q")]}
 
 
 def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):
@@ -179,7 +179,7 @@ def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):
 def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_path, monkeypatch):
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("".join(f"what is {n}\u2028?\n" for n in range(7)))
-    monkeypatch.setattr(infer_module, "_AT_ONCE", 2)
+    monkeypatch.setattr(infer_module, "_CHUNK_PROMPTS", 2)
     whole = infer(run, source, target, max_new_tokens=6)
     assert (whole.prompts, whole.resumed) == (7, 0)
     lines = [f"{line}\n" for line in target.read_text().split("\n")[:-1]]
@@ -239,32 +239,32 @@ def test_prompts_have_the_system_prompt_that_rows_of_training_had(tmp_path):
 def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
     shown: list[str] = []
     chat = Conversation(responder, shown.append, max_new_tokens=6)
-    chat.say("hello")
-    chat.say("what is 12?")
+    chat.handle_line("hello")
+    chat.handle_line("what is 12?")
     assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 2
     assert (
         chat.messages[3]["content"]
-        == responder.answer_all([responder.prompt_ids(chat.messages[:3])], max_new_tokens=6)[0]
+        == responder.answer_texts([responder.prompt_ids(chat.messages[:3])], max_new_tokens=6)[0]
     )
-    chat.say(f"/save {tmp_path}/chat.jsonl")
-    chat.say("/reset")
+    chat.handle_line(f"/save {tmp_path}/chat.jsonl")
+    chat.handle_line("/reset")
     assert chat.messages == []
-    chat.say("/system you are terse")
-    chat.say("hello")
-    chat.say(f"/save {tmp_path}/chat.jsonl")
+    chat.handle_line("/system you are terse")
+    chat.handle_line("hello")
+    chat.handle_line(f"/save {tmp_path}/chat.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     assert [len(row["messages"]) for row in rows] == [4, 3]
     assert rows[1]["messages"][0] == {"role": "system", "content": "you are terse"}
     name = responder.run.folder.path.name
     assert [row["answered_by"] for row in rows] == [[name, name], [name]]
     for line in ("/reset", "/base", "hello", "/base", "and now?", f"/save {tmp_path}/base.jsonl"):
-        chat.say(line)
+        chat.handle_line(line)
     saved = json.loads((tmp_path / "base.jsonl").read_text())
     assert saved["answered_by"] == [f"the base of {name}", name]  # nobody takes the base's answer for a trained one
     assert read_prompts(tmp_path / "base.jsonl")[0].reference == saved["messages"][-1]["content"]  # still a row
-    chat.say("/nonsense")
+    chat.handle_line("/nonsense")
     assert "/reset forgets" in shown[-1]
-    chat.say("/exit")
+    chat.handle_line("/exit")
     assert chat.has_ended
 
 
@@ -292,20 +292,20 @@ def test_a_chat_shows_control_characters_of_the_model_escaped(run, responder, co
 
 def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(responder):
     prompt = responder.prompt_ids(question("hello there"))
-    tuned = responder.answer_all([prompt], max_new_tokens=8)[0]
+    tuned = responder.answer_texts([prompt], max_new_tokens=8)[0]
     with responder.model.disable_adapter():
-        base = responder.answer_all([prompt], max_new_tokens=8)[0]
+        base = responder.answer_texts([prompt], max_new_tokens=8)[0]
     assert base != tuned
     shown: list[str] = []
     chat = Conversation(responder, shown.append, max_new_tokens=8)
-    chat.say("/base")
-    chat.say("hello there")
+    chat.handle_line("/base")
+    chat.handle_line("hello there")
     assert chat.messages[-1]["content"] == base
-    chat.say("/base")
-    chat.say("/reset")
-    chat.say("/both")
+    chat.handle_line("/base")
+    chat.handle_line("/reset")
+    chat.handle_line("/both")
     shown.clear()
-    chat.say("hello there")
+    chat.handle_line("hello there")
     assert "".join(shown) == f"base:  {base}\ntuned: {tuned}\n"
     assert chat.messages[-1]["content"] == tuned
 

@@ -20,15 +20,15 @@ OTHER = Path("/my outputs/else where")
 
 
 def infer() -> Any:
-    from sft_play.finished.answer.infer import Inferred
+    from sft_play.finished.answer.infer import InferResult
 
-    return Inferred(RUN, OTHER, 3, 0)
+    return InferResult(RUN, OTHER, 3, 0)
 
 
 def serve() -> Any:
-    from sft_play.finished.answer.serve import Serving
+    from sft_play.finished.answer.serve import ServedEndpoint
 
-    return Serving(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
+    return ServedEndpoint(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
 
 
 def evaluate() -> Any:

@@ -76,11 +76,11 @@ def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
 
 def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
     path, responder = tmp_path / "prompts.jsonl", object.__new__(Responder)
-    responder.renderer, responder._is_text = renderer(tokenizer, chat_template_kwargs={"tone": "calm"}), False
+    responder.renderer, responder._is_plain_text = renderer(tokenizer, chat_template_kwargs={"tone": "calm"}), False
     for own in ({}, {"tone": "loud"}, {"enable_thinking": False}):
         path.write_text(json.dumps({"prompt": "hello there", "chat_template_kwargs": own}) + "\n")
         [prompt] = read_prompts(path)
-        assert prompt.line.get("chat_template_kwargs", {}) == own
+        assert prompt.output_fields.get("chat_template_kwargs", {}) == own
         ids = responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs)
         expected = tokenizer.apply_chat_template(
             list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}

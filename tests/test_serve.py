@@ -53,7 +53,7 @@ def world(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def started(service: serve.Service) -> Iterator[serve.Serving]:
+def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
     """A service in this process, ended afterwards."""
     try:
         yield service.start()
@@ -64,7 +64,7 @@ def started(service: serve.Service) -> Iterator[serve.Serving]:
 
 
 def of_run(run: Path, engine: str = "transformers") -> serve.Service:
-    return serve.service_of(engine, find_finished(run.parent, str(run)), "127.0.0.1", 0)
+    return serve.create_service(engine, find_finished(run.parent, str(run)), "127.0.0.1", 0)
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def test_requests_that_cannot_be_answered_say_why(world):
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def post(endpoint: serve.Serving, body: object, path: str = "chat/completions", **headers: str) -> tuple[int, dict]:
+def post(endpoint: serve.ServedEndpoint, body: object, path: str = "chat/completions", **headers: str) -> tuple[int, dict]:
     """Status and answer; `body` in JSON, or bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(
@@ -228,7 +228,7 @@ def test_options_that_ask_for_nothing_change_nothing(world):
         assert post(endpoint, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
 
 
-def streamed(endpoint: serve.Serving, body: dict[str, object]) -> tuple[str, str]:
+def streamed(endpoint: serve.ServedEndpoint, body: dict[str, object]) -> tuple[str, str]:
     """The text of a stream's pieces, and its last line."""
     data = json.dumps({**body, "stream": True}).encode()
     request = urllib.request.Request(f"{endpoint.url}/chat/completions", data, {"Content-Type": "application/json"})
@@ -261,7 +261,7 @@ def test_the_stop_text_is_not_part_of_the_answer(world):
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     import random
 
-    from sft_play.finished.answer.openai_requests import UntilStop, until_stop
+    from sft_play.finished.answer.openai_requests import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
     for _ in range(3000):
@@ -269,7 +269,7 @@ def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
         stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
         cuts = sorted(draw.choices(range(len(text) + 1), k=3))
         pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        until = UntilStop(stops)
+        until = StopTextFilter(stops)
         shown = "".join([*map(until.feed, pieces), until.end()])
         expected = text
         for end in range(len(text) + 1):  # character by character, as if each were a token
@@ -278,7 +278,7 @@ def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
                 expected = text[: end - max(map(len, complete))]
                 break
         assert shown == expected, (text, stops, pieces)
-        assert until_stop(text, stops) == shown
+        assert cut_at_stop(text, stops) == shown
 
 
 def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
@@ -392,7 +392,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
 
 
 def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
-    shown = serve.Serving(tmp_path, "transformers", 'it\'s "a run"', tmp_path, "127.0.0.1", 8000, 1).lines()
+    shown = serve.ServedEndpoint(tmp_path, "transformers", 'it\'s "a run"', tmp_path, "127.0.0.1", 8000, 1).lines()
     curl = next(line for line in shown if "curl" in line)
     words = shlex.split(curl)
     assert json.loads(words[-1])["model"] == 'it\'s "a run"'
@@ -427,10 +427,10 @@ def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, m
 
 def test_only_addresses_of_this_machine_come_without_a_warning():
     for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
-        assert serve.warning_of(host) is None
+        assert serve.exposure_warning(host) is None
     for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-node"):
-        assert "no password" in str(serve.warning_of(host))
-    assert [serve.read_port(text) for text in (None, "0", "65535")] == [8000, 0, 65535]
+        assert "no password" in str(serve.exposure_warning(host))
+    assert [serve.parse_port(text) for text in (None, "0", "65535")] == [8000, 0, 65535]
 
 
 def test_a_transformers_with_another_server_is_named(world, monkeypatch):

@@ -124,7 +124,7 @@ def _infer(request: Request) -> CommandResult:
 def _chat(request: Request) -> CommandResult:
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.answer.respond import KEYS, Conversation, Responder
+    from sft_play.finished.answer.respond import CHAT_HELP, Conversation, Responder
 
     with stdout_to_stderr(enabled=request.json):
         responder = Responder(finished)
@@ -142,7 +142,7 @@ def _chat(request: Request) -> CommandResult:
             system=finished.config.data.style.system if request.system is None else request.system,
         )
         if is_terminal:
-            show(f"{finished.folder.path.name}: {finished.config.model.name}. {KEYS}\n")
+            show(f"{finished.folder.path.name}: {finished.config.model.name}. {CHAT_HELP}\n")
             if conversation.system:
                 show(f"(the system prompt: {conversation.system})\n")
         while not conversation.has_ended:
@@ -153,7 +153,7 @@ def _chat(request: Request) -> CommandResult:
                 break
             if line is None:
                 break
-            conversation.say(line.rstrip("\n"))
+            conversation.handle_line(line.rstrip("\n"))
         if is_terminal:
             show(f"{next_line('eval', RUN=finished.folder.path)}\n")
     return CommandResult({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
@@ -163,9 +163,9 @@ def _serve(request: Request) -> int:
     """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
     from sft_play.finished.answer import serve
 
-    host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
-    service = serve.service_of(request.engine or serve.ENGINES[0], find_request_run(request), host, port)
-    warning = serve.warning_of(host)
+    host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
+    service = serve.create_service(request.engine or serve.ENGINES[0], find_request_run(request), host, port)
+    warning = serve.exposure_warning(host)
     if warning is not None:
         logger.warning("%s", warning)
     with stdout_to_stderr(enabled=request.json):

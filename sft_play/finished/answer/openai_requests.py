@@ -22,38 +22,38 @@ from sft_play.facts.network import is_local_request
 from sft_play.log import one_line
 
 # Stop texts of a request (OpenAI's own limit), and characters of one.
-MOST_STOPS, LONGEST_STOP = 4, 256
+MAX_STOP_TEXTS, MAX_STOP_CHARS = 4, 256
 # Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
 # answer only once it has sent everything.
-_DRAINED = 64
+_DRAIN_FACTOR = 64
 # Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither.
 _MARGIN_TOKENS = 16
-_SHOWN = 60
+_MAX_VALUE_CHARS = 60
 
 
-_StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-_Stops = Annotated[list[_StopText], _as_list, Field(max_length=MOST_STOPS)]
-_Tokens = Annotated[int, Field(ge=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_StopList = Annotated[list[_StopText], _to_list, Field(max_length=MAX_STOP_TEXTS)]
+_TokenCount = Annotated[int, Field(ge=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     """Types are strict: `"5"` is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _PlainText(_Strict):
+class _TextFormat(_StrictModel):
     type: Literal["text"]
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(_StrictModel):
     include_usage: bool | None = None
     """Whatever is asked, the last piece of a stream has the usage."""
 
 
-class ChatRequest(_Strict):
+class ChatRequest(_StrictModel):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -61,12 +61,12 @@ class ChatRequest(_Strict):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    max_tokens: _Tokens | None = None
-    max_completion_tokens: _Tokens | None = None
+    max_tokens: _TokenCount | None = None
+    max_completion_tokens: _TokenCount | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stops | None = None
+    stop: _StopList | None = None
 
     # only the value that asks for nothing
     frequency_penalty: _Zero | None = None
@@ -76,7 +76,7 @@ class ChatRequest(_Strict):
     top_logprobs: _Zero | None = None
     tool_choice: Literal["auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: _PlainText | None = None
+    response_format: _TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
 
@@ -88,31 +88,31 @@ class ChatRequest(_Strict):
     service_tier: Literal["auto", "default"] | None = None
 
 
-def accepted(body: Mapping[str, Any]) -> dict[str, Any]:
+def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request that ask for something, as they were sent; `stop` as a list. Raises HTTPException,
     a 400 with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value."""
     _refuse_surrogates(body)
     try:
-        asked = ChatRequest.model_validate(body)
+        request = ChatRequest.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error, body) from None
-    return {name: getattr(asked, name) for name in asked.model_fields_set if getattr(asked, name) is not None}
+        raise _validation_response(error, body) from None
+    return {name: getattr(request, name) for name in request.model_fields_set if getattr(request, name) is not None}
 
 
-def refused(message: str, option: str | None = None) -> HTTPException:
+def bad_request(message: str, option: str | None = None) -> HTTPException:
     """The 400 of a request, which names the option that it is about."""
     return HTTPException(400, {"message": message, "param": option})
 
 
-def _refusal(error: ValidationError, body: Mapping[str, Any]) -> HTTPException:
+def _validation_response(error: ValidationError, body: Mapping[str, Any]) -> HTTPException:
     first = error.errors(include_url=False)[0]
     option = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
-        return refused(f"{option} is missing", option)
-    shown = one_line(json.dumps(body.get(option), ensure_ascii=False, default=str), limit=_SHOWN)
+        return bad_request(f"{option} is missing", option)
+    value_text = one_line(json.dumps(body.get(option), ensure_ascii=False, default=str), limit=_MAX_VALUE_CHARS)
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        return refused(f"{one_line(option)} is not supported by this server ({shown} was given); leave it out", option)
-    return refused(f"{option}={shown} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}", option)
+        return bad_request(f"{one_line(option)} is not supported by this server ({value_text} was given); leave it out", option)
+    return bad_request(f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}", option)
 
 
 def _refuse_surrogates(value: Any) -> None:
@@ -120,95 +120,95 @@ def _refuse_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise refused("the request holds half of a surrogate pair (such as \\ud83d alone), which is no text") from None
+        raise bad_request("the request holds half of a surrogate pair (such as \\ud83d alone), which is no text") from None
     except RecursionError:
-        raise refused("the request is nested too deeply") from None
+        raise bad_request("the request is nested too deeply") from None
 
 
 # --- its body ---------------------------------------------------------------------------------------------------------
 
 
-class Guard:
-    """ASGI middleware: answers 403 to requests under a name, or from a page, that is none of `names` (None: any), and
-    413 to bodies of more than `most` bytes, which are never held in memory (411 where their length is not said)."""
+class RequestGuard:
+    """ASGI middleware: answers 403 to requests under a name, or from a page, that is none of `allowed_hosts` (None: any),
+    and 413 to bodies of more than `max_body_bytes`, which are never held in memory (411 where their length is not said)."""
 
-    def __init__(self, app: Any, *, most: int, names: frozenset[str] | None) -> None:
-        self._app, self._most, self._names = app, most, names
+    def __init__(self, app: Any, *, max_body_bytes: int, allowed_hosts: frozenset[str] | None) -> None:
+        self._app, self._max_body_bytes, self._allowed_hosts = app, max_body_bytes, allowed_hosts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        status, said = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else (0, "")
+        status, message_text = self._rejection(Headers(scope=scope)) if scope["type"] == "http" else (0, "")
         if not status:
             await self._app(scope, receive, send)
             return
-        drained = 0
-        while drained < _DRAINED * self._most:
+        drained_bytes = 0
+        while drained_bytes < _DRAIN_FACTOR * self._max_body_bytes:
             message = await receive()
-            drained += len(message.get("body", b""))
+            drained_bytes += len(message.get("body", b""))
             if not message.get("more_body"):
                 break
-        error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
+        error = {"message": message_text, "type": "invalid_request_error", "param": None, "code": None}
         await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> tuple[int, str]:
+    def _rejection(self, headers: Headers) -> tuple[int, str]:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._names is not None and not is_local_request(self._names, host, origin):
+        if self._allowed_hosts is not None and not is_local_request(self._allowed_hosts, host, origin):
             return 403, "this server answers this machine alone, and the request names another in Host or Origin"
         if "transfer-encoding" in headers:
             return 411, "the body has no length (Content-Length)"
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._most:
-            return 413, f"the body has more than {self._most} bytes, the most that this server takes"
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return 413, f"the body has more than {self._max_body_bytes} bytes, the most that this server takes"
         return 0, ""
 
 
 # --- its stop texts ---------------------------------------------------------------------------------------------------
 
 
-def until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the stop text that is complete first, not the one that begins first: where an answer is cut must
+def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
+    """Return the text before the stop text that is complete first, not the one that begins first: where an answer is cut must
     not depend on how it is divided into tokens."""
-    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    return text[: min(found)[1]] if found else text
+    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_texts if stop in text]
+    return text[: min(matches)[1]] if matches else text
 
 
-class UntilStop:
+class StopTextFilter:
     """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held, self._is_over = stops, "", False
+    def __init__(self, stop_texts: Sequence[str]) -> None:
+        self._stop_texts, self._held_back, self._is_over = stop_texts, "", False
 
     def feed(self, piece: str) -> str:
-        """What can be shown once this piece has come."""
+        """Return the text that can be shown once this piece has come."""
         if self._is_over:
             return ""
-        text = self._held + piece
-        shown = until_stop(text, self._stops)
-        self._is_over = len(shown) < len(text)
-        held = 0 if self._is_over else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :] if held else ""
-        return shown[: len(shown) - held]
+        text = self._held_back + piece
+        released = cut_at_stop(text, self._stop_texts)
+        self._is_over = len(released) < len(text)
+        held_length = 0 if self._is_over else max((_overlap_length(text, stop) for stop in self._stop_texts), default=0)
+        self._held_back = text[len(text) - held_length :] if held_length else ""
+        return released[: len(released) - held_length]
 
     def end(self) -> str:
-        """What was held back, since it was no stop text after all."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text that was held back: it was no stop text after all."""
+        released, self._held_back = self._held_back, ""
+        return released
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class StopTexts(StoppingCriteria):
+class StopTextCriteria(StoppingCriteria):
     """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
     with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning
     of one."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
-        self._tokenizer, self._stops, self._begin = tokenizer, stops, prompt_tokens
-        self._window = max(len(stop.encode()) for stop in stops) + _MARGIN_TOKENS
+    def __init__(self, tokenizer: Any, stop_texts: Sequence[str], *, prompt_tokens: int) -> None:
+        self._tokenizer, self._stop_texts, self._prompt_tokens = tokenizer, stop_texts, prompt_tokens
+        self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + _MARGIN_TOKENS
 
     def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
-        tail = input_ids[:, max(self._begin, input_ids.shape[-1] - self._window) :]
+        tail = input_ids[:, max(self._prompt_tokens, input_ids.shape[-1] - self._window_tokens) :]
         texts = self._tokenizer.batch_decode(tail, skip_special_tokens=True)
-        found = [any(stop in text for stop in self._stops) for text in texts]
-        return torch.tensor(found, dtype=torch.bool, device=input_ids.device)
+        has_stopped = [any(stop in text for stop in self._stop_texts) for text in texts]
+        return torch.tensor(has_stopped, dtype=torch.bool, device=input_ids.device)

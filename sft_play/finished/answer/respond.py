@@ -34,16 +34,16 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 # Questions that are answered before the next line on how far it is.
-_AT_ONCE = 256
+_CHUNK_QUESTIONS = 256
 # What tokens decode to that end inside a character.
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
-def _as_trained(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
+def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Whole weights trained under autocast, and so they answer; an adapter's base has the precision of training."""
-    compute = compute_dtype(run)
-    is_mixed = not run.is_adapter and compute != torch.float32
-    return torch.autocast(model.device.type, dtype=compute) if is_mixed else contextlib.nullcontext()
+    dtype = compute_dtype(run)
+    is_mixed = not run.is_adapter and dtype != torch.float32
+    return torch.autocast(model.device.type, dtype=dtype) if is_mixed else contextlib.nullcontext()
 
 
 class Responder:
@@ -54,15 +54,15 @@ class Responder:
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_as_trained(run) if model is None else model
         self.renderer = renderer_of(run, self.tokenizer)
-        self._is_text = run.config.task_mode == "cpt"
-        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model))
+        self._is_plain_text = run.config.task_mode == "cpt"
+        self.stop_ids = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model))
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: tuple[Any, ...] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
         raises DataError where the chat template refuses these messages."""
-        if self._is_text:
+        if self._is_plain_text:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])
         turns = (*messages, {"role": "assistant", "content": "."})  # the answer itself is not rendered
@@ -72,52 +72,52 @@ class Responder:
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
         return prompt
 
-    def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[GeneratedAnswer]:
+    def answers(self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str | None = None) -> list[GeneratedAnswer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
-        evaluation; where memory runs out the batches are halved. `whose` names the model in lines on how far it is."""
-        most = self.run.plan().answer_tokens
-        given: list[GeneratedAnswer] = []
-        while len(given) < len(asked):
-            chunk = asked[len(given) : len(given) + _AT_ONCE]
+        evaluation; where memory runs out the batches are halved. `model_label` names the model in log lines."""
+        max_batch_tokens = self.run.plan().answer_tokens
+        generated: list[GeneratedAnswer] = []
+        while len(generated) < len(questions):
+            chunk = questions[len(generated) : len(generated) + _CHUNK_QUESTIONS]
             try:
-                with _as_trained(self.run, self.model):
-                    given += generate_answers(
-                        self.model, self.tokenizer, chunk, stop_tokens=self.stop, max_new_tokens=max_new_tokens,
-                        max_tokens=most,
+                with _training_autocast(self.run, self.model):
+                    generated += generate_answers(
+                        self.model, self.tokenizer, chunk, stop_tokens=self.stop_ids, max_new_tokens=max_new_tokens,
+                        max_tokens=max_batch_tokens,
                     )  # fmt: skip
             except RuntimeError as error:
                 longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
-                if not should_reduce_batch_size(error) or most <= longest:
+                if not should_reduce_batch_size(error) or max_batch_tokens <= longest:
                     raise
-                most //= 2
-                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
+                max_batch_tokens //= 2
+                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{max_batch_tokens:,}")
                 free_memory()
                 continue
-            if whose is not None and len(asked) > _AT_ONCE:
-                logger.info("Answered by the %s: %s of %s", whose, f"{len(given):,}", f"{len(asked):,}")
-        return given
+            if model_label is not None and len(questions) > _CHUNK_QUESTIONS:
+                logger.info("Answered by the %s: %s of %s", model_label, f"{len(generated):,}", f"{len(questions):,}")
+        return generated
 
-    def answer_all(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
+    def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""
-        asked = [Question(ids, "", "") for ids in prompts]
-        return [answer.text for answer in self.answers(asked, max_new_tokens=max_new_tokens)]
+        questions = [Question(ids, "", "") for ids in prompts]
+        return [answer.text for answer in self.answers(questions, max_new_tokens=max_new_tokens)]
 
     @torch.no_grad()
     def stream(
-        self, prompt: list[int], show: Callable[[str], None], *, max_new_tokens: int, temperature: float = 0.0
+        self, prompt_ids: list[int], show: Callable[[str], None], *, max_new_tokens: int, temperature: float = 0.0
     ) -> str:
         """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
-        streamer = _Streamer(self.tokenizer, self.stop, show)
+        streamer = _TextStreamer(self.tokenizer, self.stop_ids, show)
         # greedy without what a base's generation config sets for sampling, of which transformers would warn
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
-        ids_BT = torch.tensor([prompt], device=self.model.device)
-        with contextlib.suppress(KeyboardInterrupt), _as_trained(self.run, self.model):
+        ids_BT = torch.tensor([prompt_ids], device=self.model.device)
+        with contextlib.suppress(KeyboardInterrupt), _training_autocast(self.run, self.model):
             self.model.generate(
                 input_ids=ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
                 max_new_tokens=max_new_tokens,
-                eos_token_id=self.stop,
+                eos_token_id=self.stop_ids,
                 pad_token_id=self.tokenizer.pad_token_id,
                 use_cache=True,
                 streamer=streamer,
@@ -127,32 +127,32 @@ class Responder:
         return streamer.text
 
 
-class _Streamer:
+class _TextStreamer:
     """Shows text while tokens come (transformers' protocol: `put` gets the prompt first, then each token)."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[int], show: Callable[[str], None]) -> None:
-        self._tokenizer, self._stop, self._show = tokenizer, set(stop), show
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], show: Callable[[str], None]) -> None:
+        self._tokenizer, self._stop_ids, self._show = tokenizer, set(stop_ids), show
         self._ids: list[int] = []
-        self._is_prompt = True
+        self._awaits_prompt = True
         self.text = ""
 
     def put(self, value: torch.Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
+        if self._awaits_prompt:
+            self._awaits_prompt = False
             return
-        self._ids += [token for token in value.flatten().tolist() if token not in self._stop]
+        self._ids += [token for token in value.flatten().tolist() if token not in self._stop_ids]
         self.end(is_over=False)
 
     def end(self, *, is_over: bool = True) -> None:
         """Show what has come; what ends inside a character only once all of it is there."""
         # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
         text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
-        if text != self.text and (is_over or not text.endswith(_UNFINISHED)):
+        if text != self.text and (is_over or not text.endswith(_INCOMPLETE_CHARACTER)):
             self._show(text[len(self.text) :])
             self.text = text
 
 
-KEYS = (
+CHAT_HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the adapter off and on · "
     "/both answers with and without it · /save FILE writes the conversation as a training row · /exit"
 )
@@ -170,42 +170,42 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     answered_by: list[str] = field(default_factory=list)
     """Who gave each of the answers in `messages`."""
-    is_base: bool = False
-    is_both: bool = False
+    uses_base: bool = False
+    compares_base: bool = False
     has_ended: bool = False
 
-    def say(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         """Take a line: an answer is shown, or a command is carried out."""
         text = line.strip()
         if not text:
             return
         if text.startswith("/"):
-            self._command(*text[1:].split(maxsplit=1))
+            self._run_command(*text[1:].split(maxsplit=1))
             return
-        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        conversation: list[Message] = [*self.messages, {"role": "user", "content": line}]
         try:
-            prompt = self.responder.prompt_ids([*self._system(), *asked])
+            prompt_ids = self.responder.prompt_ids([*self._system(), *conversation])
         except DataError as error:
             self.show(f"({error})\n")
             return
         answer = ""
-        for is_base in (True, False) if self.is_both else (self.is_base,):
-            if self.is_both:
-                self.show("base:  " if is_base else "tuned: ")
-            with self.responder.model.disable_adapter() if is_base else contextlib.nullcontext():
+        for without_adapter in (True, False) if self.compares_base else (self.uses_base,):
+            if self.compares_base:
+                self.show("base:  " if without_adapter else "tuned: ")
+            with self.responder.model.disable_adapter() if without_adapter else contextlib.nullcontext():
                 answer = self.responder.stream(
-                    prompt, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+                    prompt_ids, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
                 )
             self.show("\n")
         # with /both the trained model's, which is last
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-        run = self.responder.run.folder.path.name
-        self.answered_by = [*self.answered_by, f"the base of {run}" if self.is_base and not self.is_both else run]
+        self.messages = [*conversation, {"role": "assistant", "content": answer}]
+        run_name = self.responder.run.folder.path.name
+        self.answered_by = [*self.answered_by, f"the base of {run_name}" if self.uses_base and not self.compares_base else run_name]
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def _command(self, name: str = "", argument: str = "") -> None:
+    def _run_command(self, name: str = "", argument: str = "") -> None:
         if name in ("exit", "quit"):
             self.has_ended = True
         elif name == "reset":
@@ -218,15 +218,15 @@ class Conversation:
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             self.show("(this run trained all weights: there is no adapter to switch off)\n")
         elif name == "base":
-            self.is_base = not self.is_base
-            self.show(f"(the {'base without the adapter' if self.is_base else 'trained model'} answers)\n")
+            self.uses_base = not self.uses_base
+            self.show(f"(the {'base without the adapter' if self.uses_base else 'trained model'} answers)\n")
         elif name == "both":
-            self.is_both = not self.is_both
-            self.show(f"({'base and trained model answer' if self.is_both else 'one model answers'})\n")
+            self.compares_base = not self.compares_base
+            self.show(f"({'base and trained model answer' if self.compares_base else 'one model answers'})\n")
         elif name == "save":
             self._save(argument)
         else:
-            self.show(f"({KEYS})\n")
+            self.show(f"({CHAT_HELP})\n")
 
     def _save(self, argument: str) -> None:
         if not argument:
@@ -235,8 +235,8 @@ class Conversation:
         path = Path(argument).expanduser()
         row: dict[str, Any] = {"messages": [*self._system(), *self.messages], "answered_by": self.answered_by}
         try:
-            before = path.read_text(encoding="utf-8") if path.exists() else ""
-            write_text(path, before + json.dumps(row, ensure_ascii=False) + "\n")
+            existing = path.read_text(encoding="utf-8") if path.exists() else ""
+            write_text(path, existing + json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             self.show(f"({path} cannot be written: {error.strerror})\n")
             return

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 # After the first Ctrl-C, answers that are being streamed have this long to end.
-FINISH_S = 30
-_POLL_S = 0.1
+SHUTDOWN_TIMEOUT_S = 30
+_POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Serving(Outcome):
+class ServedEndpoint(Outcome):
     """An endpoint that answers."""
 
     run: Path
@@ -55,8 +55,8 @@ class Serving(Outcome):
     @property
     def url(self) -> str:
         """The base URL for clients on this machine."""
-        reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{reached}]:{self.port}/v1" if ":" in reached else f"http://{reached}:{self.port}/v1"
+        client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{client_host}]:{self.port}/v1" if ":" in client_host else f"http://{client_host}:{self.port}/v1"
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"url": self.url}
@@ -72,7 +72,7 @@ class Serving(Outcome):
         ]
 
 
-def _notes(run: FinishedRun, model: str) -> str:
+def _client_notes(run: FinishedRun, model: str) -> str:
     """What clients should know of how the run was trained; empty where there is nothing."""
     notes = [context_of(run, model)[1]]
     if run.config.data.style.system:
@@ -80,7 +80,7 @@ def _notes(run: FinishedRun, model: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def read_port(text: str | None) -> int:
+def parse_port(text: str | None) -> int:
     """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
     if text is None:
         return DEFAULT_PORT
@@ -90,7 +90,7 @@ def read_port(text: str | None) -> int:
     return int(text)
 
 
-def claimed(host: str, port: int) -> socket.socket:
+def claim_port(host: str, port: int) -> socket.socket:
     """A socket that listens there, so that nobody takes the port while the model is loaded; raises ConfigError where
     the port is taken, or this machine has no such address."""
     try:
@@ -101,11 +101,11 @@ def claimed(host: str, port: int) -> socket.socket:
         # also a port whose last connections are still closing (TIME_WAIT)
         return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        why = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
-        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {why}") from None
+        reason = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {reason}") from None
 
 
-def warning_of(host: str) -> str | None:
+def exposure_warning(host: str) -> str | None:
     """The warning for an address that others can reach; None for this machine's own."""
     if is_local(host):
         return None
@@ -116,13 +116,13 @@ class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
     is_busy = False
-    """Whether, after `wait`, a thread still computes an answer: Python would abort in its own end."""
+    """True if, after `wait`, a thread still computes an answer: Python would abort in its own end."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        require_extra()
-        self._run, self._host, self._listener = run, host, claimed(host, port)
+        require_serve_packages()
+        self._run, self._host, self._listener = run, host, claim_port(host, port)
 
-    def start(self) -> Serving:
+    def start(self) -> ServedEndpoint:
         """Load the model and serve it; returns once it answers."""
         import uvicorn
 
@@ -131,50 +131,50 @@ class TransformersService:
         except ImportError as error:
             if not (error.name or "").startswith("transformers."):
                 raise
-            other = f"transformers {version('transformers')} has another server than the one that answers here"
-            raise BackendError(f"{other} ({one_line(str(error))}): install that of requirements.lock") from None
+            reason = f"transformers {version('transformers')} has another server than the one that answers here"
+            raise BackendError(f"{reason} ({one_line(str(error))}): install that of requirements.lock") from None
         from sft_play.finished.answer.respond import Responder
         from sft_play.training.prepare.quiet import quiet_libraries
 
         quiet_libraries()
         run, name = self._run, self._run.folder.path.name
-        app = openai_app(Responder(run), name, hosts=allowed_host_names(self._host))
+        app = openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
         )
         self._server = uvicorn.Server(config)
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
-        sockets = {"sockets": [self._listener]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=sockets, name="serve", daemon=True)
+        server_options = {"sockets": [self._listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=server_options, name="serve", daemon=True)
         port = int(self._listener.getsockname()[1])
         self._thread.start()
         while not self._server.started:  # uvicorn has no event for it
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
-            time.sleep(_POLL_S)
-        note = _notes(run, run.config.model.name if run.is_adapter else str(run.weights))
-        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
+            time.sleep(_POLL_INTERVAL_S)
+        note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
+        return ServedEndpoint(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
         or SIGTERM does not."""
-        is_over = threading.Event()
-        is_late = threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
-        is_late.daemon = True
+        finished = threading.Event()
+        deadline = threading.Timer(SHUTDOWN_TIMEOUT_S, lambda: setattr(self, "is_busy", True))
+        deadline.daemon = True
 
-        def stop(number: int) -> None:
-            if number != signal.SIGINT:
-                is_over.set()
+        def stop(signal_number: int) -> None:
+            if signal_number != signal.SIGINT:
+                finished.set()
                 return
             logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
-            is_late.start()
+            deadline.start()
             self._server.should_exit = True
 
-        with StopSignals(stop, lambda _: is_over.set()):
-            while self._thread.is_alive() and not is_over.is_set():
-                is_over.wait(_POLL_S)
-        is_late.cancel()
+        with StopSignals(stop, lambda _: finished.set()):
+            while self._thread.is_alive() and not finished.is_set():
+                finished.wait(_POLL_INTERVAL_S)
+        deadline.cancel()
         self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
         return 0
@@ -186,17 +186,17 @@ class VllmService:
     is_busy = False
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        program = shutil.which("vllm", path=places)
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        program = shutil.which("vllm", path=search_path)
         if program is None:
-            where = "install vLLM in an environment of its own, and put its bin folder into PATH"
-            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {where}")
+            advice = "install vLLM in an environment of its own, and put its bin folder into PATH"
+            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {advice}")
         self._run, self._host = run, host
-        with claimed(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+        with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])
         self._program = program
 
-    def start(self) -> Serving:
+    def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import whole_model
 
@@ -204,30 +204,30 @@ class VllmService:
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
-        self._words = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
-        self._words += ["--port", str(self._port), "--dtype", dtype]
-        self._words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
-        logger.info("Starting: %s", shlex.join(self._words))
-        note = _notes(self._run, str(weights))
-        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
+        self._command = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
+        self._command += ["--port", str(self._port), "--dtype", dtype]
+        self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        logger.info("Starting: %s", shlex.join(self._command))
+        note = _client_notes(self._run, str(weights))
+        return ServedEndpoint(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""
         sys.stdout.flush()  # execve drops what is still buffered
-        os.execve(self._words[0], self._words, independent_environment(os.environ))
+        os.execve(self._command[0], self._command, independent_environment(os.environ))
 
 
 Service = TransformersService | VllmService
 
 
-def service_of(engine: str, run: FinishedRun, host: str, port: int) -> Service:
+def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Service:
     """The service of an engine; raises ConfigError for one that there is not."""
     if engine not in ENGINES:
         raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(ENGINES)}")
     return (VllmService if engine == "vllm" else TransformersService)(run, host, port)
 
 
-def require_extra() -> None:
+def require_serve_packages() -> None:
     """Raises BackendError where the packages of `transformers serve` are missing."""
     from transformers.utils.import_utils import is_serve_available
 

@@ -201,7 +201,7 @@ def _both(
             logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
             scores = score_rows(model, rows.rows, most_tokens=batch_tokens(run), compute=compute_dtype(run))
             asked = [one.question for one in rows.asked]
-            given = [answer.text for answer in responder.answers(asked, max_new_tokens=max_new_tokens, whose=whose)]
+            given = [answer.text for answer in responder.answers(asked, max_new_tokens=max_new_tokens, model_label=whose)]
         results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return ModelFigures(scores, given, _values(rows, metrics, given), results)
 
