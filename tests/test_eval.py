@@ -24,8 +24,8 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.finished.answer import respond
 from sft_play.finished.evaluate import score
 from sft_play.finished.evaluate.evaluation import evaluate_run
-from sft_play.finished.evaluate.figures import EvalFigure, metrics_named, rouge_l, words
-from sft_play.finished.evaluate.score import RowScore, batch_tokens, score_rows
+from sft_play.finished.evaluate.figures import MetricComparison, select_metrics, rouge_l, split_words
+from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, score_rows
 from sft_play.finished.evaluate.statistics import Interval
 from sft_play.finished.load import held_out, load_as_trained
 from sft_play.finished.run import FinishedRun, find_finished
@@ -84,7 +84,7 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
     mode, bf16, word = RUNS[kind]
     words = [f"tuning.mode={mode}", f"train.bf16={str(bf16).lower()}", *([word] if word else [])]
     run, summary = trained(tmp_path, tiny_llama, command, *words)
-    figures = {figure.name: figure for figure in evaluate_run(run, metrics=["exact_match"]).figures}
+    figures = {figure.name: figure for figure in evaluate_run(run, metrics=["exact_match"]).comparisons}
     for name, of in (("base", "before"), ("tuned", "after")):
         assert getattr(figures["loss"], name) == pytest.approx(summary[of]["loss"], abs=1e-4)
         assert getattr(figures["exact_match"], name) == pytest.approx(summary[of]["exact_match"])
@@ -95,10 +95,10 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
 def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
     base = make_base(tmp_path / "base", mixtral())
     run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
-    scores = score_rows(load_as_trained(run), held_out(run).split.rows, most_tokens=batch_tokens(run))
+    scores = score_rows(load_as_trained(run), held_out(run).split.rows, max_batch_tokens=eval_batch_tokens(run))
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1
     evaluation = evaluate_run(run, metrics=["none"])
-    assert evaluation.figures[0].tuned == pytest.approx(mean_loss(scores))
+    assert evaluation.comparisons[0].tuned == pytest.approx(mean_loss(scores))
 
 
 def plain_scores(model: Any, row: dict[str, list[int]]) -> tuple[float, int, int]:
@@ -138,12 +138,12 @@ def test_each_row_has_its_own_score_whatever_the_batches(lora):
     model, rows = load_as_trained(lora), random_rows(23, seed=1)
     expected = [plain_scores(model, row) for row in rows]
     for most in (1, 40, 97, 10_000):
-        scores = score_rows(model, rows, most_tokens=most)
+        scores = score_rows(model, rows, max_batch_tokens=most)
         assert [(one.tokens, one.correct) for one in scores] == [row[1:] for row in expected]
         assert [one.nll for one in scores] == pytest.approx([row[0] for row in expected], abs=1e-4)
     assert "forward" not in model.get_base_model().__dict__  # the head that scores is gone
     with model.disable_adapter():
-        base = score_rows(model, rows, most_tokens=97)
+        base = score_rows(model, rows, max_batch_tokens=97)
         without = [plain_scores(model, row) for row in rows]
     assert [one.nll for one in base] == pytest.approx([row[0] for row in without], abs=1e-4)
     assert mean_loss(base) != pytest.approx(mean_loss(scores), abs=1e-3)
@@ -154,12 +154,12 @@ def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
     """Rows of the longest row's length, for which the plan counted them: model.max_seq_len would be thrice that."""
     planned = SimpleNamespace(eval_batch=5, max_seq_len=256, choice=SimpleNamespace(step=SimpleNamespace(seq_len=80)))
     run: Any = SimpleNamespace(plan=lambda: planned)
-    assert batch_tokens(run) == 5 * 80
+    assert eval_batch_tokens(run) == 5 * 80
 
 
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
     model, rows = load_as_trained(lora), random_rows(16, seed=2)
-    expected = score_rows(model, rows, most_tokens=1_000)
+    expected = score_rows(model, rows, max_batch_tokens=1_000)
     seen, whole = [], score._score_batch
 
     def small(model, tables, compute):
@@ -169,19 +169,19 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
         return whole(model, tables, compute)
 
     monkeypatch.setattr(score, "_score_batch", small)
-    halved = score_rows(model, rows, most_tokens=1_000)
+    halved = score_rows(model, rows, max_batch_tokens=1_000)
     assert [one.nll for one in halved] == pytest.approx([one.nll for one in expected], abs=1e-5)
     assert "Out of memory: continuing with at most" in caplog.text
     assert max(seen) > 1
     with pytest.raises(torch.OutOfMemoryError):
-        score_rows(model, [{"input_ids": [5] * 61, "labels": [5] * 61}], most_tokens=1_000)
+        score_rows(model, [{"input_ids": [5] * 61, "labels": [5] * 61}], max_batch_tokens=1_000)
 
     def broken(model, tables, compute):
         raise RuntimeError("another fault")
 
     monkeypatch.setattr(score, "_score_batch", broken)
     with pytest.raises(RuntimeError, match="another fault"):
-        score_rows(model, rows, most_tokens=1_000)
+        score_rows(model, rows, max_batch_tokens=1_000)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_every_figure_follows_from_the_rows_that_are_written(lora):
     evaluation = evaluate_run(lora, max_new_tokens=6)
     rows = lines_of(lora.folder.path / "eval.jsonl")
     assert [row["row"] for row in rows] == list(range(1, 13))
-    figures = {figure.name: figure for figure in evaluation.figures}
+    figures = {figure.name: figure for figure in evaluation.comparisons}
     assert list(figures) == ["loss", "token_accuracy", "exact_match", "rouge_l", "chrf"]
     tokens = sum(row["tuned"]["tokens"] for row in rows)
     assert tokens == evaluation.tokens
@@ -235,13 +235,13 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
     pairs = [{"prompt": f"is it {n}?", "completion": "yes"} for n in range(6)]
     other.write_text("".join(json.dumps(row) + "\n" for row in pairs))
     fresh = evaluate_run(lora, data=str(other), metrics=["none"], out=tmp_path / "x.jsonl")
-    assert (fresh.rows.gpu_snapshot, fresh.rows.whole_run) == (0, 6)
+    assert (fresh.rows.trained_on, fresh.rows.split_size) == (0, 6)
     assert fresh.as_json()["data"] == str(other)
     assert "Warning" not in "\n".join(fresh.lines())
     everything = tmp_path / "everything.jsonl"
     everything.write_text("".join(json.dumps(row) + "\n" for row in own))
     seen = evaluate_run(lora, data=str(everything), metrics=["none"], out=tmp_path / "x.jsonl")
-    assert (seen.rows.gpu_snapshot, seen.rows.whole_run) == (12, 24)  # the other twelve were held out
+    assert (seen.rows.trained_on, seen.rows.split_size) == (12, 24)  # the other twelve were held out
     assert "Warning: 12 of 24 rows were trained on" in "\n".join(seen.lines())
     with pytest.raises(DataError, match=r"DATA=.*does not exist"):
         evaluate_run(lora, data=str(tmp_path / "gone.jsonl"))
@@ -259,7 +259,7 @@ def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, capl
     with pytest.raises(DataError, match=r"run\.jsonl"):
         evaluate_run(run)
     evaluation = evaluate_run(run, data=str(rows), metrics=["none"])
-    assert (evaluation.rows.gpu_snapshot, evaluation.rows.whole_run) == (None, 24)
+    assert (evaluation.rows.trained_on, evaluation.rows.split_size) == (None, 24)
     assert "whether rows of DATA= were trained on is not known" in caplog.text
 
 
@@ -288,7 +288,7 @@ def test_plain_text_has_loss_figures_only(tmp_path, lora):
     (folder / "resolved.json").write_text(json.dumps(resolved))
     run = find_finished(tmp_path, "run")
     evaluation = evaluate_run(run)
-    assert [figure.name for figure in evaluation.figures] == ["loss", "token_accuracy"]
+    assert [figure.name for figure in evaluation.comparisons] == ["loss", "token_accuracy"]
     assert "kitchen" in lines_of(folder / "eval.jsonl")[0]["text"]
     with pytest.raises(ConfigError, match="no row of val ends with an answer"):
         evaluate_run(run, metrics=["exact_match"])
@@ -347,22 +347,22 @@ def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_th
     draw = random.Random(6)
     for _ in range(200):
         text = "".join(draw.choice(string.printable) for _ in range(40))
-        assert words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()  # rouge-score, tokenize.py, no stemmer
-    assert words("Größe ÄRGER") == ["grösse", "ärger"]
-    assert words("e\u0301te\u0301") == ["été"]
-    assert words("今日は cat") == ["今", "日", "は", "cat"]
-    assert words("हिन्दी में") == ["हिन्दी", "में"]
-    assert words("привет, мир") == ["привет", "мир"]
+        assert split_words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()  # rouge-score, tokenize.py, no stemmer
+    assert split_words("Größe ÄRGER") == ["grösse", "ärger"]
+    assert split_words("e\u0301te\u0301") == ["été"]
+    assert split_words("今日は cat") == ["今", "日", "は", "cat"]
+    assert split_words("हिन्दी में") == ["हिन्दी", "में"]
+    assert split_words("привет, мир") == ["привет", "мир"]
 
 
 def test_exact_match_and_chrf_are_those_of_training_and_of_sacrebleu():
     pytest.importorskip("sacrebleu")
     import sacrebleu
 
-    match, chrf = metrics_named(["exact_match", "chrf"])
-    assert match.compare(" it is 4.\n", "it is 4.", ()) == 1.0
-    assert match.compare("It is 4.", "it is 4.", ()) == 0.0
-    assert chrf.compare("it is 5.", "it is 4.", ()) == pytest.approx(
+    match, chrf = select_metrics(["exact_match", "chrf"])
+    assert match.score(" it is 4.\n", "it is 4.", ()) == 1.0
+    assert match.score("It is 4.", "it is 4.", ()) == 0.0
+    assert chrf.score("it is 5.", "it is 4.", ()) == pytest.approx(
         sacrebleu.sentence_chrf("it is 5.", ["it is 4."]).score
     )
 
@@ -386,34 +386,34 @@ def test_a_function_of_the_user_s_own_gets_answer_reference_and_messages(lora, t
     assert all(row["tuned"]["own_metric:length"] == len(row["tuned"]["answer"]) for row in rows)
     seen = sys.modules["own_metric"].SEEN
     assert (rows[3]["tuned"]["answer"], rows[3]["reference"], rows[3]["prompt"]) in seen
-    assert evaluation.figures[-1].name == "own_metric:length"
+    assert evaluation.comparisons[-1].name == "own_metric:length"
     number = next(row["row"] for row in rows if row["reference"] == "it is 10.")
     with pytest.raises(ConfigError, match=rf"row {number} of val: own_metric:broken failed: KeyError: 'ten'"):
         evaluate_run(lora, metrics=["own_metric:broken"], max_new_tokens=3)
     with pytest.raises(ConfigError, match=r"row 1 of val.*not a finite number"):
         evaluate_run(lora, metrics=["own_metric:no_number"])
     with pytest.raises(ConfigError, match="not a function"):
-        metrics_named(["own_metric:VALUE"])
+        select_metrics(["own_metric:VALUE"])
     with pytest.raises(ConfigError, match="AttributeError"):
-        metrics_named(["own_metric:absent"])
+        select_metrics(["own_metric:absent"])
     with pytest.raises(ConfigError, match="ModuleNotFoundError"):
-        metrics_named(["absent_module:f"])
+        select_metrics(["absent_module:f"])
 
 
 def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sacrebleu" else there(name))
     caplog.set_level("INFO")
-    assert "chrf" not in [metric.name for metric in metrics_named([])]
+    assert "chrf" not in [metric.name for metric in select_metrics([])]
     assert "pip install 'sft-play[eval]'" in caplog.text
     with pytest.raises(ConfigError, match=r"METRICS=chrf needs the package sacrebleu: pip install 'sft-play\[eval\]'"):
-        metrics_named(["chrf"])
-    assert [metric.name for metric in metrics_named(["exact_match"])] == ["exact_match"]
-    assert metrics_named(["none"]) == []
+        select_metrics(["chrf"])
+    assert [metric.name for metric in select_metrics(["exact_match"])] == ["exact_match"]
+    assert select_metrics(["none"]) == []
     with pytest.raises(ConfigError, match="did you mean rouge_l"):
-        metrics_named(["rougel"])
+        select_metrics(["rougel"])
     with pytest.raises(ConfigError, match="excludes other metrics"):
-        metrics_named(["none", "chrf"])
+        select_metrics(["none", "chrf"])
 
 
 # --- verdicts, memory -------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_a_figure_is_better_only_where_its_whole_interval_is():
     for _ in range(300):
         low, high = sorted(draw.choice([-2.0, -1.0, 0.0, 1.0, 2.0]) for _ in range(2))
         is_loss = draw.random() < 0.5
-        figure = EvalFigure("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
+        figure = MetricComparison("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
         expected = "same" if low == high == 0 else "not sure"
         if low > 0 or high < 0:
             expected = "better" if (low > 0) != is_loss else "worse"
@@ -443,7 +443,7 @@ def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeyp
     monkeypatch.setattr(respond, "generate_answers", small)
     halved = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
     assert [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")] == answered
-    assert halved.figures == expected.figures
+    assert halved.comparisons == expected.comparisons
     assert 100 <= min(seen) <= 200 < max(seen)
 
 

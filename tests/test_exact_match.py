@@ -312,5 +312,5 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     compared = {row.title: row.shown for row in results_of([read_record(RunFolder(folder))])}
     assert compared["rows of exact match after"] == compared["rows of validation exact match"] == ["3"]
     run = find_finished(tmp_path / "outputs", "one")
-    figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).figures}
+    figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).comparisons}
     assert [figures[name].tuned for name in ("exact_match", "rouge_l", "chrf")] == pytest.approx([1.0, 1.0, 100.0])

@@ -38,7 +38,7 @@ def evaluate() -> Any:
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.evaluate.ship import Shipped
+    from sft_play.finished.evaluate.ship import ShipResult
     from sft_play.finished.evaluate.ship_rule import (
         Evidence,
         GeneralEvidence,
@@ -46,12 +46,12 @@ def ship(*, reason: str = "") -> Any:
         ShipCheck,
         TaskEvidence,
         Thresholds,
-        Verdict,
+        ShipVerdict,
     )
 
     evidence = Evidence(TaskEvidence("test"), GeneralEvidence(), MergeEvidence("no adapter"))
-    verdict = Verdict((ShipCheck("task", not reason, "it is better", reason),))
-    return Shipped(RUN, evidence, Thresholds(), verdict, {"before": None})
+    verdict = ShipVerdict((ShipCheck("task", not reason, "it is better", reason),))
+    return ShipResult(RUN, evidence, Thresholds(), verdict, {"before": None})
 
 
 def merge(path: Path = RUN / "merged") -> Any:

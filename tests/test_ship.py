@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sft_play.facts.models.architecture import base_weights_identity
-from sft_play.finished.evaluate.ship import VERSION, general_sample
+from sft_play.finished.evaluate.ship import GENERAL_SAMPLE_VERSION, general_sample
 from sft_play.finished.evaluate.ship_rule import (
     Evidence,
     GeneralEvidence,
@@ -24,8 +24,8 @@ from sft_play.finished.evaluate.ship_rule import (
     TaskEvidence,
     Thresholds,
     chance_losses,
-    gain,
-    judge,
+    loss_gain,
+    judge_evidence,
 )
 from sft_play.finished.evaluate.statistics import paired_bootstrap
 from tests.conftest import chat
@@ -57,7 +57,7 @@ def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
 
 def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
     """The checks that fail, with their reasons."""
-    verdict = judge(given, thresholds)
+    verdict = judge_evidence(given, thresholds)
     assert verdict.ok == all(check.ok for check in verdict.checks)
     return {check.name: check.reason for check in verdict.checks if not check.ok}
 
@@ -91,10 +91,10 @@ def test_each_bound_is_where_it_is_said_to_be():
 def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
     # 3 nats of chance: a base of 9 that any noise makes less sure, as random weights do
     blurred = dataclasses.replace(task([9.0] * 40, [8.0] * 40).losses, chance=(3.0,) * 40)
-    verdict = judge(evidence(of_task=TaskEvidence("test", blurred)), QUICK)
+    verdict = judge_evidence(evidence(of_task=TaskEvidence("test", blurred)), QUICK)
     assert "by guessing tokens by their frequency" in verdict.reasons[0]
     learned = dataclasses.replace(blurred, tuned=(2.5,) * 40)
-    check = judge(evidence(of_task=TaskEvidence("test", learned)), QUICK).checks[0]
+    check = judge_evidence(evidence(of_task=TaskEvidence("test", learned)), QUICK).checks[0]
     assert check.ok
     assert check.figures["gain"]["difference"] == 0.5
     assert check.figures["gain_asked"] == pytest.approx(0.03)
@@ -105,10 +105,10 @@ def test_what_the_base_does_not_know_cannot_be_lost():
     # nats of chance: 5. The base reads its rows no better, so that the tuned model may be any worse
     unknown = evidence(text=half([5.0] * 40, [14.0] * 40, chance=5.0))
     assert refused(unknown) == {}
-    assert judge(unknown, QUICK).checks[1].figures["text"]["known_rows"] == 0
+    assert judge_evidence(unknown, QUICK).checks[1].figures["text"]["known_rows"] == 0
     # rows that it does know are lost up to chance and count alone
     known = half([4.0] * 10 + [9.0] * 90, [14.0] * 100, chance=5.0)
-    figures = judge(evidence(text=known), QUICK).checks[1].figures["text"]
+    figures = judge_evidence(evidence(text=known), QUICK).checks[1].figures["text"]
     assert figures["known_rows"] == 10
     assert figures["rise"]["difference"] == 1.0
     assert "general text rose by 1.0000" in refused(evidence(text=known))["general"]
@@ -165,7 +165,7 @@ def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
     is_better = len(losses) >= asked.min_rows and None not in losses.base + losses.tuned
     if is_better:
         floor = asked.min_gain * sum(map(min, losses.base, losses.chance)) / sum(losses.tokens)
-        is_better = gain(losses, asked).low > floor
+        is_better = loss_gain(losses, asked).low > floor
     if is_better and given.task.right_base:
         change = paired_bootstrap(given.task.right_base, given.task.right_tuned, resamples=asked.resamples)
         is_better = change.high >= 0
@@ -210,7 +210,7 @@ def test_the_verdict_is_that_of_the_rule_written_again():
     for seed in range(300):
         given = random_evidence(seed)
         wanted = plain_rule(given, thresholds)
-        verdict = judge(given, thresholds)
+        verdict = judge_evidence(given, thresholds)
         assert {check.name: check.ok for check in verdict.checks} == wanted, seed
         assert verdict.ok == all(wanted.values())
         seen.update(wanted.items())
@@ -236,7 +236,7 @@ def test_noise_does_not_pass_as_a_gain(kind, rows):
         change = 0.1 * NO_GAIN[kind](draw, rows) * tokens
         base = 2.0 * tokens
         losses = Losses(*(tuple(column.tolist()) for column in (base, base - change, tokens, 9.0 * tokens)))
-        passed += gain(losses, QUICK).is_above
+        passed += loss_gain(losses, QUICK).is_above_zero
     assert passed <= 0.025 * trials + 3 * math.sqrt(0.025 * 0.975 * trials) / 2
 
 
@@ -248,7 +248,7 @@ def test_a_gain_passes_with_few_rows():
         change = draw.normal(0.4, 0.3, 30) * tokens
         base = 2.0 * tokens
         losses = Losses(*(tuple(column.tolist()) for column in (base, base - change, tokens, 9.0 * tokens)))
-        passed += judge(evidence(of_task=TaskEvidence("val", losses)), QUICK).ok
+        passed += judge_evidence(evidence(of_task=TaskEvidence("val", losses)), QUICK).ok
     assert passed >= 95
 
 
@@ -268,7 +268,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
-    assert VERSION == "general-1"
+    assert GENERAL_SAMPLE_VERSION == "general-1"
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
@@ -570,19 +570,19 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     """What ship.json holds of evidence that ships."""
-    from sft_play.finished.evaluate.ship import Shipped
+    from sft_play.finished.evaluate.ship import ShipResult
 
     given = evidence()
-    whole = Shipped(tmp_path, given, Thresholds(), judge(given, Thresholds()), {})
+    whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
     return json.loads(json.dumps(whole.as_json()))
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.evaluate.ship_rule import replay
+    from sft_play.finished.evaluate.ship_rule import replay_verdict
 
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
-    return replay(path)
+    return replay_verdict(path)
 
 
 def test_a_verdict_replays(tmp_path, recorded):
@@ -612,10 +612,10 @@ def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
 
 
 def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_path):
-    from sft_play.finished.evaluate.ship import Shipped
+    from sft_play.finished.evaluate.ship import ShipResult
 
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
-    data = Shipped(tmp_path, given, Thresholds(), judge(given, Thresholds()), {}).as_json()
+    data = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {}).as_json()
     assert not replayed(tmp_path, data).ok
     assert replayed(tmp_path, data).differences == ()
     data |= {"ok": True, "verdict": "ship", "reasons": []}
@@ -624,11 +624,11 @@ def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_pa
 
 
 def test_looser_thresholds_are_said(tmp_path):
-    from sft_play.finished.evaluate.ship import Shipped
+    from sft_play.finished.evaluate.ship import ShipResult
 
     loose = Thresholds(max_text_rise=5.0)
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
-    again = replayed(tmp_path, Shipped(tmp_path, given, loose, judge(given, loose), {}).as_json())
+    again = replayed(tmp_path, ShipResult(tmp_path, given, loose, judge_evidence(given, loose), {}).as_json())
     assert again.ok
     assert any("allowed +5)" in line for line in again.lines())
 

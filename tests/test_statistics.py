@@ -65,8 +65,8 @@ def test_equal_figures_differ_by_exactly_nothing():
         for weight in (None, weights):
             made = paired_bootstrap(same, same, weights=weight)
             assert (made.difference, made.low, made.high) == (0.0, 0.0, 0.0)
-            assert not made.is_above
-            assert not made.is_below
+            assert not made.is_above_zero
+            assert not made.is_below_zero
 
 
 def test_the_difference_is_that_of_the_weighted_means():
@@ -83,7 +83,7 @@ def test_the_same_arguments_give_the_same_interval_in_pieces_of_any_size(monkeyp
     made = paired_bootstrap(base, tuned, weights=weights, resamples=999)
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999, seed=1) != made
-    monkeypatch.setattr(statistics, "_AT_ONCE", 100)
+    monkeypatch.setattr(statistics, "_MAX_DRAWN_ROWS", 100)
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
     swapped = paired_bootstrap(tuned, base, weights=weights, resamples=999)
     assert swapped.low == pytest.approx(-made.high)
@@ -101,7 +101,7 @@ def test_few_rows_widen_the_interval_and_one_row_says_nothing():
 
 
 def test_above_and_below_mean_the_whole_interval():
-    assert Interval(1.0, 0.1, 2.0, 0.95).is_above
-    assert not Interval(1.0, 0.0, 2.0, 0.95).is_above
-    assert Interval(-1.0, -2.0, -0.1, 0.95).is_below
-    assert not Interval(-1.0, -2.0, 0.0, 0.95).is_below
+    assert Interval(1.0, 0.1, 2.0, 0.95).is_above_zero
+    assert not Interval(1.0, 0.0, 2.0, 0.95).is_above_zero
+    assert Interval(-1.0, -2.0, -0.1, 0.95).is_below_zero
+    assert not Interval(-1.0, -2.0, 0.0, 0.95).is_below_zero

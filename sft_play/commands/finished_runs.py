@@ -33,9 +33,9 @@ def run_finished_runs(request: Request) -> CommandResult | int:
     if request.command in ("report", "compare"):
         return _write_report(request)
     if request.command == "ship" and request.replay is not None:
-        from sft_play.finished.evaluate.ship_rule import replay
+        from sft_play.finished.evaluate.ship_rule import replay_verdict
 
-        return command_result(replay(request.replay))
+        return command_result(replay_verdict(request.replay))
     with stdout_to_stderr(enabled=request.json):
         return _run_model_command(request)
 
@@ -49,9 +49,9 @@ def _run_model_command(request: Request) -> CommandResult:
 
         return command_result(reproduce(finished))
     if request.command == "ship":
-        from sft_play.finished.evaluate.ship import ROWS, ship
+        from sft_play.finished.evaluate.ship import SHIP_ROWS, judge_run
 
-        return command_result(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))
+        return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
     require_split(request.split, request.data)
     from sft_play.finished.evaluate.evaluation import evaluate_run
 

@@ -129,8 +129,9 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 class RequestGuard:
-    """ASGI middleware: answers 403 to requests under a name, or from a page, that is none of `allowed_hosts` (None: any),
-    and 413 to bodies of more than `max_body_bytes`, which are never held in memory (411 where their length is not said)."""
+    """ASGI middleware: answers 403 to requests under a name, or from a page, that is none of `allowed_hosts` (None:
+    any), and 413 to bodies of more than `max_body_bytes`, which are never held in memory (411 where no length is
+    said)."""
 
     def __init__(self, app: Any, *, max_body_bytes: int, allowed_hosts: frozenset[str] | None) -> None:
         self._app, self._max_body_bytes, self._allowed_hosts = app, max_body_bytes, allowed_hosts
@@ -165,8 +166,8 @@ class RequestGuard:
 
 
 def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
-    """Return the text before the stop text that is complete first, not the one that begins first: where an answer is cut must
-    not depend on how it is divided into tokens."""
+    """Return the text before the stop text that is complete first, not the one that begins first: where an answer is
+    cut must not depend on how it is divided into tokens."""
     matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_texts if stop in text]
     return text[: min(matches)[1]] if matches else text
 

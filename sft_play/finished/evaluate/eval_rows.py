@@ -20,61 +20,61 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class AskedRow:
-    """A question: the number of its row, and the messages before the answer."""
+class QuestionRow:
+    """A question: the index of its row, and the messages before the answer."""
 
-    row: int
+    row_index: int
     question: Question
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class EvalRows:
-    """Token rows to score, their numbers in the split (from 0), and the questions among them."""
+    """Token rows to score, their indices in the split, and the questions among them."""
 
     name: str
     """`val`, `test`, or the file that DATA= named."""
-    is_own: bool
+    is_run_split: bool
     rows: Any
-    numbers: list[int]
-    whole: int
+    row_indices: list[int]
+    split_size: int
     """Rows of the split, of which LIMIT= takes some."""
-    asked: list[AskedRow]
-    seen: int | None
+    questions: list[QuestionRow]
+    trained_on: int | None
     """Rows of the split whose tokens the run was trained on; None where that is not known."""
 
 
-def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, asks: bool) -> EvalRows:
-    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; `asks`:
-    whether answers will be generated. Raises ConfigError where the split has another name, or is given beside a file;
-    DataError where the run has no such rows, or they cannot be read."""
+def load_eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool) -> EvalRows:
+    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; with
+    `needs_questions` their questions too. Raises ConfigError where the split has another name, or is given beside a
+    file; DataError where the run has no such rows, or they cannot be read."""
     require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
-        name, chosen, seen = data, *_of_file(run, tokenizer, data)
+        name, split_rows, trained_on = data, *_file_split(run, tokenizer, data)
     else:
-        name, chosen = _of_run(run, tokenizer, split)
-        seen = chosen.report.shared.get("train", 0)
-    whole = len(chosen.rows)
-    numbers = evenly_spaced(whole, limit or whole)
-    asked = _asked(run, tokenizer, chosen, set(numbers)) if asks else []
-    return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
+        name, split_rows = _run_split(run, tokenizer, split)
+        trained_on = split_rows.report.shared.get("train", 0)
+    split_size = len(split_rows.rows)
+    row_indices = evenly_spaced(split_size, limit or split_size)
+    questions = _select_questions(run, tokenizer, split_rows, set(row_indices)) if needs_questions else []
+    return EvalRows(name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on)
 
 
-def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
+def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
     splits = splits_of(run, run.config, tokenizer)
-    there = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
-    if not there:
-        without = f"{run.folder.path} was trained without validation or test rows"
-        raise DataError(f"{without}: name a file that it has not seen with DATA=FILE")
-    for name, rows in there.items():
+    available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
+    if not available:
+        reason = f"{run.folder.path} was trained without validation or test rows"
+        raise DataError(f"{reason}: name a file that it has not seen with DATA=FILE")
+    for name, rows in available.items():
         if split in (None, name):
             return name, rows
-    only = f"only {', '.join(there)}; leave SPLIT= out, or name a DATA=FILE"
-    raise DataError(f"{run.folder.path} has no {split} rows, {only}")
+    alternatives = f"only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
+    raise DataError(f"{run.folder.path} has no {split} rows, {alternatives}")
 
 
-def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
+def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
     """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
     rows are read for that alone)."""
     try:
@@ -82,32 +82,32 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     except DataError as error:
         raise DataError(f"DATA={error}") from None
     try:
-        own = find_data_paths(run.config.data)
+        run_paths = find_data_paths(run.config.data)
     except DataError as error:
-        why = "whether rows of DATA= were trained on is not known"
-        logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), why)
-        own = None
-    there: dict[str, Any] = {"test_path": data}  # beside the training rows, so that what it shares with them is counted
-    if own is None:
-        there |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
-    config = run.config.model_copy(update={"data": run.config.data.model_copy(update=there)})
-    if own is None and config.task_mode == "cpt_mixed":
+        reason = "whether rows of DATA= were trained on is not known"
+        logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), reason)
+        run_paths = None
+    data_settings: dict[str, Any] = {"test_path": data}  # beside the training rows, so that what it shares with them is counted
+    if run_paths is None:
+        data_settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
+    config = run.config.model_copy(update={"data": run.config.data.model_copy(update=data_settings)})
+    if run_paths is None and config.task_mode == "cpt_mixed":
         config = config.model_copy(update={"task_mode": "sft"})
     try:
         splits = splits_of(run, config, tokenizer)
     except DataError as error:
-        raise DataError(str(error).replace("data.test_path" if own else "data.train_path", "DATA")) from error
+        raise DataError(str(error).replace("data.test_path" if run_paths else "data.train_path", "DATA")) from error
     if splits.test is None:
         raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
-    return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
+    return splits.test, None if run_paths is None else splits.test.report.shared.get("train", 0)
 
 
-def _asked(run: FinishedRun, tokenizer: Any, split: Split, chosen: set[int]) -> list[AskedRow]:
+def _select_questions(run: FinishedRun, tokenizer: Any, split: Split, row_indices: set[int]) -> list[QuestionRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
-    chats = {row: split.chats[number] for number, row in enumerate(split.chats.rows) if row in chosen}
+    chats = {row_index: split.chats[chat_index] for chat_index, row_index in enumerate(split.chats.rows) if row_index in row_indices}
     questions = build_questions([*chats.values()], renderer_of(run, tokenizer), tokenizer)
     return [
-        AskedRow(row, question, tuple(chat.messages[:-1]))
-        for (row, chat), question in zip(chats.items(), questions, strict=True)
+        QuestionRow(row_index, question, tuple(chat.messages[:-1]))
+        for (row_index, chat), question in zip(chats.items(), questions, strict=True)
         if question is not None
     ]

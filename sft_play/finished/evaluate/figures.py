@@ -31,16 +31,16 @@ from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 logger = logging.getLogger(__name__)
 
 # (answer, reference, messages before the answer) to a figure; higher is better.
-Compare = Callable[[str, str, Sequence[Message]], float]
-NONE = "none"
+MetricFunction = Callable[[str, str, Sequence[Message]], float]
+NO_METRICS = "none"
 # Metrics that need a package of the extra `eval`.
-PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
-BUILT_IN = ("exact_match", *PACKAGES)
-TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
-_INSTALL = "pip install 'sft-play[eval]'"
+METRIC_PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
+BUILT_IN_METRICS = ("exact_match", *METRIC_PACKAGES)
+METRIC_TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
+_INSTALL_EVAL = "pip install 'sft-play[eval]'"
 # Characters of scripts that put no spaces between words.
-_ALONE = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
-_WORD = rf"{_ALONE}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_ALONE}][[\p{{L}}\p{{N}}\p{{M}}]--{_ALONE}]*"
+_UNSPACED_SCRIPTS = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+_WORD_PATTERN = rf"{_UNSPACED_SCRIPTS}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_UNSPACED_SCRIPTS}][[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED_SCRIPTS}]*"
 
 
 @dataclass(frozen=True)
@@ -48,42 +48,42 @@ class Metric:
     """A figure of each answer; `is_share`: between 0 and 1, shown in percent."""
 
     name: str
-    compare: Compare
+    score: MetricFunction
     is_share: bool = False
 
 
-def metrics_named(names: Sequence[str]) -> list[Metric]:
+def select_metrics(names: Sequence[str]) -> list[Metric]:
     """The metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a name is
     unknown, its package is not installed, or a `module:function` cannot be imported."""
     if not names:
-        lacking = [name for name in PACKAGES if not _is_installed(name)]
-        if lacking:
-            logger.info("Not measured: %s; %s adds what they need", ", ".join(lacking), _INSTALL)
-        return [_built_in(name) for name in BUILT_IN if name not in lacking]
-    if NONE in names:
+        missing = [name for name in METRIC_PACKAGES if not _is_installed(name)]
+        if missing:
+            logger.info("Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL)
+        return [_built_in_metric(name) for name in BUILT_IN_METRICS if name not in missing]
+    if NO_METRICS in names:
         if len(set(names)) > 1:
-            raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NONE} excludes other metrics")
+            raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NO_METRICS} excludes other metrics")
         return []
-    return [_named(name) for name in dict.fromkeys(names)]
+    return [_find_metric(name) for name in dict.fromkeys(names)]
 
 
-def _named(name: str) -> Metric:
+def _find_metric(name: str) -> Metric:
     if ":" in name:
-        return Metric(name, _own(name))
-    if name not in BUILT_IN:
-        there = f"there are {', '.join(BUILT_IN)}, {NONE} and your own module:function"
-        hint = did_you_mean(name, [*BUILT_IN, NONE]) or there
+        return Metric(name, _import_metric(name))
+    if name not in BUILT_IN_METRICS:
+        known_metrics = f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
+        hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS]) or known_metrics
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if not _is_installed(name):
-        raise ConfigError(f"METRICS={name} needs the package {PACKAGES[name]}: {_INSTALL}")
-    return _built_in(name)
+        raise ConfigError(f"METRICS={name} needs the package {METRIC_PACKAGES[name]}: {_INSTALL_EVAL}")
+    return _built_in_metric(name)
 
 
 def _is_installed(name: str) -> bool:
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+    return name not in METRIC_PACKAGES or importlib.util.find_spec(METRIC_PACKAGES[name]) is not None
 
 
-def _built_in(name: str) -> Metric:
+def _built_in_metric(name: str) -> Metric:
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF
 
@@ -101,53 +101,53 @@ def rouge_l(answer: str, reference: str) -> float:
     and of the reference's. Of texts without any word: 1 where they are equal, else 0."""
     from rapidfuzz.distance import LCSseq
 
-    one, other = words(answer), words(reference)
-    if not one and not other:
+    answer_words, reference_words = split_words(answer), split_words(reference)
+    if not answer_words and not reference_words:
         return float(answer.strip() == reference.strip())
-    return float(2 * LCSseq.similarity(one, other) / (len(one) + len(other)))
+    return float(2 * LCSseq.similarity(answer_words, reference_words) / (len(answer_words) + len(reference_words)))
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining marks, in NFKC and case
     folded; of scripts without spaces each character. Of ASCII texts the tokens of Google's rouge-score without
     stemming."""
-    found: list[str] = regex.findall(_WORD, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
-    return found
+    words: list[str] = regex.findall(_WORD_PATTERN, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
+    return words
 
 
-def _own(name: str) -> Compare:
-    module, _, attribute = name.partition(":")
+def _import_metric(name: str) -> MetricFunction:
+    module_name, _, attribute_path = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a console script has its own folder first, not the current one
         sys.path.insert(0, folder)
     try:
-        function: Any = importlib.import_module(module)
-        for part in attribute.split("."):
+        function: Any = importlib.import_module(module_name)
+        for part in attribute_path.split("."):
             function = getattr(function, part)
     except Exception as error:  # importing runs the user's own code
-        why = f"{type(error).__name__}: {one_line(str(error))}"
-        raise ConfigError(f"METRICS={one_line(name)} cannot be imported from {folder}: {why}") from error
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        raise ConfigError(f"METRICS={one_line(name)} cannot be imported from {folder}: {reason}") from error
     if not callable(function):
         raise ConfigError(f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function")
-    return functools.partial(_checked, name, function)
+    return functools.partial(_call_user_metric, name, function)
 
 
-def _checked(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
+def _call_user_metric(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
     try:
-        value = function(answer, reference, [dict(message) for message in messages])
-        number = float(value)
+        result = function(answer, reference, [dict(message) for message in messages])
+        value = float(result)
     except Exception as error:  # the user's own code
         raise ConfigError(f"{one_line(name)} failed: {type(error).__name__}: {one_line(str(error))}") from error
-    if not math.isfinite(number):
-        raise ConfigError(f"{one_line(name)} returned {value!r}, which is not a finite number")
-    return number
+    if not math.isfinite(value):
+        raise ConfigError(f"{one_line(name)} returned {result!r}, which is not a finite number")
+    return value
 
 
-LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
+CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
 
 
 @dataclass(frozen=True)
-class ModelFigures:
+class ModelMetrics:
     """One model's figures: of each row, and of each question its answer and the metrics' values."""
 
     scores: list[RowScore]
@@ -157,7 +157,7 @@ class ModelFigures:
 
 
 @dataclass(frozen=True)
-class EvalFigure:
+class MetricComparison:
     """A figure of base and trained model, and the interval of its difference."""
 
     name: str
@@ -170,77 +170,77 @@ class EvalFigure:
     @property
     def verdict(self) -> str:
         """better or worse, where the whole interval says so."""
-        if self.interval.is_above or self.interval.is_below:
-            return "better" if self.interval.is_above != self.is_loss else "worse"
+        if self.interval.is_above_zero or self.interval.is_below_zero:
+            return "better" if self.interval.is_above_zero != self.is_loss else "worse"
         return "same" if self.interval.low == self.interval.high == 0 else "not sure"
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        ends = {"base": finite(self.base), "tuned": finite(self.tuned)}
-        return {**ends, **self.interval.as_json(), "verdict": self.verdict}
+        values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
+        return {**values, **self.interval.as_json(), "verdict": self.verdict}
 
-    def cells(self) -> list[str]:
+    def table_cells(self) -> list[str]:
         """Its line of the table."""
-        form = "{:.1%}" if self.is_share else "{:.4f}"
-        low, high = (_signed(end, is_share=self.is_share) for end in (self.interval.low, self.interval.high))
-        difference = _signed(self.interval.difference, is_share=self.is_share)
+        number_format = "{:.1%}" if self.is_share else "{:.4f}"
+        low, high = (_format_difference(bound, is_share=self.is_share) for bound in (self.interval.low, self.interval.high))
+        difference = _format_difference(self.interval.difference, is_share=self.is_share)
         return [
-            TITLES.get(self.name, self.name),
-            form.format(self.base),
-            form.format(self.tuned),
+            METRIC_TITLES.get(self.name, self.name),
+            number_format.format(self.base),
+            number_format.format(self.tuned),
             f"{difference} [{low}, {high}]",
             self.verdict,
         ]
 
 
-def eval_figures(
-    rows: EvalRows, metrics: Sequence[Metric], base: ModelFigures, tuned: ModelFigures
-) -> tuple[EvalFigure, ...]:
+def compare_metrics(
+    rows: EvalRows, metrics: Sequence[Metric], base: ModelMetrics, tuned: ModelMetrics
+) -> tuple[MetricComparison, ...]:
     """Loss and token accuracy over trained tokens, then each metric over the answers."""
     # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
-    tokens = np.array([one.tokens for one in tuned.scores])
+    tokens = np.array([score.tokens for score in tuned.scores])
     losses, shares = (
-        [np.array([getattr(one, of) / max(1, one.tokens) for one in measured.scores]) for measured in (base, tuned)]
-        for of in ("nll", "correct")
+        [np.array([getattr(score, field) / max(1, score.tokens) for score in model_metrics.scores]) for model_metrics in (base, tuned)]
+        for field in ("nll", "correct")
     )
-    figures = [
-        _figure("loss", *losses, weights=tokens, is_loss=True),
-        _figure("token_accuracy", *shares, weights=tokens, is_share=True),
+    comparisons = [
+        _compare_metric("loss", *losses, weights=tokens, is_loss=True),
+        _compare_metric("token_accuracy", *shares, weights=tokens, is_share=True),
     ]
-    for metric in metrics if rows.asked else ():
-        values = [np.array(measured.values[metric.name]) for measured in (base, tuned)]
-        figures.append(_figure(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))
-    return tuple(figures)
+    for metric in metrics if rows.questions else ():
+        values = [np.array(model_metrics.values[metric.name]) for model_metrics in (base, tuned)]
+        comparisons.append(_compare_metric(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))
+    return tuple(comparisons)
 
 
-def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> EvalFigure:
-    interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
-    before, after = (float(np.average(values, weights=weights)) for values in (base, tuned))
-    return EvalFigure(name, before, after, interval, **kind)
+def _compare_metric(name: str, base: Any, tuned: Any, *, weights: Any, **flags: bool) -> MetricComparison:
+    interval = paired_bootstrap(base, tuned, weights=weights, level=CONFIDENCE_LEVEL, resamples=BOOTSTRAP_RESAMPLES, seed=BOOTSTRAP_SEED)
+    base_mean, tuned_mean = (float(np.average(values, weights=weights)) for values in (base, tuned))
+    return MetricComparison(name, base_mean, tuned_mean, interval, **flags)
 
 
-def figure_table(
-    figures: Sequence[EvalFigure], perplexity: dict[str, float | None] | None, *, before: str
+def format_comparisons(
+    comparisons: Sequence[MetricComparison], perplexity: dict[str, float | None] | None, *, base_label: str
 ) -> list[str]:
-    """The figures as a table; `before` names the model that was trained. Empty where there are none."""
-    if not figures:
+    """The figures as a table; `base_label` names the model that was trained. Empty where there are none."""
+    if not comparisons:
         return []
-    cells = [["", before, "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
-    for figure in figures:
-        cells.append(figure.cells())
-        if figure.is_loss and perplexity is not None:
-            base, tuned, ratio, low, high = ("?" if one is None else f"{one:.4g}" for one in perplexity.values())
-            cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", figure.verdict])
+    cells = [["", base_label, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
+    for comparison in comparisons:
+        cells.append(comparison.table_cells())
+        if comparison.is_loss and perplexity is not None:
+            base, tuned, ratio, low, high = ("?" if value is None else f"{value:.4g}" for value in perplexity.values())
+            cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", comparison.verdict])
     return align_columns(cells)
 
 
-def _signed(value: float, *, is_share: bool) -> str:
+def _format_difference(value: float, *, is_share: bool) -> str:
     if not math.isfinite(value):
         return "?"
     return f"{100 * value:+.1f} pts" if is_share else f"{value:+.4f}"
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """The value, or None, which JSON has for what is not a number."""
     return value if math.isfinite(value) else None
 

@@ -20,11 +20,11 @@ from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
 
-_INSTALL = "pip install 'sft-play[tasks]'"
+_INSTALL_TASKS = "pip install 'sft-play[tasks]'"
 
 
 @dataclass(frozen=True)
-class TaskFigures:
+class TaskComparison:
     """A metric of a task, as the harness reports it (metric and filter, such as `acc,none`), with the standard error of
     the trained model's, where it gives one."""
 
@@ -38,40 +38,40 @@ class TaskFigures:
         """In plain data."""
         return asdict(self) | {"difference": self.tuned - self.base}
 
-    def lines(self, *, before: str = "base") -> list[str]:
-        """In words; `before` names the model that was trained on."""
-        error = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
-        both = f"{self.base:.4f} {before}, {self.tuned:.4f} tuned"
-        return [f"{self.task} {self.metric}: {both}, {self.tuned - self.base:+.4f}{error}"]
+    def lines(self, *, base_label: str = "base") -> list[str]:
+        """In words; `base_label` names the model that was trained on."""
+        stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
+        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned"
+        return [f"{self.task} {self.metric}: {values}, {self.tuned - self.base:+.4f}{stderr_note}"]
 
 
 @dataclass(frozen=True)
-class Tasks:
+class HarnessTasks:
     """Tasks that the harness knows, and its own object that loads them."""
 
     names: tuple[str, ...]
     manager: Any
 
 
-def find_tasks(tasks: Sequence[str]) -> Tasks | None:
+def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
     """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any. Raises
     ConfigError where the harness is not installed, or does not know one."""
     if not tasks:
         return None
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {_INSTALL}")
+        raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {_INSTALL_TASKS}")
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
-    known = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
-    unknown = [name for name, names in known.items() if not names]
+    matches = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
+    unknown = [name for name, names in matches.items() if not names]
     if unknown:
-        named = one_line(",".join(unknown))
-        raise ConfigError(f"TASKS={named}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
-    return Tasks(tuple(name for names in known.values() for name in names), manager)
+        task_names = one_line(",".join(unknown))
+        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
+    return HarnessTasks(tuple(name for names in matches.values() for name in names), manager)
 
 
-def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, limit: int | None) -> dict[str, Any]:
+def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None) -> dict[str, Any]:
     """What `simple_evaluate` of the harness returns for this model; prompts go through the run's chat template where it
     trained chats. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
     from lm_eval import simple_evaluate
@@ -80,14 +80,14 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
     compute = compute_dtype(run)
     is_mixed = compute in (torch.bfloat16, torch.float16)
     # it wants transformers' class: the base model, in whose layers the adapter sits
-    whole = model.get_base_model() if is_peft_model(model) else model
-    batch = "auto" if whole.device.type == "cuda" else run.plan().eval_batch
+    base_model = model.get_base_model() if is_peft_model(model) else model
+    batch_size = "auto" if base_model.device.type == "cuda" else run.plan().eval_batch
     try:
-        with _without_tying(whole):
+        with _disable_tying(base_model):
             harness = HFLM(
-                pretrained=whole,
+                pretrained=base_model,
                 tokenizer=tokenizer,
-                batch_size=batch,
+                batch_size=batch_size,
                 mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
             )
         results = simple_evaluate(
@@ -99,14 +99,14 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        named, why = one_line(",".join(tasks.names)), f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-        raise ConfigError(f"TASKS={named}: lm-evaluation-harness failed: {why}") from error
+        task_names, reason = one_line(",".join(tasks.names)), f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness failed: {reason}") from error
     return dict(results or {})
 
 
 @contextlib.contextmanager
-def _without_tying(model: Any) -> Iterator[None]:
-    """While it lasts, `tie_weights` does nothing: the harness calls it, and transformers would tie embeddings again
+def _disable_tying(model: Any) -> Iterator[None]:
+    """Let `tie_weights` do nothing in this context: the harness calls it, and transformers would tie embeddings again
     that training made different, or fail at PEFT's wrapper of them."""
     model.tie_weights = lambda *_, **__: None
     try:
@@ -115,19 +115,19 @@ def _without_tying(model: Any) -> Iterator[None]:
         del model.tie_weights
 
 
-def task_figures(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskFigures, ...]:
+def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
     """The numbers that both have, by task and metric."""
-    figures = []
+    comparisons = []
     for task, values in tuned.get("results", {}).items():
         for metric, value in values.items():
-            before = base.get("results", {}).get(task, {}).get(metric)
-            name, _, kind = metric.partition(",")
-            if not kind or name.endswith("_stderr") or not (_is_number(value) and _is_number(before)):
+            base_value = base.get("results", {}).get(task, {}).get(metric)
+            name, _, filter_name = metric.partition(",")
+            if not filter_name or name.endswith("_stderr") or not (_is_number(value) and _is_number(base_value)):
                 continue
-            error = values.get(f"{name}_stderr,{kind}")
-            stderr = float(error) if _is_number(error) else None  # "N/A" where it is not known
-            figures.append(TaskFigures(task, metric, float(before), float(value), stderr))
-    return tuple(figures)
+            stderr_value = values.get(f"{name}_stderr,{filter_name}")
+            stderr = float(stderr_value) if _is_number(stderr_value) else None  # "N/A" where it is not known
+            comparisons.append(TaskComparison(task, metric, float(base_value), float(value), stderr))
+    return tuple(comparisons)
 
 
 def _is_number(value: Any) -> bool:

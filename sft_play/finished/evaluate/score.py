@@ -40,15 +40,15 @@ class RowScore:
 
 @torch.no_grad()
 def score_rows(
-    model: Any, rows: Sequence[Any], *, most_tokens: int, compute: torch.dtype | None = None
+    model: Any, rows: Sequence[Any], *, max_batch_tokens: int, autocast_dtype: torch.dtype | None = None
 ) -> list[RowScore]:
     """The score of each row, in the rows' order.
 
     Args:
         model: a causal language model, with an adapter or without; it is left as it was.
         rows: with `input_ids` and `labels` (-100: not trained); a Dataset is read batch by batch.
-        most_tokens: tokens of a batch, with padding; halved where memory runs out.
-        compute: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
+        max_batch_tokens: tokens of a batch, with padding; halved where memory runs out.
+        autocast_dtype: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
 
     Raises:
         RuntimeError: a single row does not fit into memory (torch's own error).
@@ -63,18 +63,18 @@ def score_rows(
         with fused_head(model, from_class_logits=has_custom_logits(model.config)):
             while start < len(order):
                 longest = max(1, lengths[order[start]])
-                batch = order[start : start + max(1, most_tokens // longest)]
-                tables = [{name: rows[index][name] for name in ("input_ids", "labels")} for index in batch]
+                batch = order[start : start + max(1, max_batch_tokens // longest)]
+                batch_rows = [{name: rows[index][name] for name in ("input_ids", "labels")} for index in batch]
                 try:
-                    scores |= dict(zip(batch, _score_batch(model, tables, compute), strict=True))
+                    scores |= dict(zip(batch, _score_batch(model, batch_rows, autocast_dtype), strict=True))
                     start += len(batch)
                     continue
                 except RuntimeError as error:
                     if len(batch) == 1 or not should_reduce_batch_size(error):
                         raise
                 # only here: while the exception lives, so does what its frames hold
-                most_tokens = longest * len(batch) // 2
-                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
+                max_batch_tokens = longest * len(batch) // 2
+                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{max_batch_tokens:,}")
                 free_memory()
     finally:
         model.train(was_training)
@@ -86,18 +86,18 @@ def compute_dtype(run: FinishedRun) -> torch.dtype:
     return TORCH_DTYPES[run.plan().precision.compute]
 
 
-def batch_tokens(run: FinishedRun) -> int:
+def eval_batch_tokens(run: FinishedRun) -> int:
     """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
     plan = run.plan()
     return plan.eval_batch * plan.choice.step.seq_len  # of the longest row, which may be shorter than max_seq_len
 
 
-def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:
-    batch = Collator(pad_id=0)(tables)  # padding is masked: which token it is does not matter
-    dtype = compute or next(model.parameters()).dtype
+def _score_batch(model: Any, batch_rows: Sequence[dict[str, Any]], autocast_dtype: torch.dtype | None) -> list[RowScore]:
+    batch = Collator(pad_id=0)(batch_rows)  # padding is masked: which token it is does not matter
+    dtype = autocast_dtype or next(model.parameters()).dtype
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         output = model(
-            **{name: table.to(model.device) for name, table in batch.items()},
+            **{name: tensor.to(model.device) for name, tensor in batch.items()},
             use_cache=False, fused_lm_head=True,
         )  # fmt: skip
     nll_B = -output.log_probs.double().sum(1).cpu()

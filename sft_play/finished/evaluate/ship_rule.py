@@ -32,17 +32,17 @@ from sft_play.finished.run import Outcome
 from sft_play.log import one_line
 
 # Of ship.json, which holds evidence and thresholds as they are here.
-FORMAT = "sft_play ship 2"
-Floats = npt.NDArray[np.float64]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, lt=1)]
+SHIP_FORMAT = "sft_play ship 2"
+FloatArray = npt.NDArray[np.float64]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+FractionFloat = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """What the verdict asks for. Losses are in nats a token."""
 
-    level: Share = 0.995
+    level: FractionFloat = 0.995
     """Of the interval of the gain. At 0.99 up to 6% of runs without a gain passed in simulations of 30 rows with skewed
     differences, at 0.995 at most 4% (0.5% without skew); real trainings gain tens of standard errors."""
     min_rows: int = 30
@@ -50,14 +50,14 @@ class Thresholds:
     min_gain: float = 0.01
     """The gain that the whole interval has to exceed, relative to the base's loss: with enough rows the tiny change of
     random weights, better or worse, is measurable too. A judgement."""
-    answers_level: Share = 0.95
+    answers_level: FractionFloat = 0.95
     """Of the interval of exact match, which may not be wholly below zero."""
     max_text_rise: float = 0.1
     """Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on WikiText-2 that was
     published for an instruction tuning of all weights of a model of 253 million parameters."""
     max_chat_rise: float = 0.2
     """The same on general chats, whose style is what fine-tuning is meant to change. A judgement."""
-    general_level: Share = 0.95
+    general_level: FractionFloat = 0.95
     """Of the interval of the rise, whose upper end has to be within the bound."""
     min_known: int = 8
     """Rows of the sample that the base has to read better than chance for a rise to be measured."""
@@ -70,10 +70,10 @@ class Losses:
     """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows]; None: not a
     number. `chance`: of guessing each token by its frequency in these rows."""
 
-    base: tuple[Finite | None, ...] = ()
-    tuned: tuple[Finite | None, ...] = ()
+    base: tuple[FiniteFloat | None, ...] = ()
+    tuned: tuple[FiniteFloat | None, ...] = ()
     tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    chance: tuple[Finite, ...] = ()
+    chance: tuple[FiniteFloat, ...] = ()
 
     def __post_init__(self) -> None:
         if {len(column) for column in (self.base, self.tuned, self.chance)} != {len(self)}:
@@ -83,7 +83,7 @@ class Losses:
         return len(self.tokens)
 
     @property
-    def broken(self) -> str:
+    def broken_model(self) -> str:
         """Which model's losses are not numbers, in words; empty where all are."""
         for name, values in (("the trained model's", self.tuned), ("the base's", self.base)):
             count = sum(value is None for value in values)
@@ -91,7 +91,7 @@ class Losses:
                 return f"{name} loss is not a number on {count:,} of {len(self):,} rows"
         return ""
 
-    def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
+    def to_arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Base, tuned, tokens and chance [rows], of which none is None."""
         columns = (self.base, self.tuned, self.tokens, self.chance)
         base, tuned, tokens, chance = (np.array(column, float) for column in columns)
@@ -164,7 +164,7 @@ class ShipCheck:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ShipVerdict:
     """The three checks."""
 
     checks: tuple[ShipCheck, ...]
@@ -175,7 +175,7 @@ class Verdict:
         return all(check.ok is True for check in self.checks)
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """ship, or do not ship."""
         return "ship" if self.ok else "do not ship"
 
@@ -185,37 +185,37 @@ class Verdict:
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
 
 
-def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
+def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     """The verdict: equal evidence and thresholds give an equal one."""
     if evidence.not_loaded:
-        refused = ShipCheck(
+        refused_check = ShipCheck(
             "task", ok=False, line="not measured", reason=evidence.not_loaded,
             figures={"split": evidence.task.split, "rows": len(evidence.task.losses)},
         )  # fmt: skip
-        others = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
-        return Verdict((refused, *others))
+        skipped_checks = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
+        return ShipVerdict((refused_check, *skipped_checks))
     task, general = _judge_task(evidence.task, thresholds), _judge_general(evidence.general, thresholds)
-    return Verdict((task, general, _judge_merge(evidence.merge)))
+    return ShipVerdict((task, general, _judge_merge(evidence.merge)))
 
 
-def too_few(task: TaskEvidence, thresholds: Thresholds) -> str:
+def too_few_rows(task: TaskEvidence, thresholds: Thresholds) -> str:
     """Why no gain on these rows could count, whatever the models make of them; empty where one could."""
-    more = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
+    remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
-        return f"there are no rows that the run was not trained on; {more}"
+        return f"there are no rows that the run was not trained on; {remedy}"
     if len(task.losses) >= thresholds.min_rows:
         return ""
-    without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-    few = f"not enough evidence: {len(task.losses)} held-out rows{without}"
-    return f"{few}, at least {thresholds.min_rows} are needed; {more}"
+    left_out_note = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
+    shortage = f"not enough evidence: {len(task.losses)} held-out rows{left_out_note}"
+    return f"{shortage}, at least {thresholds.min_rows} are needed; {remedy}"
 
 
-def evidence_lines(verdict: Verdict, before: str | None) -> list[str]:
+def format_evidence(verdict: ShipVerdict, continued_adapter: str | None) -> list[str]:
     """What the run was compared with where that is not its base, a line for each check, and the verdict."""
-    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines = [f"Before: {continued_adapter}, which this run continued: it is the base of these figures"] if continued_adapter else []
     lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
-    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
-    return [*lines, f"Verdict: {verdict.word}{why}"]
+    reason = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.label}{reason}"]
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
@@ -226,49 +226,49 @@ def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
     return [sum(nats[token] for token in row) for row in rows]
 
 
-def gain(losses: Losses, thresholds: Thresholds) -> Interval:
+def loss_gain(losses: Losses, thresholds: Thresholds) -> Interval:
     """How much the loss up to chance fell, in nats a token, with its interval."""
-    base, tuned, tokens, chance = losses.arrays()
-    before, after = (np.minimum(nats, chance) / tokens for nats in (base, tuned))
-    return _change(after, before, thresholds.level, thresholds, weights=tokens)
+    base, tuned, tokens, chance = losses.to_arrays()
+    base_nats, tuned_nats = (np.minimum(nats, chance) / tokens for nats in (base, tuned))
+    return _paired_interval(tuned_nats, base_nats, thresholds.level, thresholds, weights=tokens)
 
 
-def _change(one: Any, other: Any, level: float, thresholds: Thresholds, *, weights: Any = None) -> Interval:
+def _paired_interval(first: Any, second: Any, level: float, thresholds: Thresholds, *, weights: Any = None) -> Interval:
     return paired_bootstrap(
-        one, other, weights=weights, level=level, resamples=thresholds.resamples, seed=thresholds.seed
+        first, second, weights=weights, level=level, resamples=thresholds.resamples, seed=thresholds.seed
     )
 
 
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
-    losses, number = task.losses, len(task.losses)
-    figures: dict[str, Any] = {"split": task.split, "rows": number}
-    refusal = too_few(task, thresholds) or losses.broken
+    losses, row_count = task.losses, len(task.losses)
+    figures: dict[str, Any] = {"split": task.split, "rows": row_count}
+    refusal = too_few_rows(task, thresholds) or losses.broken_model
     if refusal:
         return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
-    base, tuned, tokens, chance = losses.arrays()
+    base, tuned, tokens, chance = losses.to_arrays()
     sums = (base, tuned, chance, np.minimum(base, chance))
-    before, after, guessed, counted = (float(nats.sum() / tokens.sum()) for nats in sums)
-    interval = gain(losses, thresholds)
-    asked = thresholds.min_gain * counted
+    base_loss, tuned_loss, chance_loss, capped_base_loss = (float(nats.sum() / tokens.sum()) for nats in sums)
+    interval = loss_gain(losses, thresholds)
+    required_gain = thresholds.min_gain * capped_base_loss
     figures |= {
-        "loss": {"base": before, "tuned": after}, "chance": guessed, "gain": interval.as_json(), "gain_asked": asked,
+        "loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "gain": interval.as_json(), "gain_asked": required_gain,
     }  # fmt: skip
-    than_chance = f" (chance {guessed:.4f})" if counted < before else ""
-    line = f"loss {before:.4f}{than_chance} to {after:.4f} on {number:,} rows ({task.split})"
-    ends = f"{interval.level:.1%} interval {interval.low:.4f} to {interval.high:.4f}"
-    line += f", gain {interval.difference:.4f} ({ends}, asked: above {asked:.4f})"
+    chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
+    line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {row_count:,} rows ({task.split})"
+    interval_text = f"{interval.level:.1%} interval {interval.low:.4f} to {interval.high:.4f}"
+    line += f", gain {interval.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
-        answers = _change(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
-        shares = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
-        figures |= {"exact_match": shares | {"rows": len(task.right_base), "change": answers.as_json()}}
-        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%} of {len(task.right_base):,} rows"
-        if answers.is_below:
-            reason = f"exact match fell from {shares['base']:.1%} to {shares['tuned']:.1%}, by more than chance"
-    if not interval.low > asked:
-        is_up = interval.difference > asked
-        reason = "the gain is within what chance gives" if is_up else "the loss on held-out rows is not better"
-        if after >= guessed:
+        match_change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
+        match_rates = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
+        figures |= {"exact_match": match_rates | {"rows": len(task.right_base), "change": match_change.as_json()}}
+        line += f"; exact match {match_rates['base']:.1%} to {match_rates['tuned']:.1%} of {len(task.right_base):,} rows"
+        if match_change.is_below_zero:
+            reason = f"exact match fell from {match_rates['base']:.1%} to {match_rates['tuned']:.1%}, by more than chance"
+    if not interval.low > required_gain:
+        is_higher = interval.difference > required_gain
+        reason = "the gain is within what chance gives" if is_higher else "the loss on held-out rows is not better"
+        if tuned_loss >= chance_loss:
             reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
     return ShipCheck("task", ok=not reason, line=line, reason=reason, figures=figures)
 
@@ -279,36 +279,36 @@ def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipChec
         ("text", general.text, thresholds.max_text_rise),
         ("chats", general.chats, thresholds.max_chat_rise),
     ):
-        line, reason, figures[name] = _rise(name, losses, bound, thresholds)
+        line, reason, figures[name] = _judge_rise(name, losses, bound, thresholds)
         lines.append(line)
         reasons += [reason] if reason else []
     return ShipCheck("general", ok=not reasons, line="; ".join(lines), reason="; ".join(reasons), figures=figures)
 
 
-def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
+def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
     figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
     if not len(losses):
         return f"{name} not measured (the chat template renders none)", "", figures
-    if losses.broken:
-        return f"{name} not measured", f"{name}: {losses.broken}", figures
-    base, tuned, tokens, chance = losses.arrays()
+    if losses.broken_model:
+        return f"{name} not measured", f"{name}: {losses.broken_model}", figures
+    base, tuned, tokens, chance = losses.to_arrays()
     is_known = (base < chance) & (tokens > 0)
-    known = int(is_known.sum())
+    known_rows = int(is_known.sum())
     figures |= {
         "loss": {"base": float(base.sum() / tokens.sum()), "tuned": float(tuned.sum() / tokens.sum())},
-        "chance": float(chance.sum() / tokens.sum()), "known_rows": known,
+        "chance": float(chance.sum() / tokens.sum()), "known_rows": known_rows,
     }  # fmt: skip
-    if known < thresholds.min_known:
-        line = f"{name}: nothing to lose (the base reads {known} of {len(losses)} rows better than chance)"
+    if known_rows < thresholds.min_known:
+        line = f"{name}: nothing to lose (the base reads {known_rows} of {len(losses)} rows better than chance)"
         return line, "", figures
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
-    rise = _change(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
+    rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
     figures |= {"rise": rise.as_json()}
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
     if rise.high <= bound:
         return line, "", figures
-    why = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
-    return line, why, figures
+    reason = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
+    return line, reason, figures
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
@@ -331,13 +331,13 @@ def _judge_merge(merge: MergeEvidence) -> ShipCheck:
 
 
 @dataclass(frozen=True)
-class Replayed(Outcome):
+class ReplayResult(Outcome):
     """A verdict that was computed again from its file."""
 
     path: Path
-    verdict: Verdict
+    verdict: ShipVerdict
     differences: tuple[str, ...]
-    before: str | None = None
+    continued_adapter: str | None = None
     """The adapter that the run continued, as the file names it."""
 
     @property
@@ -346,45 +346,45 @@ class Replayed(Outcome):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "ok": self.ok, "path": str(self.path), "verdict": self.verdict.word, "reasons": self.verdict.reasons,
+            "ok": self.ok, "path": str(self.path), "verdict": self.verdict.label, "reasons": self.verdict.reasons,
             "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        lines = evidence_lines(self.verdict, self.before)
+        lines = format_evidence(self.verdict, self.continued_adapter)
         if self.differences:
             return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
         return [*lines, f"Replayed: the verdict of {self.path} follows from its evidence"]
 
 
-def replay(path: Path) -> Replayed:
+def replay_verdict(path: Path) -> ReplayResult:
     """The verdict of a ship.json computed again from its evidence and thresholds, without the model; raises ConfigError
     where the file cannot be read, or is not what `make ship` writes."""
-    named = one_line(str(path))
+    file_name = one_line(str(path))
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"REPLAY={named} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"REPLAY={named} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
-        raise ConfigError(f"REPLAY={named} is not a file that make ship writes (its format is not {FORMAT!r})")
+        raise ConfigError(f"REPLAY={file_name} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
+        raise ConfigError(f"REPLAY={file_name} is not a file that make ship writes (its format is not {SHIP_FORMAT!r})")
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
         thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise ConfigError(f"REPLAY={named}: its evidence is not whole: {one_line(why, limit=300)}") from None
-    verdict = judge(evidence, thresholds)
-    was = _said(recorded.get("ok"), recorded.get("verdict"), recorded.get("checks"))
-    now = _said(verdict.ok, verdict.word, [check.as_json() for check in verdict.checks])
-    differences = tuple(name for name in now | was if now.get(name) != was.get(name))
-    before = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return Replayed(path, verdict, differences, before)
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise ConfigError(f"REPLAY={file_name}: its evidence is not whole: {one_line(reason, limit=300)}") from None
+    verdict = judge_evidence(evidence, thresholds)
+    recorded_decision = _decision(recorded.get("ok"), recorded.get("verdict"), recorded.get("checks"))
+    decision = _decision(verdict.ok, verdict.label, [check.as_json() for check in verdict.checks])
+    differences = tuple(name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name))
+    continued_adapter = one_line(str(recorded["before"])) if recorded.get("before") else None
+    return ReplayResult(path, verdict, differences, continued_adapter)
 
 
-def _said(ok: Any, verdict: Any, checks: Any) -> dict[str, Any]:
+def _decision(ok: Any, verdict: Any, checks: Any) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
-    listed = [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
-    return {"ok": ok, "verdict": verdict} | {f"checks[{one.get('name')}].ok": one.get("ok") for one in listed}
+    check_records = [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
+    return {"ok": ok, "verdict": verdict} | {f"checks[{check.get('name')}].ok": check.get("ok") for check in check_records}

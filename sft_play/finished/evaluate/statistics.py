@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them.
-_AT_ONCE = 4_000_000
+_MAX_DRAWN_ROWS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Interval:
     level: float
 
     @property
-    def is_above(self) -> bool:
+    def is_above_zero(self) -> bool:
         """Whether all of the interval is above zero."""
         return self.low > 0
 
     @property
-    def is_below(self) -> bool:
+    def is_below_zero(self) -> bool:
         """Whether all of the interval is below zero."""
         return self.high < 0
 
     def as_json(self) -> dict[str, Any]:
         """In plain data; an unbounded end, or one without data, is null."""
-        ends = {"difference": self.difference, "low": self.low, "high": self.high}
-        return {name: value if math.isfinite(value) else None for name, value in ends.items()} | {"level": self.level}
+        values = {"difference": self.difference, "low": self.low, "high": self.high}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()} | {"level": self.level}
 
 
 def paired_bootstrap(
@@ -53,41 +53,42 @@ def paired_bootstrap(
     of weight 0 do not count). The percentile interval, widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))),
     with t of n - 1 degrees of freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3,
     "expanded percentile interval"). Raises ValueError where the arrays do not have the same length."""
-    first, second = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
-    weight = np.ones(len(first)) if weights is None else np.asarray(weights, dtype=np.float64)
-    if not first.shape == second.shape == weight.shape == (len(first),):
-        raise ValueError(f"one figure and one weight for each row, not {first.shape}, {second.shape}, {weight.shape}")
-    counts = weight > 0
-    weight = weight[counts]
-    parts = weight * (second[counts] - first[counts])  # of each row, both models': the pairing takes their spread out
-    number = len(parts)
-    if not number:
+    base_values, tuned_values = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
+    row_weights = np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
+    if not base_values.shape == tuned_values.shape == row_weights.shape == (len(base_values),):
+        raise ValueError(f"one figure and one weight for each row, not {base_values.shape}, {tuned_values.shape}, {row_weights.shape}")
+    has_weight = row_weights > 0
+    row_weights = row_weights[has_weight]
+    # of each row, both models': the pairing takes their spread out
+    weighted_differences = row_weights * (tuned_values[has_weight] - base_values[has_weight])
+    row_count = len(weighted_differences)
+    if not row_count:
         return Interval(math.nan, math.nan, math.nan, level)
-    difference = float(parts.sum() / weight.sum())
-    if number == 1:
+    difference = float(weighted_differences.sum() / row_weights.sum())
+    if row_count == 1:
         bound = 0.0 if difference == 0 else math.inf
         return Interval(difference, -bound, bound, level)
-    drawn = _drawn(parts, weight, resamples=resamples, seed=seed)
-    tail = _tail(level, number)
-    low, high = np.quantile(drawn, [tail, 1 - tail])
+    ratios = _bootstrap_ratios(weighted_differences, row_weights, resamples=resamples, seed=seed)
+    tail_probability = _tail_probability(level, row_count)
+    low, high = np.quantile(ratios, [tail_probability, 1 - tail_probability])
     return Interval(difference, float(low), float(high), level)
 
 
-def _drawn(
-    parts: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], *, resamples: int, seed: int
+def _bootstrap_ratios(
+    weighted_differences: npt.NDArray[np.float64], row_weights: npt.NDArray[np.float64], *, resamples: int, seed: int
 ) -> npt.NDArray[np.float64]:
     generator = np.random.default_rng(seed)
-    number, ratios = len(parts), np.empty(resamples)
-    piece = max(1, _AT_ONCE // number)
-    for start in range(0, resamples, piece):
-        count = min(piece, resamples - start)
-        rows = generator.integers(0, number, size=(count, number), dtype=np.int32)  # half of what int64 takes
-        ratios[start : start + count] = parts[rows].sum(axis=1) / weight[rows].sum(axis=1)
+    row_count, ratios = len(weighted_differences), np.empty(resamples)
+    chunk_size = max(1, _MAX_DRAWN_ROWS // row_count)
+    for offset in range(0, resamples, chunk_size):
+        count = min(chunk_size, resamples - offset)
+        rows = generator.integers(0, row_count, size=(count, row_count), dtype=np.int32)  # half of what int64 takes
+        ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[rows].sum(axis=1)
     return ratios
 
 
-def _tail(level: float, number: int) -> float:
+def _tail_probability(level: float, row_count: int) -> float:
     from scipy.stats import norm, t
 
-    student = t.ppf(0.5 + level / 2, number - 1)
-    return float(norm.cdf(-student * math.sqrt(number / (number - 1))))
+    t_quantile = t.ppf(0.5 + level / 2, row_count - 1)
+    return float(norm.cdf(-t_quantile * math.sqrt(row_count / (row_count - 1))))
