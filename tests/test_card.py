@@ -18,7 +18,7 @@ import yaml
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.merge import card_facts, merge_run
-from sft_play.finished.export.push import upload_of
+from sft_play.finished.export.push import plan_upload
 from sft_play.finished.load import load_as_trained, load_folder, renderer_of
 from sft_play.finished.run import find_finished
 from sft_play.training.checkpoints.card import (
@@ -311,7 +311,7 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
     assert (code, hub.commits) == (0, 1)
     assert "Next: make prune" in printed
     hub.repositories["me/it"] = True
-    upload = upload_of(find_finished(world, "lora"), "me/it", is_merged=False, is_public=True, yes=True)
+    upload = plan_upload(find_finished(world, "lora"), "me/it", is_merged=False, is_public=True, is_confirmed=True)
     assert upload.is_private
     assert "stays so" in upload.notes[-1]
 
@@ -352,7 +352,7 @@ def test_a_text_with_a_path_or_a_secret_is_refused(world, hub, file, text, words
     path.write_text(text.format(world=world))
     try:
         with pytest.raises(ConfigError, match=words):
-            upload_of(find_finished(world, "full"), "me/it", is_merged=False, is_public=False, yes=True)
+            plan_upload(find_finished(world, "full"), "me/it", is_merged=False, is_public=False, is_confirmed=True)
     finally:
         path.unlink() if before is None else path.write_text(before)
 
@@ -362,7 +362,7 @@ def test_a_card_that_a_person_wrote_is_uploaded_as_it_is(world, hub):
     path = run.weights / "README.md"
     path.write_text("# Mine\n")
     try:
-        assert upload_of(run, "me/it", is_merged=False, is_public=False, yes=True).files["README.md"] == b"# Mine\n"
+        assert plan_upload(run, "me/it", is_merged=False, is_public=False, is_confirmed=True).files["README.md"] == b"# Mine\n"
     finally:
         path.unlink()
     with pytest.raises(RunFolderError, match="nothing has to be merged"):

@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export.check_export import Answering, bits_of, export_test
-from sft_play.finished.export.check_merge import limit_of
+from sft_play.finished.export.check_export import AnswerComparison, weight_bits, export_test
+from sft_play.finished.export.check_merge import divergence_limit
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, prefixes_space, read_fields, write_pieces
-from sft_play.finished.export.llama_cpp import VERSION, find_converter, unpack
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, adds_space_prefix, read_fields, write_sentencepiece_model
+from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter, unpack_converter
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.export.prompts import Prompts
+from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, matching_names, read_pre_tokenizers
+from sft_play.finished.export.prompts import EnginePrompts
 from sft_play.finished.load import held_out
 from sft_play.finished.run import find_finished
 from tests import warm
@@ -138,15 +138,15 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
     fallback = found - types  # rows of 352 weights, which llama.cpp stores in blocks of 32
     assert types - {"Q3_K"} <= found
     assert bool(fallback) == (quant != "q5_0")
-    bits = min(bits for name in found if (bits := bits_of(name)))
+    bits = min(bits for name in found if (bits := weight_bits(name)))
     of_file = tested.answers
-    assert 0 < of_file.kl < of_file.kl_limit == limit_of(f"q{bits}", tested.kl_base)
+    assert 0 < of_file.kl < of_file.kl_limit == divergence_limit(f"q{bits}", tested.kl_base)
     assert 0 <= of_file.equal_answers <= 1
 
 
 def test_bits_are_read_from_the_names_of_types():
     names = {"Q4_K": 4, "IQ4_XS": 4, "Q8_0": 8, "Q2_K": 2, "F16": None, "BF16": None, "MXFP4": None}
-    assert {name: bits_of(name) for name in names} == names
+    assert {name: weight_bits(name) for name in names} == names
 
 
 def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
@@ -258,11 +258,11 @@ def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_pa
 def test_the_limit_of_a_divergence_is_that_of_the_bits():
     draw = random.Random(0)
     for _ in range(200):
-        limit = limit_of(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
+        limit = divergence_limit(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
         divergence = limit * draw.choice([0.5, 1.0, 1.001, 3])
-        assert Answering(divergence, 0.5, 0.5, limit).ok == (divergence <= limit)
-    assert limit_of("q8", 0.0) == 2e-3
-    assert limit_of("q8", 10.0) == 2e-2
+        assert AnswerComparison(divergence, 0.5, 0.5, limit).ok == (divergence <= limit)
+    assert divergence_limit("q8", 0.0) == 2e-3
+    assert divergence_limit("q8", 10.0) == 2e-2
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_sentencepiece_tokenizer_without_its_own_file_is_exported_exactly(tmp_
     fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.model"] == "llama"
     own = GgufTokenizer(fields, {})
-    assert fields["tokenizer.ggml.add_space_prefix"] is own._prefixes_space
+    assert fields["tokenizer.ggml.add_space_prefix"] is own._adds_space_prefix
     draw = random.Random(2)
     words = (tmp_path / "corpus.txt").read_text().split()
     for _ in range(200):
@@ -407,9 +407,9 @@ def test_real_sentencepiece_tokenizers_are_written_from_tokenizer_json(tmp_path,
     """Against SentencePiece itself on the file that is written, on texts and after special tokens."""
     sentencepiece = pytest.importorskip("sentencepiece")
     tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
-    write_pieces(tokenizer, tmp_path / "tokenizer.model")
+    write_sentencepiece_model(tokenizer, tmp_path / "tokenizer.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert prefixes_space(tokenizer) is False  # both put a space before the first word of a text alone
+    assert adds_space_prefix(tokenizer) is False  # both put a space before the first word of a text alone
     draw = random.Random(3)
     letters = string.printable + "äßéñ日本語🚀 \u0301\u200b"
     for _ in range(500):
@@ -424,24 +424,24 @@ def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
     known = {"gpt-2": GPT2, "starcoder": DIGITS}
     backend = byte_level(tmp_path).backend_tokenizer
     probing = probe_texts()
-    assert proven_names(backend, known, probing) == ["gpt-2"]
+    assert matching_names(backend, known, probing) == ["gpt-2"]
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
-    assert proven_names(backend, known, probing) == ["starcoder"]
+    assert matching_names(backend, known, probing) == ["starcoder"]
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert proven_names(backend, known, probing) == []
+    assert matching_names(backend, known, probing) == []
     backend.pre_tokenizer = split
     backend.normalizer = normalizers.NFC()
-    assert proven_names(backend, known, probing) == ["gpt-2"]
+    assert matching_names(backend, known, probing) == ["gpt-2"]
     backend.normalizer = normalizers.Lowercase()
-    assert proven_names(backend, known, probing) == []
+    assert matching_names(backend, known, probing) == []
     backend.normalizer = normalizers.NFC()
     backend.model.ignore_merges = True
-    assert proven_names(backend, known, probing) == []
+    assert matching_names(backend, known, probing) == []
 
 
 def test_llama_cpps_own_table_is_read_whole():
-    known = read_pre_tokenizers(converter().vocabularies)
+    known = read_pre_tokenizers(converter().vocabulary_source)
     assert len(known) > 80
     assert known["gpt-2"].expressions == GPT2.expressions
     assert known["starcoder"].expressions == DIGITS.expressions
@@ -497,9 +497,9 @@ def test_prompts_that_the_exported_template_renders_otherwise_are_seen(exported,
     shutil.copytree(run.folder.path / "merged", folder)
     (folder / "chat_template.jinja").write_text(CHATML.replace("assistant", "model"))
     split = held_out(run).split
-    here, there = Prompts(run, run.folder.path / "merged"), Prompts(run, folder)
-    assert all(here.ids_of(one.text) == one.ids for one in here.of_rows(split, 5))
-    assert not any(there.ids_of(one.text) == one.ids for one in there.of_rows(split, 5))
+    here, there = EnginePrompts(run, run.folder.path / "merged"), EnginePrompts(run, folder)
+    assert all(here.engine_ids(one.text) == one.ids for one in here.row_prompts(split, 5))
+    assert not any(there.engine_ids(one.text) == one.ids for one in there.row_prompts(split, 5))
 
 
 def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engine(exported):
@@ -507,7 +507,7 @@ def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engin
     run, _ = exported
     answer = {"role": "assistant", "content": "x"}
     chats = [Chat("", ({"role": "user", "content": text}, answer)) for text in ("hi", "hi<|im_end|>", "you")]
-    asked = Prompts(run, run.folder.path / "merged").of_rows(SimpleNamespace(chats=chats), 3)
+    asked = EnginePrompts(run, run.folder.path / "merged").row_prompts(SimpleNamespace(chats=chats), 3)
     assert [one.messages[0]["content"] for one in asked] == ["hi", "you"]
 
 
@@ -524,7 +524,7 @@ def archive(path: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_only_the_converter_is_unpacked(tmp_path):
-    inside = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+    inside = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
     path = archive(
         tmp_path / "a.tar.gz",
         {
@@ -536,18 +536,18 @@ def test_only_the_converter_is_unpacked(tmp_path):
         },
     )
     target = tmp_path / "target"
-    unpack(path, target)
+    unpack_converter(path, target)
     names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
     assert names == {"convert_hf_to_gguf.py", "conversion/llama.py", "src/llama-vocab.cpp"}
 
 
 def test_an_archive_that_is_not_the_package_is_refused(tmp_path):
-    inside = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+    inside = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
     with pytest.raises(ConfigError, match=r"holds no convert_hf_to_gguf.py"):
-        unpack(archive(tmp_path / "a.tar.gz", {f"{inside}README.md": b""}), tmp_path / "a")
+        unpack_converter(archive(tmp_path / "a.tar.gz", {f"{inside}README.md": b""}), tmp_path / "a")
     (tmp_path / "c.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be unpacked"):
-        unpack(tmp_path / "c.tar.gz", tmp_path / "c")
+        unpack_converter(tmp_path / "c.tar.gz", tmp_path / "c")
     with pytest.raises(ConfigError, match=r"not a checkout of llama.cpp"):
         find_converter(tmp_path)
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.registry import small_base
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
-from sft_play.finished.export.check_merge import limit_of, merge_test
+from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.merge import merge_run, record_test, whole_model
-from sft_play.finished.export.places import merge_record, merge_words, merged_model
+from sft_play.finished.export.merge import merge_run, record_merge_test, whole_model_folder
+from sft_play.finished.export.places import read_merge_record, describe_merge, find_merged_model
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -321,9 +321,9 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 )
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
-    names = merged_weights._target_names
+    names = merged_weights._map_to_model
     converted = lambda adapted, keys: ({key: (name, True) for key, (name, _) in names(adapted, keys)[0].items()}, {})  # noqa: E731
-    monkeypatch.setattr(merged_weights, "_target_names", converted)
+    monkeypatch.setattr(merged_weights, "_map_to_model", converted)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
     if "expert" in kind:
@@ -335,7 +335,7 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     whole = load_folder(merged.path)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(logits(whole), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(merged_weights, "_target_names", names)
+    monkeypatch.setattr(merged_weights, "_map_to_model", names)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
     assert streamed.streamed
     torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)
@@ -346,7 +346,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
     """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
     one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
-    monkeypatch.setattr(merged_weights.MergedWeights, "_out_name", one_name)
+    monkeypatch.setattr(merged_weights.MergedWeights, "_output_name", one_name)
     merged = merge_run(run)
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
@@ -422,9 +422,9 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     torch.testing.assert_close(logits(load_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
     assert (logits(load_folder(original.path)) - expected).abs().max() > 0.01
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
-    assert "merge-test has not been run" in str(merge_words(original.path))
+    assert "merge-test has not been run" in str(describe_merge(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)
-    assert (merge_record(dequantized.path)["test"]["ok"], merge_record(original.path)["test"]["ok"]) == (True, False)
+    assert (read_merge_record(dequantized.path)["test"]["ok"], read_merge_record(original.path)["test"]["ok"]) == (True, False)
     assert one.ok
     assert not other.ok
     assert one.kl_merged < other.kl_merged
@@ -433,11 +433,11 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
 
 
 def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monkeypatch):
-    """By export, serve and push alike, which ask `whole_model` or the same rule."""
+    """By export, serve and push alike, which ask `whole_model_folder` or the same rule."""
     base = make_base(tmp_path / "base", llama())
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
     folder = merge_run(run, base="original", dtype="fp32").path
-    asked = (lambda: whole_model(run, is_locked=False), lambda: push._folder(run, is_merged=True))
+    asked = (lambda: whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
     for ask in asked:
         with pytest.raises(RunFolderError, match=r"original weights.*merge-test"):
             ask()
@@ -445,25 +445,25 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     for ask in asked:
         with pytest.raises(RunFolderError, match=r"merge-test found it .* nats from the adapter"):
             ask()
-    record_test(folder, ok=True, divergence=1e-6, limit=1e-4)  # as where NF4 rounds nothing that counts
+    record_merge_test(folder, ok=True, divergence=1e-6, limit=1e-4)  # as where NF4 rounds nothing that counts
     for ask in asked:
         assert ask() == folder
-    assert whole_model(run, is_locked=False) == folder
+    assert whole_model_folder(run, is_locked=False) == folder
     merge_run(run, replace=True)
-    assert (merge_record(folder)["base"], merge_record(folder)["test"]) == ("dequantized", None)
+    assert (read_merge_record(folder)["base"], read_merge_record(folder)["test"]) == ("dequantized", None)
     for ask in asked:  # what was trained, tested or not
         assert ask() == folder
     exported = export_run(run, "vllm")
     assert "dequantized base" in exported.lines()[0]
     assert "merge-test has not been run" in exported.lines()[0]
-    assert json.loads((exported.path / "export.json").read_text())["merge"] == merge_record(folder)
-    assert merge_record(exported.path) == merge_record(folder)
+    assert json.loads((exported.path / "export.json").read_text())["merge"] == read_merge_record(folder)
+    assert read_merge_record(exported.path) == read_merge_record(folder)
     # the adapter was trained further: the merge is not its any more
     adapter = run.weights / "adapter_model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)
-    assert merged_model(run) is None
+    assert find_merged_model(run) is None
     with pytest.raises(RunFolderError, match="no merged model of this adapter"):
-        push._folder(run, is_merged=True)
+        push._upload_folder(run, is_merged=True)
 
 
 def test_merge_test_sees_a_merge_that_did_not_happen_and_one_of_another_adapter(tmp_path):
@@ -478,12 +478,12 @@ def test_merge_test_sees_a_merge_that_did_not_happen_and_one_of_another_adapter(
 
 def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():
     # 5% of the base's divergence, held between the bounds that docs/trained.md names
-    assert limit_of("float32", 0.0) == limit_of("float32", 1e-6) == 1e-6
-    assert limit_of("float32", 1e-3) == pytest.approx(5e-5)
-    assert limit_of("float32", 1.0) == 1e-4
-    assert limit_of("bfloat16", 0.0) == 1e-4
-    assert limit_of("bfloat16", 0.02) == pytest.approx(1e-3)
-    assert limit_of("float16", 10.0) == 5e-3
+    assert divergence_limit("float32", 0.0) == divergence_limit("float32", 1e-6) == 1e-6
+    assert divergence_limit("float32", 1e-3) == pytest.approx(5e-5)
+    assert divergence_limit("float32", 1.0) == 1e-4
+    assert divergence_limit("bfloat16", 0.0) == 1e-4
+    assert divergence_limit("bfloat16", 0.02) == pytest.approx(1e-3)
+    assert divergence_limit("float16", 10.0) == 5e-3
 
 
 def test_an_engine_reads_the_stop_tokens_of_training(tmp_path):

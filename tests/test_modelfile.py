@@ -12,8 +12,8 @@ import pytest
 from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.ollama import NoGoTemplate, Parts, go_template, learn, modelfile, ollama_text
-from sft_play.finished.export.prompts import probes
+from sft_play.finished.export.ollama import UnsupportedTemplate, TemplateParts, go_template, learn_template_parts, format_modelfile, render_as_ollama
+from sft_play.finished.export.prompts import probe_conversations
 from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
 from tests.go_templates import evaluate
@@ -54,12 +54,12 @@ OWN["system in the last user turn"] = IN_USER.replace("WHERE", "loop.last")
 @pytest.mark.parametrize("name", OWN)
 def test_random_conversations_are_rendered_as_the_chat_template_renders_them(name):
     render = renderer(OWN[name])
-    parts = learn(render, SPECIAL)
+    parts = learn_template_parts(render, SPECIAL)
     template = go_template(parts)
     draw = random.Random(3)
     for _ in range(200):
         messages = conversation(draw)
-        assert evaluate(template, messages) == ollama_text(parts, messages) == render(messages), messages
+        assert evaluate(template, messages) == render_as_ollama(parts, messages) == render(messages), messages
 
 
 def test_every_shared_template_is_said_exactly_or_refused():
@@ -70,15 +70,15 @@ def test_every_shared_template_is_said_exactly_or_refused():
     for path in sorted(folder.rglob("*.jinja")):
         render = renderer(path.read_text())
         try:
-            parts = learn(render, SPECIAL)
-        except (NoGoTemplate, RenderError):
+            parts = learn_template_parts(render, SPECIAL)
+        except (UnsupportedTemplate, RenderError):
             refused += 1
             continue
         template = go_template(parts)
-        for messages in probes():
+        for messages in probe_conversations():
             if parts.system is None and messages[0]["role"] == "system":
                 continue
-            assert evaluate(template, messages) == ollama_text(parts, messages) == render(messages), path
+            assert evaluate(template, messages) == render_as_ollama(parts, messages) == render(messages), path
         said += 1
     assert said > 120
     assert refused < 10
@@ -86,12 +86,12 @@ def test_every_shared_template_is_said_exactly_or_refused():
 
 def test_a_bos_that_the_engine_writes_is_left_out_wherever_it_stands():
     render = renderer("{{ bos_token }}" + CHAT_TEMPLATE)
-    parts = learn(render, SPECIAL)
+    parts = learn_template_parts(render, SPECIAL)
     template = go_template(parts, bos="<s>")
-    for messages in probes():
+    for messages in probe_conversations():
         assert "<s>" + evaluate(template, messages) == render(messages)
-        assert ollama_text(parts, messages, bos="<s>") == evaluate(template, messages)
-        assert "<s>" in evaluate(go_template(learn(render, SPECIAL)), messages)
+        assert render_as_ollama(parts, messages, bos="<s>") == evaluate(template, messages)
+        assert "<s>" in evaluate(go_template(learn_template_parts(render, SPECIAL)), messages)
 
 
 def test_a_default_system_prompt_becomes_ollamas_own():
@@ -99,15 +99,15 @@ def test_a_default_system_prompt_becomes_ollamas_own():
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
         + BUILT_IN_TEMPLATES["chatml"]
     )
-    parts = learn(renderer(source), SPECIAL)
+    parts = learn_template_parts(renderer(source), SPECIAL)
     assert parts.default_system == "Be kind."
-    text = modelfile("a.gguf", go_template(parts), stops=["<|im_end|>"], system=parts.default_system, context=64)
+    text = format_modelfile("a.gguf", go_template(parts), stops=["<|im_end|>"], system=parts.default_system, context=64)
     assert 'SYSTEM """Be kind."""' in text
     assert text.startswith("FROM ./a.gguf\nTEMPLATE ")
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 64\n' in text
     said = [{"role": "user", "content": "hi"}]
     with_default = [{"role": "system", "content": "Be kind."}, *said]
-    assert ollama_text(parts, said) == ollama_text(parts, with_default)
+    assert render_as_ollama(parts, said) == render_as_ollama(parts, with_default)
     assert evaluate(go_template(parts), said) == evaluate(go_template(parts), with_default)
 
 
@@ -120,13 +120,13 @@ def test_a_default_system_prompt_becomes_ollamas_own():
     ],
 )
 def test_a_template_that_numbers_repeats_or_turns_the_turns_is_refused(source):
-    with pytest.raises(NoGoTemplate):
-        learn(renderer(source), SPECIAL)
+    with pytest.raises(UnsupportedTemplate):
+        learn_template_parts(renderer(source), SPECIAL)
 
 
 def test_what_no_modelfile_can_quote_is_refused():
     with pytest.raises(TokenizerError, match="ends a text"):
-        modelfile("a.gguf", 'a """ b', stops=[], system=None, context=64)
+        format_modelfile("a.gguf", 'a """ b', stops=[], system=None, context=64)
 
 
 @pytest.mark.parametrize(
@@ -154,19 +154,19 @@ def test_the_evaluator_knows_gos_templates(template, text):
 def test_neighbours_of_one_role_are_joined_as_ollama_joins_them():
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert evaluate("{{ range .Messages }}[{{ .Content }}]{{ end }}", messages) == "[a\n\nb]"
-    parts = Parts("", ("S:", "\n"), "first user turn", ("[", "]"), ("<", ">"), "")
+    parts = TemplateParts("", ("S:", "\n"), "first user turn", ("[", "]"), ("<", ">"), "")
     for roles in ("uuas", "sussua", "aausu", "us", "ssu", "asas"):
         turns = [
             {"role": {"u": "user", "a": "assistant", "s": "system"}[role], "content": str(number)}
             for number, role in enumerate(roles)
         ]
         for place in ("own turn", "first user turn", "last user turn"):
-            placed = replace(parts, system_place=place)
-            assert ollama_text(placed, turns) == evaluate(go_template(placed), turns), (roles, place)
+            placed = replace(parts, system_position=place)
+            assert render_as_ollama(placed, turns) == evaluate(go_template(placed), turns), (roles, place)
     with pytest.raises(ValueError, match="not known here"):
         evaluate("{{ upper .System }}", messages)
 
 
 def test_parts_write_their_braces_as_text():
-    parts = Parts("", None, "own turn", ("{{u}}", "|"), ("{{a}}", "|"), ">")
+    parts = TemplateParts("", None, "own turn", ("{{u}}", "|"), ("{{a}}", "|"), ">")
     assert evaluate(go_template(parts), [{"role": "user", "content": "x"}]) == "{{u}}x|>"

@@ -55,9 +55,9 @@ def ship(*, reason: str = "") -> Any:
 
 
 def merge(path: Path = RUN / "merged") -> Any:
-    from sft_play.finished.export.merge import Merged
+    from sft_play.finished.export.merge import MergeResult
 
-    return Merged(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
+    return MergeResult(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
@@ -68,11 +68,11 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.export import Exported
+    from sft_play.finished.export.export import ExportResult
 
     written = path / file if file else None
     merge = "Merged (bf16)" if is_adapter else None
-    return Exported(RUN, "gguf" if file else "vllm", path, 1, (), file=written, merge=merge)
+    return ExportResult(RUN, "gguf" if file else "vllm", path, 1, (), file=written, merge=merge)
 
 
 def export_test() -> Any:
@@ -82,9 +82,9 @@ def export_test() -> Any:
 
 
 def push() -> Any:
-    from sft_play.finished.export.push import Pushed, Upload
+    from sft_play.finished.export.push import PushResult, Upload
 
-    return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, exists=False, is_private=True, notes=()), "abc")
+    return PushResult(Upload(RUN, RUN / "adapter", "me/it", {}, repo_exists=False, is_private=True, notes=()), "abc")
 
 
 def record() -> Any:

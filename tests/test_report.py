@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.places import merge_words
+from sft_play.finished.export.places import describe_merge
 from sft_play.finished.listing import list_runs
 from sft_play.finished.report import charts as charts_module
 from sft_play.finished.report import report as report_module
@@ -255,7 +255,7 @@ def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(t
 
 def test_a_merge_whose_record_is_damaged_counts_as_not_compared(tmp_path):
     (tmp_path / "merge.json").write_text(json.dumps({"base": "original", "dtype": "bf16", "test": "passed"}))
-    assert merge_words(tmp_path) == "Merged into the original base (bf16); merge-test has not been run"
+    assert describe_merge(tmp_path) == "Merged into the original base (bf16); merge-test has not been run"
 
 
 @pytest.mark.parametrize("verb", ["runs", "report", "compare", "prune"])

@@ -234,16 +234,16 @@ def test_every_librarys_record_is_shown_safely(capsys):
 
 
 def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path):
-    from sft_play.finished.export.llama_cpp import _VENDORED, CONVERTER, unpack
+    from sft_play.finished.export.llama_cpp import _VENDOR_PREFIX, CONVERTER_FILE, unpack_converter
 
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as package:
-        for name in (CONVERTER, "conversion/../../out", "gguf-py/gguf/../../../out", "conversion/good.py"):
-            facts = tarfile.TarInfo(_VENDORED + name)
+        for name in (CONVERTER_FILE, "conversion/../../out", "gguf-py/gguf/../../../out", "conversion/good.py"):
+            facts = tarfile.TarInfo(_VENDOR_PREFIX + name)
             facts.size = 1
             package.addfile(facts, io.BytesIO(b"x"))
-    unpack(tmp_path / "a.tar.gz", tmp_path / "in" / "it")
+    unpack_converter(tmp_path / "a.tar.gz", tmp_path / "in" / "it")
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert written == {"a.tar.gz", f"in/it/{CONVERTER}", "in/it/conversion/good.py"}
+    assert written == {"a.tar.gz", f"in/it/{CONVERTER_FILE}", "in/it/conversion/good.py"}
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

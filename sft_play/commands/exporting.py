@@ -14,16 +14,16 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.places import (
-    EXPORT,
-    MERGED,
-    Format,
+    EXPORT_FOLDER,
+    MERGED_FOLDER,
+    ExportFormat,
     Quant,
     find_gguf,
-    require_export_place,
+    require_export_target,
     require_mergeable,
     require_merged,
 )
-from sft_play.finished.export.push import checked_repo, push, upload_of
+from sft_play.finished.export.push import require_repo_name, push, plan_upload
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
@@ -31,11 +31,11 @@ from sft_play.runs.locking import lock_run
 from sft_play.runs.lookup import resolve_run
 
 if TYPE_CHECKING:
-    from sft_play.finished.export.adapted_model import Base
+    from sft_play.finished.export.adapted_model import MergeBase
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")
-_FORMATS, _QUANTS = get_args(Format), get_args(Quant)
+_FORMATS, _QUANTS = get_args(ExportFormat), get_args(Quant)
 
 
 def run_exporting(request: Request) -> CommandResult:
@@ -49,7 +49,7 @@ def run_exporting(request: Request) -> CommandResult:
     elif request.command.startswith("export"):
         _check_export(request)
     else:
-        checked_repo(request.repo)
+        require_repo_name(request.repo)
     finished = find_request_run(request)
     export_command = {
         "merge": _merge, "merge-test": _merge_test, "export": _export, "export-test": _export_test, "push": _push,
@@ -59,20 +59,20 @@ def run_exporting(request: Request) -> CommandResult:
 
 
 def _merge(request: Request, finished: FinishedRun) -> CommandResult:
-    require_mergeable(finished, request.base, request.out or finished.folder.path / MERGED, replace=request.force)
+    require_mergeable(finished, request.base, request.out or finished.folder.path / MERGED_FOLDER, replace=request.force)
     from sft_play.finished.export.merge import merge_run
 
-    base = cast("Base | None", request.base)
+    base = cast("MergeBase | None", request.base)
     with lock_run(finished.folder):
         merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
     return command_result(merged, is_written_to_out=False)
 
 
 def _merge_test(request: Request, finished: FinishedRun) -> CommandResult:
-    require_merged(finished, request.out or finished.folder.path / MERGED)
-    from sft_play.finished.export.check_merge import ROWS, merge_test
+    require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
+    from sft_play.finished.export.check_merge import MERGE_TEST_ROWS, merge_test
 
-    return command_result(merge_test(finished, path=request.out, rows=request.limit or ROWS), is_written_to_out=False)
+    return command_result(merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False)
 
 
 def _check_export(request: Request) -> None:
@@ -86,7 +86,7 @@ def _check_export(request: Request) -> None:
 
 
 def _export(request: Request, finished: FinishedRun) -> CommandResult:
-    require_export_place(request.out or finished.folder.path / EXPORT / str(request.format), replace=request.force)
+    require_export_target(request.out or finished.folder.path / EXPORT_FOLDER / str(request.format), replace=request.force)
     if request.llama_cpp is not None and request.format != "vllm":
         find_converter(request.llama_cpp)
     from sft_play.finished.export.export import export_run
@@ -94,7 +94,7 @@ def _export(request: Request, finished: FinishedRun) -> CommandResult:
     with lock_run(finished.folder):
         exported = export_run(
             finished,
-            cast("Format", request.format),
+            cast("ExportFormat", request.format),
             quant=cast("Quant | None", request.quant and request.quant.lower()),
             out=request.out,
             replace=request.force,
@@ -105,14 +105,14 @@ def _export(request: Request, finished: FinishedRun) -> CommandResult:
 
 def _export_test(request: Request, finished: FinishedRun) -> CommandResult:
     find_gguf(finished, request.out)
-    from sft_play.finished.export.check_export import ROWS, export_test
+    from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
+    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS, llama_cpp=request.llama_cpp)
     return command_result(tested, is_written_to_out=False)
 
 
 def _push(request: Request, finished: FinishedRun) -> CommandResult:
-    upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
+    upload = plan_upload(finished, request.repo, is_merged=request.merged, is_public=request.public, is_confirmed=request.yes)
     upload_text = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
     if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
         return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])

@@ -26,8 +26,8 @@ from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
 from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, compute_dtype, score_rows
 from sft_play.finished.export.check_merge import merge_test
-from sft_play.finished.export.merge import whole_model
-from sft_play.finished.export.places import merged_model
+from sft_play.finished.export.merge import whole_model_folder
+from sft_play.finished.export.places import find_merged_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
@@ -203,8 +203,8 @@ def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
     if not run.is_adapter:
         return rule.MergeEvidence("no adapter")
     try:
-        if merged_model(run) is None:
-            whole_model(run, is_locked=True)
+        if find_merged_model(run) is None:
+            whole_model_folder(run, is_locked=True)
         merge_result = merge_test(run)
     except DataError:
         raise

@@ -21,46 +21,46 @@ from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_token_rows
 
 # Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
-Base = Literal["original", "dequantized"]
+MergeBase = Literal["original", "dequantized"]
 
 
 class AdaptedModel:
     """The run's model on the meta device with its adapter, whose layers are merged as base weights come by."""
 
-    def __init__(self, run: FinishedRun, *, base: Base | None) -> None:
+    def __init__(self, run: FinishedRun, *, base: MergeBase | None) -> None:
         self.run, self.base = run, base
         self.precision = run.plan().precision
-        trusts = run.config.model.trust_remote_code
-        self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts)
+        trusts_code = run.config.model.trust_remote_code
+        self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts_code)
         self.model_spec = build_model_spec(
             run.config, self.precision, tokenizer_size=len(self.tokenizer),
             new_rows=added_token_rows(self.tokenizer, run.config),
         )  # fmt: skip
-        self.plain = self._empty()
-        self.names = frozenset(self.plain.state_dict())
+        self.base_model = self._meta_model()
+        self.tensor_names = frozenset(self.base_model.state_dict())
         """Names of all tensors of the model as transformers holds it, tied ones too."""
-        tied = dict(getattr(self.plain, "all_tied_weights_keys", None) or {})
-        self.quantized = self._quantized_layers() if base == "dequantized" else frozenset()
-        self.layers: dict[str, Any] = {}
-        self.whole: dict[str, torch.Tensor] = {}
-        self.rows: dict[str, tuple[list[int], torch.Tensor]] = {}
-        """Of tables of embeddings of which only rows were trained: their numbers, and the rows."""
-        self._fill(self._empty())
-        shared = next((name for name, source in tied.items() if {name, source} <= self.layers.keys()), None)
+        tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
+        self.quantized_names = self._quantized_layers() if base == "dequantized" else frozenset()
+        self.adapted_layers: dict[str, Any] = {}
+        self.whole_tensors: dict[str, torch.Tensor] = {}
+        self.trained_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
+        """Of tables of embeddings of which only rows were trained: their indices, and the rows."""
+        self._load_adapter(self._meta_model())
+        shared = next((name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None)
         if shared is not None:
             raise ModelError(
-                f"the adapter cannot be merged: blocks of a {type(self.plain).__name__} share {tied[shared]}, and each "
+                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {tied_sources[shared]}, and each "
                 "has changes of its own to it; serve the base with the adapter"
             )
-        self.untied = {name: source for name, source in tied.items() if self._are_apart(name, source)}
+        self.untied_sources = {name: source for name, source in tied_sources.items() if self._is_untied(name, source)}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
-        self.tied = frozenset(tied) - set(self.untied)
+        self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
 
-    def _empty(self) -> Any:
+    def _meta_model(self) -> Any:
         with torch.device("meta"):
-            trusts = self.run.config.model.trust_remote_code
+            trusts_code = self.run.config.model.trust_remote_code
             config = self.model_spec.hf_config
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_code)
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
@@ -71,14 +71,14 @@ class AdaptedModel:
         from transformers.quantizers import AutoHfQuantizer
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
-        model = self._empty()
-        wanted = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
-        quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
+        model = self._meta_model()
+        quantization_config = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
+        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]
         return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
-    def _fill(self, model: Any) -> None:
+    def _load_adapter(self, model: Any) -> None:
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
         from peft.tuners.lora.layer import ParamWrapper
@@ -88,13 +88,13 @@ class AdaptedModel:
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
         tower = self.model_spec.text_tower
-        in_file = str if tower is None else tower.to_full_name
-        saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_duplicate_name(name)}
+        name_in_file = str if tower is None else tower.to_full_name
+        saved = {name_in_file(name): tensor.float() for name, tensor in load_file(file).items() if not is_duplicate_name(name)}
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
         names = adapter_names(peft_model)
-        lost = sorted(set(names) ^ set(saved))
-        if lost:
-            raise ModelError(f"{file} is the adapter of another model: {lost[0]} is in one of them only")
+        mismatched_names = sorted(set(names) ^ set(saved))
+        if mismatched_names:
+            raise ModelError(f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them only")
         for name, tensor in saved.items():
             shape = tuple(peft_model.get_parameter(names[name]).shape)
             if shape != tuple(tensor.shape):
@@ -102,69 +102,69 @@ class AdaptedModel:
                 raise ModelError(f"{file} is the adapter of another model: {shapes}")
         # PEFT's own loading would move what it reads to where the base is, which is nowhere
         peft_model.load_state_dict({names[name]: tensor for name, tensor in saved.items()}, strict=False, assign=True)
-        inner = peft_model.get_base_model()
-        for path, module in inner.named_modules():
+        base_model = peft_model.get_base_model()
+        for module_name, module in base_model.named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
-                experts = path.removesuffix(".base_layer")
-                self.layers[f"{experts}.{module.parameter_name}"] = module
+                experts = module_name.removesuffix(".base_layer")
+                self.adapted_layers[f"{experts}.{module.parameter_name}"] = module
             elif isinstance(module, LoraLayer):
-                self.layers[f"{path}.weight"] = module
+                self.adapted_layers[f"{module_name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for name, parameter in module.modules_to_save["default"].named_parameters():
-                    self.whole[f"{path}.{name}"] = parameter.detach()
+                    self.whole_tensors[f"{module_name}.{name}"] = parameter.detach()
             elif isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter is None:
                 adapter = module.token_adapter
                 trained = adapter.trainable_tokens_delta["default"].detach()
-                self.rows[f"{path}.weight"] = (adapter.token_indices["default"], trained)
+                self.trained_rows[f"{module_name}.weight"] = (adapter.token_indices["default"], trained)
 
-    def _are_apart(self, name: str, source: str) -> bool:
-        if (name in self.whole) != (source in self.whole):
+    def _is_untied(self, name: str, source: str) -> bool:
+        if (name in self.whole_tensors) != (source in self.whole_tensors):
             return True
-        return name in self.whole and not torch.equal(self.whole[name], self.whole[source])
+        return name in self.whole_tensors and not torch.equal(self.whole_tensors[name], self.whole_tensors[source])
 
-    def shape_of(self, name: str, base: tuple[int, ...]) -> tuple[int, ...]:
+    def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""
-        if name in self.rows:
-            return (max(base[0], max(self.rows[name][0]) + 1), *base[1:])
-        return tuple(self.whole[name].shape) if name in self.whole else base
+        if name in self.trained_rows:
+            return (max(base_shape[0], max(self.trained_rows[name][0]) + 1), *base_shape[1:])
+        return tuple(self.whole_tensors[name].shape) if name in self.whole_tensors else base_shape
 
-    def tensor(self, name: str, base: torch.Tensor) -> torch.Tensor:
+    def trained_tensor(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
-        if name in self.whole:
-            return self.whole[name]
-        if name in self.rows:
-            numbers, trained = self.rows[name]
-            table = base.new_zeros(self.shape_of(name, tuple(base.shape)), dtype=torch.float32)
-            table[: len(base)] = base
-            table[numbers] = trained
+        if name in self.whole_tensors:
+            return self.whole_tensors[name]
+        if name in self.trained_rows:
+            row_indices, trained = self.trained_rows[name]
+            table = base_tensor.new_zeros(self.trained_shape(name, tuple(base_tensor.shape)), dtype=torch.float32)
+            table[: len(base_tensor)] = base_tensor
+            table[row_indices] = trained
             return table
-        layer = self.layers.get(name)
-        if layer is None and name not in self.quantized:
-            return base
-        weight = self._as_trained(name, base)
+        layer = self.adapted_layers.get(name)
+        if layer is None and name not in self.quantized_names:
+            return base_tensor
+        weight = self._training_weight(name, base_tensor)
         if layer is None:
             return weight
-        return _merged(layer, weight)
+        return _merge_layer(layer, weight)
 
-    def _as_trained(self, name: str, base: torch.Tensor) -> torch.Tensor:
+    def _training_weight(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
         """The base's weight in fp32, rounded to NF4 and back where the adapter is merged into such."""
-        if name not in self.quantized:
-            return base.float()
+        if name not in self.quantized_names:
+            return base_tensor.float()
         # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
-        return nf4_roundtrip(base.to(TORCH_DTYPES[self.precision.load]))
+        return nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
 
 
-def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
-    empty = getattr(base, name)
-    setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))
+def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+    meta_weight = getattr(base_layer, parameter_name)
+    setattr(base_layer, parameter_name, nn.Parameter(weight.clone(), requires_grad=False))
     try:
         layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
-        result: torch.Tensor = getattr(base, name).data
+        result: torch.Tensor = getattr(base_layer, parameter_name).data
     except ValueError as error:
         raise ModelError(f"the adapter makes values that are not finite: {error}") from None
     finally:
         # back to the meta device: kept in its layer, every merged weight would stay in RAM
         layer.merged_adapters.clear()
-        setattr(base, name, empty)
+        setattr(base_layer, parameter_name, meta_weight)
     return result

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import Scored, divergence, limit_of, log_probs, spaced
+from sft_play.finished.export.check_merge import RowLogProbs, mean_divergence, divergence_limit, log_probs, evenly_spaced_rows
 from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.merge import whole_model
+from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
-from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_length
+from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts, common_prefix_length
 from sft_play.finished.load import held_out, load_as_trained, this_device
 from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.log import one_line
@@ -33,16 +33,16 @@ from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
-ROWS = 200
+EXPORT_TEST_ROWS = 200
 # Rows at whose trained places the distributions are compared.
-_SCORED_ROWS = 32
-_TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DIVERGENCE_ROWS = 32
+_GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Model types that llama.cpp writes as `llama`, and that compute as it does.
-_AS_LLAMA = ("mistral",)
+_LLAMA_COMPATIBLE = ("mistral",)
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerComparison:
     """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
     kl: float
@@ -70,7 +70,7 @@ class ExportTest(Outcome):
     """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
     checks: tuple[ExportCheck, ...]
-    answers: Answering | None
+    answers: AnswerComparison | None
     kl_base: float | None
 
     @property
@@ -83,147 +83,147 @@ class ExportTest(Outcome):
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
         lines += [f"{check.name}: {marks[check.ok]}, {check.reason}" for check in self.checks]
         failed = [check.name.lower() for check in self.checks if check.ok is False]
-        missing = [check.name.lower() for check in self.checks if check.ok is None]
+        unchecked = [check.name.lower() for check in self.checks if check.ok is None]
         if self.ok:
             next_step = f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}"
             return [*lines, "Verdict: the exported model answers as the trained one", next_step]
         if failed:
             return [*lines, f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})"]
-        return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(missing)})"]
+        return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(unchecked)})"]
 
 
 def export_test(
-    run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
+    run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS, llama_cpp: Path | None = None
 ) -> ExportTest:
     """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
     RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
-    model = whole_model(run, is_locked=False)
-    prompts = Prompts(run, model)
-    data = held_out(run)
-    of_rows = prompts.of_rows(data.split, rows)
-    source = data.name if of_rows else "test conversations"  # of training rows only the tokens are kept
-    plan, asked = run.plan(), of_rows or prompts.of_probes()[:rows]
+    model = whole_model_folder(run, is_locked=False)
+    prompts = EnginePrompts(run, model)
+    held_out_rows = held_out(run)
+    row_prompts = prompts.row_prompts(held_out_rows.split, rows)
+    prompt_source = held_out_rows.name if row_prompts else "test conversations"  # of training rows only the tokens are kept
+    plan, paired_prompts = run.plan(), row_prompts or prompts.probe_prompts()[:rows]
     # a prompt that fills the run's rows leaves no room for an answer
-    asked = [one for one in asked if len(one.ids) < plan.max_seq_len]
-    scored = spaced(data.split.rows, _SCORED_ROWS)
-    known = read_pre_tokenizers(find_converter(llama_cpp).vocabularies)
-    types, embeddings = _read_types(file)
-    checks = _prompt_checks(run, prompts, asked, fields, known)
+    paired_prompts = [pair for pair in paired_prompts if len(pair.ids) < plan.max_seq_len]
+    divergence_rows = evenly_spaced_rows(held_out_rows.split.rows, _DIVERGENCE_ROWS)
+    pre_tokenizers = read_pre_tokenizers(find_converter(llama_cpp).vocabulary_source)
+    tensor_types, embedding_rows = _read_tensor_types(file)
+    checks = _prompt_checks(run, prompts, paired_prompts, fields, pre_tokenizers)
 
-    def seen_by(model: Any) -> _Seen:
-        given = generate_answers(
-            model, prompts.tokenizer, [Question(one.ids, "", "") for one in asked], stop_tokens=prompts.stops,
+    def measure(model: Any) -> _ModelOutput:
+        generated = generate_answers(
+            model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts], stop_tokens=prompts.stop_ids,
             max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _Seen([answer.token_ids for answer in given], log_probs(model, scored), dtype)
+        return _ModelOutput([answer.token_ids for answer in generated], log_probs(model, divergence_rows), dtype)
 
     try:
-        read = load_gguf(file, model, rows=embeddings)
+        gguf_model = load_gguf(file, model, embedding_rows=embedding_rows)
     except ModelError as error:
-        answering, base = None, None
+        comparison, base_divergence = None, None
         checks.append(ExportCheck("Answers", None, str(error)))
     else:
-        seen = seen_by(read)
-        del read
+        output = measure(gguf_model)
+        del gguf_model
         free_memory()
-        answering, base = _beside_trained(run, seen_by, scored, seen, types)
-        checks.append(_answer_check(answering))
+        comparison, base_divergence = _compare_with_trained(run, measure, divergence_rows, output, tensor_types)
+        checks.append(_answer_check(comparison))
     return ExportTest(
-        run.folder.path, file, tuple(sorted(types)), source, len(asked), tuple(checks), answering, base
+        run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks), comparison, base_divergence
     )  # fmt: skip
 
 
-def load_gguf(file: Path, model: Path, *, rows: int) -> Any:
-    """The model in a GGUF, in eval mode on the first GPU or the CPU, in the dtype of the folder `model`.
+def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
+    """The model in a GGUF, in eval mode on the first GPU or the CPU, in the dtype of `folder`.
 
     Its settings are that folder's too: transformers reads not all of them out of a GGUF (Llama 3's scaled positions,
-    biases). `rows`: of the file's embeddings. Raises ModelError where transformers does not read this architecture.
+    biases). `embedding_rows`: of the file. Raises ModelError where transformers does not read this architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-    config = prepare_text_config(AutoConfig.from_pretrained(model))  # a GGUF holds the language model
-    config.get_text_config().vocab_size = rows  # the converter may leave out rows that only pad the embeddings
+    config = prepare_text_config(AutoConfig.from_pretrained(folder))  # a GGUF holds the language model
+    config.get_text_config().vocab_size = embedding_rows  # the converter may leave out rows that only pad the embeddings
     dtype = config.dtype or torch.float32
-    if config.model_type in _AS_LLAMA:
-        kept = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        config = LlamaConfig(**kept)
+    if config.model_type in _LLAMA_COMPATIBLE:
+        settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        config = LlamaConfig(**settings)
     sdpa.enable_cudnn(enabled=False)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        gguf_model = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": this_device()},
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
-        why = f"({config.model_type}): {one_line(str(error), limit=120)}"
-        raise ModelError(f"transformers does not read this GGUF {why}") from None
-    return loaded.eval()
+        reason = f"({config.model_type}): {one_line(str(error), limit=120)}"
+        raise ModelError(f"transformers does not read this GGUF {reason}") from None
+    return gguf_model.eval()
 
 
-def _read_types(file: Path) -> tuple[set[str], int]:
+def _read_tensor_types(file: Path) -> tuple[set[str], int]:
     """Names of the types of the file's tensors, such as Q8_0, and the rows of its input embeddings."""
     from gguf import GGUFReader
 
     tensors = GGUFReader(str(file)).tensors
-    rows = next(int(one.shape[-1]) for one in tensors if one.name == "token_embd.weight")
-    return {one.tensor_type.name for one in tensors}, rows
+    rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
+    return {tensor.tensor_type.name for tensor in tensors}, rows
 
 
-def bits_of(kind: str) -> int | None:
+def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
-    found = re.match(r"I?Q(\d)_", kind)
-    return int(found[1]) if found else None
+    match = re.match(r"I?Q(\d)_", tensor_type)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ModelOutput:
     answers: list[tuple[int, ...]]
-    scored: list[Scored]
+    log_probs: list[RowLogProbs]
     dtype: str
 
 
 def _prompt_checks(
-    run: FinishedRun, prompts: Prompts, asked: Sequence[PairedPrompt], fields: dict[str, Any], known: Any
+    run: FinishedRun, prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt], fields: dict[str, Any], pre_tokenizers: Any
 ) -> list[ExportCheck]:
-    refused = sum(one.rendered is None for one in asked)
-    same = sum(one.rendered is not None and prompts.ids_of(one.text) == one.ids for one in asked)
-    words = f"{same} of {len(asked)} have training's token ids by the folder's template and tokenizer"
-    if refused:
-        words += f"; the template refuses {refused}"
-    given = run.config.data.chat_template_kwargs
-    if same < len(asked) and given:
-        words += f"; training passed chat_template_kwargs={given}, and so has every request"
-    checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
-    return [*checks, *file_checks(fields, known, prompts, asked)]
+    refused_count = sum(pair.rendered is None for pair in paired_prompts)
+    equal_count = sum(pair.rendered is not None and prompts.engine_ids(pair.text) == pair.ids for pair in paired_prompts)
+    reason = f"{equal_count} of {len(paired_prompts)} have training's token ids by the folder's template and tokenizer"
+    if refused_count:
+        reason += f"; the template refuses {refused_count}"
+    template_kwargs = run.config.data.chat_template_kwargs
+    if equal_count < len(paired_prompts) and template_kwargs:
+        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
+    checks = [ExportCheck("Prompts", equal_count == len(paired_prompts) > 0, reason)]
+    return [*checks, *file_checks(fields, pre_tokenizers, prompts, paired_prompts)]
 
 
-def _beside_trained(
-    run: FinishedRun, seen_by: Callable[[Any], _Seen], rows: Sequence[Any], seen: _Seen, types: set[str]
-) -> tuple[Answering, float | None]:
+def _compare_with_trained(
+    run: FinishedRun, measure: Callable[[Any], _ModelOutput], rows: Sequence[Any], output: _ModelOutput, tensor_types: set[str]
+) -> tuple[AnswerComparison, float | None]:
     model = load_as_trained(run)
-    trained, base = seen_by(model), None
+    trained, base_divergence = measure(model), None
     if run.is_adapter:
         with model.disable_adapter():
-            base = divergence(trained.scored, log_probs(model, rows))
+            base_divergence = mean_divergence(trained.log_probs, log_probs(model, rows))
     del model
     free_memory()
     # the coarsest rounding decides the limit
-    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, bits_of(name) or 8)}" for name in types}
-    dtypes = {run.plan().precision.compute, trained.dtype, seen.dtype, *of_file}
-    pairs = list(zip(trained.answers, seen.answers, strict=True))
-    answering = Answering(
-        divergence(trained.scored, seen.scored),
-        equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
-        equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-        kl_limit=max(limit_of(dtype, base or 0.0) for dtype in dtypes),
+    file_dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
+    dtypes = {run.plan().precision.compute, trained.dtype, output.dtype, *file_dtypes}
+    pairs = list(zip(trained.answers, output.answers, strict=True))
+    comparison = AnswerComparison(
+        mean_divergence(trained.log_probs, output.log_probs),
+        equal_answers=sum(trained_answer == file_answer for trained_answer, file_answer in pairs) / max(1, len(pairs)),
+        equal_tokens=sum(common_prefix_length(*pair) for pair in pairs) / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
+        kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
     )
-    return answering, base
+    return comparison, base_divergence
 
 
-def _answer_check(one: Answering) -> ExportCheck:
-    words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
-    words += f", KL {one.kl:.2g} nats (limit {one.kl_limit:.2g})"
-    return ExportCheck("Answers", one.ok, words)
+def _answer_check(comparison: AnswerComparison) -> ExportCheck:
+    reason = f"{comparison.equal_answers:.1%} equal the trained model's token for token ({comparison.equal_tokens:.1%} of its tokens)"
+    reason += f", KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
+    return ExportCheck("Answers", comparison.ok, reason)

@@ -23,28 +23,28 @@ from typing import Any
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export import gguf_tokenizer
 from sft_play.finished.export.llama_cpp import (
-    PACKAGE,
-    VERSION,
+    LLAMA_CPP_PACKAGE,
+    LLAMA_CPP_VERSION,
     Converter,
-    convert,
+    convert_to_gguf,
     find_converter,
     has_llama_cpp,
-    quantize,
+    quantize_gguf,
 )
-from sft_play.finished.export.merge import whole_model
-from sft_play.finished.export.ollama import modelfile_of
+from sft_play.finished.export.merge import whole_model_folder
+from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
-    CONVERTED,
-    EXPORT,
+    CONVERTER_QUANTS,
+    EXPORT_FOLDER,
     EXPORT_FILE,
-    Format,
+    ExportFormat,
     Quant,
-    merge_record,
-    merge_words,
-    require_export_place,
+    read_merge_record,
+    describe_merge,
+    require_export_target,
 )
-from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, write_generation_config
+from sft_play.finished.export.pre_tokenizers import probe_texts, matching_names, read_pre_tokenizers
+from sft_play.finished.export.prompts import MAX_CHECKED_ROWS, PairedPrompt, EnginePrompts, write_generation_config
 from sft_play.finished.load import held_out
 from sft_play.finished.run import (
     FinishedRun,
@@ -64,16 +64,16 @@ from sft_play.units import format_gib
 logger = logging.getLogger(__name__)
 
 # By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
-_LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_LARGEST_F16 = 65_504.0
+_LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_MAX_F16 = 65_504.0
 
 
 @dataclass(frozen=True)
-class Exported(Outcome):
+class ExportResult(Outcome):
     """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
 
     run: Path
-    format: Format
+    format: ExportFormat
     path: Path
     bytes: int
     commands: tuple[str, ...]
@@ -95,13 +95,13 @@ class Exported(Outcome):
                 f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
                 if self.prompts_checked else "Tokenizer: not compared"
             )  # fmt: skip
-        what = f"{self.quant}, " if self.quant else ""
-        size = f"{what}{format_gib(self.bytes, digits=2)} GiB"
+        quant_note = f"{self.quant}, " if self.quant else ""
+        size = f"{quant_note}{format_gib(self.bytes, digits=2)} GiB"
         lines.append(f"Written to: {self.file or self.path} ({size}, {self.wall_s:.0f} s)")
         lines += [f"Serve: {command}" for command in self.commands]
-        elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
+        out_variable = {} if self.path == self.run / EXPORT_FOLDER / self.format else {"OUT": self.path}
         if self.file is not None:
-            return [*lines, next_line("export-test", RUN=self.run, **elsewhere)]
+            return [*lines, next_line("export-test", RUN=self.run, **out_variable)]
         if self.merge is not None:
             return [*lines, next_line("merge-test", RUN=self.run)]
         return [*lines, next_line("push", "REPO=user/name", RUN=self.run)]
@@ -109,144 +109,144 @@ class Exported(Outcome):
 
 def export_run(
     run: FinishedRun,
-    format: Format,
+    format: ExportFormat,
     *,
     quant: Quant | None = None,
     out: Path | None = None,
     replace: bool = False,
     llama_cpp: Path | None = None,
-) -> Exported:
+) -> ExportResult:
     """Write a finished run for an engine, with the options of docs/trained.md (export). Raises ConfigError where
     `quant` does not fit, there is no converter, or the target cannot be written; RunFolderError where the target
     exists; ModelError or BackendError where the model is one that the converter cannot write; TokenizerError where the
     file's tokenizer would not be the one that was trained with, or the chat template cannot be written as a
     Modelfile's."""
-    started = time.monotonic()
-    target = out or run.folder.path / EXPORT / format
-    require_export_place(target, replace=replace)
+    start_time = time.monotonic()
+    target = out or run.folder.path / EXPORT_FOLDER / format
+    require_export_target(target, replace=replace)
     quiet_libraries()
     # before the merge: a converter that cannot be fetched is known in seconds, a merge takes minutes
-    if quant not in (None, *CONVERTED) and not has_llama_cpp():
-        install = f"{sys.executable} -m pip install {PACKAGE}=={VERSION} (it compiles for minutes)"
+    if quant not in (None, *CONVERTER_QUANTS) and not has_llama_cpp():
+        install = f"{sys.executable} -m pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes)"
         raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
     converter = None if format == "vllm" else find_converter(llama_cpp)
-    model = whole_model(run, is_locked=True)
+    model_folder = whole_model_folder(run, is_locked=True)
     with built_folder(target) as building:
         if converter is None:
-            written = _write_folder(run, model, building, target)
+            result = _write_folder(run, model_folder, building, target)
         else:
-            written = _write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        made_of = {
-            "run": run.folder.path.name, "model": model.name, "quant": written.quant, "converter": written.converter,
-            "file": written.file.name if written.file else None,
-            "merge": merge_record(model) or None,  # what the weights are made of travels with them
+            result = _write_gguf(run, model_folder, building, target, converter, quant=quant, format=format)
+        record = {
+            "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant, "converter": result.converter,
+            "file": result.file.name if result.file else None,
+            "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
-        write_json(building / EXPORT_FILE, {name: fact for name, fact in made_of.items() if fact is not None})
-    notes, seconds = (*text_only_of(run), *written.notes), round(time.monotonic() - started, 2)
-    return with_changes(written, notes=notes, merge=merge_words(model), wall_s=seconds)
+        write_json(building / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
+    notes, seconds = (*text_only_of(run), *result.notes), round(time.monotonic() - start_time, 2)
+    return with_changes(result, notes=notes, merge=describe_merge(model_folder), wall_s=seconds)
 
 
-def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:
-    prompts = Prompts(run, model)
-    for file in model.iterdir():
+def _write_folder(run: FinishedRun, model_folder: Path, building: Path, target: Path) -> ExportResult:
+    prompts = EnginePrompts(run, model_folder)
+    for file in model_folder.iterdir():
         if file.is_file():
             _link_or_copy(file, building / file.name)
-    write_generation_config(run, prompts.tokenizer, model, building)
+    write_generation_config(run, prompts.tokenizer, model_folder, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    positions, note = context_of(run, str(model))
+    positions, context_note = context_of(run, str(model_folder))
     name = run.folder.path.name
-    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
-    return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),), (note,) if note else ())
+    command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
+    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), (context_note,) if context_note else ())
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(file: Path, target: Path) -> None:
     """A second name for weights; a copy on another disk, and of small files: an edit here must not change the other."""
     try:
-        (os.link if source.suffix == ".safetensors" else shutil.copyfile)(source.resolve(), target)
+        (os.link if file.suffix == ".safetensors" else shutil.copyfile)(file.resolve(), target)
     except OSError:
-        shutil.copyfile(source, target)
+        shutil.copyfile(file, target)
 
 
 def _write_gguf(
     run: FinishedRun,
-    model: Path,
+    model_folder: Path,
     building: Path,
     target: Path,
     converter: Converter,
     *,
     quant: Quant | None,
-    format: Format,
-) -> Exported:
-    chosen = _quant(model, quant)
-    first = chosen if chosen in CONVERTED else _lossless(model) or "bf16"
-    prompts = Prompts(run, model)
+    format: ExportFormat,
+) -> ExportResult:
+    file_quant = _resolve_quant(model_folder, quant)
+    converted_quant = file_quant if file_quant in CONVERTER_QUANTS else _lossless_quant(model_folder) or "bf16"
+    prompts = EnginePrompts(run, model_folder)
     name = run.folder.path.name
-    file = building / f"{name}-{chosen}.gguf"
-    needed = sum(weights.stat().st_size for weights in weight_files(model))
-    needed += 0 if first == chosen else needed // 2  # both files are there for a moment
-    require_space(building, needed, "the GGUF needs up to")
+    file = building / f"{name}-{file_quant}.gguf"
+    needed_bytes = sum(weight_file.stat().st_size for weight_file in weight_files(model_folder))
+    needed_bytes += 0 if converted_quant == file_quant else needed_bytes // 2  # both files are there for a moment
+    require_space(building, needed_bytes, "the GGUF needs up to")
     staged = building / ".model"
-    _stage(run, model, prompts.tokenizer, staged)
-    vocabulary, pre = _vocabulary(prompts, converter)
-    told: tuple[str, ...] = ()
+    _stage_model(run, model_folder, prompts.tokenizer, staged)
+    vocabulary, pre_tokenizer = _converter_vocabulary(prompts, converter)
+    modelfile_notes: tuple[str, ...] = ()
     if format == "ollama":
-        positions, note = context_of(run, str(model))
-        text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions)
-        told += (note,) if note else ()
+        positions, context_note = context_of(run, str(model_folder))
+        text, modelfile_notes = build_modelfile(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions)
+        modelfile_notes += (context_note,) if context_note else ()
         (building / "Modelfile").write_text(text, encoding="utf-8")
-    written = file if first == chosen else staged / "whole.gguf"
-    convert(converter, staged, written, quant=first, name=name, vocabulary=json.dumps(vocabulary))
-    if first != chosen:
-        quantize(written, file, chosen)
+    converted_file = file if converted_quant == file_quant else staged / "whole.gguf"
+    convert_to_gguf(converter, staged, converted_file, quant=converted_quant, name=name, vocabulary=json.dumps(vocabulary))
+    if converted_quant != file_quant:
+        quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged)
-    checked, notes = _check_file(run, file, prompts, converter)
+    checked, notes = _check_gguf(run, file, prompts, converter)
     fields = gguf_tokenizer.read_fields(file)
-    served = target / file.name
-    own = shlex.quote(name.lower())
+    served_file = target / file.name
+    ollama_name = shlex.quote(name.lower())
     command = (
-        f"ollama create {own} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {own}"
-        if format == "ollama" else f"llama-server --jinja -m {shlex.quote(str(served))}"
+        f"ollama create {ollama_name} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {ollama_name}"
+        if format == "ollama" else f"llama-server --jinja -m {shlex.quote(str(served_file))}"
     )  # fmt: skip
-    return Exported(
-        run.folder.path, format, target, file.stat().st_size, (command,), (*notes, *told), served,
-        chosen, converter.version, str(fields.get("tokenizer.ggml.pre", pre)), checked,
+    return ExportResult(
+        run.folder.path, format, target, file.stat().st_size, (command,), (*notes, *modelfile_notes), served_file,
+        file_quant, converter.version, str(fields.get("tokenizer.ggml.pre", pre_tokenizer)), checked,
     )  # fmt: skip
 
 
-def _quant(model: Path, given: Quant | None) -> Quant:
-    quant = given or _lossless(model)
+def _resolve_quant(model: Path, requested_quant: Quant | None) -> Quant:
+    quant = requested_quant or _lossless_quant(model)
     if quant is None:
-        own = _dtype(model)
-        raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
-    if quant == "f16" and _lossless(model) != "f16" and (name := _beyond_f16(model)) is not None:
+        dtype = _main_dtype(model)
+        raise ConfigError(f"the weights in {model} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
+    if quant == "f16" and _lossless_quant(model) != "f16" and (name := _find_beyond_f16(model)) is not None:
         raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
 
 
-def _dtype(model: Path) -> str:
+def _main_dtype(model: Path) -> str:
     counts: dict[str, int] = {}
-    for one in open_tensors(model).values():
-        counts[one.dtype] = counts.get(one.dtype, 0) + math.prod(one.shape)
+    for tensor in open_tensors(model).values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _lossless(model: Path) -> Quant | None:
-    return _LOSSLESS.get(_dtype(model))
+def _lossless_quant(model: Path) -> Quant | None:
+    return _LOSSLESS_QUANTS.get(_main_dtype(model))
 
 
-def _beyond_f16(model: Path) -> str | None:
+def _find_beyond_f16(model: Path) -> str | None:
     from safetensors import safe_open
 
     for file in weight_files(model):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
                 tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _LARGEST_F16:
+                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _MAX_F16:
                     return str(name)
     return None
 
 
-def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
+def _stage_model(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
     """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file, which
     transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
     looks for them."""
@@ -254,24 +254,24 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
     for file in model.iterdir():
         if file.is_file():
             (staged / file.name).symlink_to(file.resolve())
-    pieces = _base_files(run, model) / "tokenizer.model"
-    own = staged / "tokenizer.model"
-    if pieces.is_file() and not own.exists():
-        own.symlink_to(pieces.resolve())
-    if not own.exists() and gguf_tokenizer.is_sentencepiece(tokenizer):
-        gguf_tokenizer.write_pieces(tokenizer, own)
+    base_pieces = _tokenizer_folder(run, model) / "tokenizer.model"
+    staged_pieces = staged / "tokenizer.model"
+    if base_pieces.is_file() and not staged_pieces.exists():
+        staged_pieces.symlink_to(base_pieces.resolve())
+    if not staged_pieces.exists() and gguf_tokenizer.is_sentencepiece(tokenizer):
+        gguf_tokenizer.write_sentencepiece_model(tokenizer, staged_pieces)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged / "tokenizer_config.json"
     settings = read_json(path)
-    added = {
-        str(number): {"content": token.content, "special": token.special, "normalized": token.normalized}
-        for number, token in tokenizer.added_tokens_decoder.items()
+    added_tokens = {
+        str(token_id): {"content": token.content, "special": token.special, "normalized": token.normalized}
+        for token_id, token in tokenizer.added_tokens_decoder.items()
     }
     path.unlink(missing_ok=True)  # a link: writing through it would change the model's own file
-    path.write_text(json.dumps({"added_tokens_decoder": added, **settings}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"added_tokens_decoder": added_tokens, **settings}, indent=2) + "\n", encoding="utf-8")
 
 
-def _base_files(run: FinishedRun, model: Path) -> Path:
+def _tokenizer_folder(run: FinishedRun, model: Path) -> Path:
     try:
         return base_folder(run)
     except ModelError:
@@ -280,26 +280,26 @@ def _base_files(run: FinishedRun, model: Path) -> Path:
         return model
 
 
-def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
+def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
     """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
     tokenizer = prompts.tokenizer
     backend = tokenizer.backend_tokenizer
-    names = proven_names(backend, read_pre_tokenizers(converter.vocabularies), probe_texts())
-    pre = names[0] if names else None
-    own = tokenizer.eos_token_id
+    names = matching_names(backend, read_pre_tokenizers(converter.vocabulary_source), probe_texts())
+    pre_tokenizer = names[0] if names else None
+    eos_id = tokenizer.eos_token_id
     # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
-    others = [token for token in prompts.stops if token != own]
-    others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
-    kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
-    ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
-    prefix = gguf_tokenizer.prefixes_space(tokenizer) if gguf_tokenizer.is_sentencepiece(tokenizer) else None
-    return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
+    other_stops = [token for token in prompts.stop_ids if token != eos_id]
+    other_stops.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
+    stop_names = ("eos", "eot", "eom") if eos_id is not None else ("eot", "eom")
+    ids = dict(zip(stop_names, ([eos_id] if eos_id is not None else []) + other_stops, strict=False))
+    space_prefix = gguf_tokenizer.adds_space_prefix(tokenizer) if gguf_tokenizer.is_sentencepiece(tokenizer) else None
+    return {"pre": pre_tokenizer, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": space_prefix}, pre_tokenizer
 
 
-def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Converter) -> tuple[int, list[str]]:
-    fields, known = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabularies)
-    asked = _some_prompts(run, prompts)
-    checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, known, prompts, asked)}
+def _check_gguf(run: FinishedRun, file: Path, prompts: EnginePrompts, converter: Converter) -> tuple[int, list[str]]:
+    fields, pre_tokenizers = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabulary_source)
+    paired_prompts = _check_prompts(run, prompts)
+    checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, pre_tokenizers, prompts, paired_prompts)}
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
@@ -307,13 +307,13 @@ def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Conve
                 f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {way_out}"
             )
     notes = [f"{check.name}: {check.reason}" for check in checks.values() if check.ok is not True]
-    return len(asked) if checks["Tokenizer"].ok else 0, notes
+    return len(paired_prompts) if checks["Tokenizer"].ok else 0, notes
 
 
-def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
-    probing = prompts.of_probes()
+def _check_prompts(run: FinishedRun, prompts: EnginePrompts) -> list[PairedPrompt]:
+    probe_prompts = prompts.probe_prompts()
     try:
-        return [*prompts.of_rows(held_out(run).split, CHECKED_ROWS), *probing]
+        return [*prompts.row_prompts(held_out(run).split, MAX_CHECKED_ROWS), *probe_prompts]
     except DataError as error:
         logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
-        return probing
+        return probe_prompts

@@ -15,11 +15,11 @@ from typing import Any
 
 from sft_play.errors import ModelError
 from sft_play.finished.export.pre_tokenizers import PreTokenizer
-from sft_play.finished.export.prompts import PairedPrompt, Prompts
+from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts
 
 # Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class UnreadableTokenizer(ModelError):
@@ -27,60 +27,60 @@ class UnreadableTokenizer(ModelError):
 
 
 class GgufTokenizer:
-    """Token ids of texts by a GGUF's own tokenizer. `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers.
-    Raises UnreadableTokenizer where its kind or its pre-tokenizer is not known here."""
+    """Token ids of texts by a GGUF's own tokenizer. `fields`: the file's metadata. `pre_tokenizers`: those of
+    llama.cpp. Raises UnreadableTokenizer where its kind or its pre-tokenizer is not known here."""
 
-    def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:
+    def __init__(self, fields: Mapping[str, Any], pre_tokenizers: Mapping[str, PreTokenizer]) -> None:
         def entry(name: str, default: Any = None) -> Any:
             return fields.get(f"tokenizer.ggml.{name}", default)
 
         self.kind = str(entry("model"))
         self.pre = str(entry("pre", "default"))
         self.tokens: list[str] = list(entry("tokens", []))
-        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
         """Of tokens that are written twice, the last one."""
-        types = entry("token_type") or [1] * len(self.tokens)
-        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they occur in a text
-        special = [token for token, kind in zip(self.tokens, types, strict=True) if kind in whole and token]
+        token_types = entry("token_type") or [1] * len(self.tokens)
+        special_types = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they occur in a text
+        special_tokens = [token for token, token_type in zip(self.tokens, token_types, strict=True) if token_type in special_types and token]
         # the longest first, where one special token begins with another
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._special_pattern = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
         self.bos_id: int | None = entry("bos_token_id")
         # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
         self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
         self.stop_ids = {entry(f"{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
         if self.kind == "gpt2":
-            self._encode_plain = self._byte_level(entry("merges", []), known)
+            self._encoder = self._byte_level_encoder(entry("merges", []), pre_tokenizers)
         elif self.kind == "llama":
-            self._prefixes_space = bool(entry("add_space_prefix", True))
-            self._encode_plain = self._sentence_pieces(entry("scores", []), types)
+            self._adds_space_prefix = bool(entry("add_space_prefix", True))
+            self._encoder = self._sentencepiece_encoder(entry("scores", []), token_types)
         else:
             raise UnreadableTokenizer(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
 
-    def _sentence_pieces(self, scores: list[float], types: list[int]) -> Callable[[str], list[int]]:
+    def _sentencepiece_encoder(self, scores: list[float], token_types: list[int]) -> Callable[[str], list[int]]:
         from sentencepiece import SentencePieceProcessor
 
-        file = _sentencepiece_file(zip(self.tokens, scores, types, strict=True), prefixes_space=False)
+        model = _sentencepiece_model(zip(self.tokens, scores, token_types, strict=True), adds_space_prefix=False)
         try:
-            pieces = SentencePieceProcessor(model_proto=file.SerializeToString())
+            processor = SentencePieceProcessor(model_proto=model.SerializeToString())
         except RuntimeError as error:
             raise UnreadableTokenizer(f"SentencePiece does not read the GGUF's tokenizer: {error}") from None
-        prefix = " " if self._prefixes_space else ""  # after every special token too
-        return lambda text: list(pieces.encode(prefix + text))
+        prefix = " " if self._adds_space_prefix else ""  # after every special token too
+        return lambda text: list(processor.encode(prefix + text))
 
-    def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Callable[[str], list[int]]:
+    def _byte_level_encoder(self, merges: list[str], pre_tokenizers: Mapping[str, PreTokenizer]) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer, models
 
-        if self.pre not in known:
+        if self.pre not in pre_tokenizers:
             raise UnreadableTokenizer(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         backend = Tokenizer(
             models.BPE(
                 vocab=self.ids,
                 merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
-                ignore_merges=known[self.pre].ignore_merges,
+                ignore_merges=pre_tokenizers[self.pre].ignore_merges,
             )
         )
-        backend.pre_tokenizer = known[self.pre].built()
+        backend.pre_tokenizer = pre_tokenizers[self.pre].build()
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
     def encode(self, text: str) -> list[int]:
@@ -91,13 +91,13 @@ class GgufTokenizer:
             ids.append(self.bos_id)
             text = text.removeprefix(self.tokens[self.bos_id])
         position = 0
-        for match in self._special.finditer(text):
-            ids += [*self._plain(text[position : match.start()]), self.ids[match[0]]]
+        for match in self._special_pattern.finditer(text):
+            ids += [*self._encode_text(text[position : match.start()]), self.ids[match[0]]]
             position = match.end()
-        return [*ids, *self._plain(text[position:])]
+        return [*ids, *self._encode_text(text[position:])]
 
-    def _plain(self, text: str) -> list[int]:
-        return self._encode_plain(text) if text else []
+    def _encode_text(self, text: str) -> list[int]:
+        return self._encoder(text) if text else []
 
 
 @dataclass(frozen=True)
@@ -110,25 +110,25 @@ class ExportCheck:
 
 
 def file_checks(
-    fields: Mapping[str, Any], known: Mapping[str, PreTokenizer], prompts: Prompts, asked: Sequence[PairedPrompt]
+    fields: Mapping[str, Any], pre_tokenizers: Mapping[str, PreTokenizer], prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt]
 ) -> list[ExportCheck]:
-    """The comparisons of a GGUF, by its metadata, with training, on the prompts `asked`. `known`: llama.cpp's
-    pre-tokenizers. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is None."""
+    """The comparisons of a GGUF, by its metadata, with training, on `paired_prompts`. `pre_tokenizers`: those
+    of llama.cpp. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is None."""
     checks = []
     if prompts.template is not None:
-        is_own = fields.get("tokenizer.chat_template") == prompts.template
-        words = "the chat template trained with" if is_own else "another chat template than the one trained with"
-        checks.append(ExportCheck("Template", is_own, f"the file has {words}"))
+        is_equal = fields.get("tokenizer.chat_template") == prompts.template
+        reason = "the chat template trained with" if is_equal else "another chat template than the one trained with"
+        checks.append(ExportCheck("Template", is_equal, f"the file has {reason}"))
     try:
-        own = GgufTokenizer(fields, known)
+        file_tokenizer = GgufTokenizer(fields, pre_tokenizers)
     except UnreadableTokenizer as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
-    same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
-    words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
-    checks.append(ExportCheck("Tokenizer", same == len(asked) if asked else None, words))
-    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
-    words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
-    return [*checks, ExportCheck("Stop tokens", not lost, words)]
+    equal_count = sum(pair.rendered is not None and file_tokenizer.encode(pair.text) == pair.ids for pair in paired_prompts)
+    reason = f"{equal_count} of {len(paired_prompts)} prompts have training's token ids by the file's own ({file_tokenizer.kind}, {file_tokenizer.pre})"
+    checks.append(ExportCheck("Tokenizer", equal_count == len(paired_prompts) if paired_prompts else None, reason))
+    missing_stops = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stop_ids) - file_tokenizer.stop_ids))
+    reason = f"the file does not end at {', '.join(missing_stops)}" if missing_stops else "the file ends answers at training's stop tokens"
+    return [*checks, ExportCheck("Stop tokens", not missing_stops, reason)]
 
 
 def read_fields(path: Any) -> dict[str, Any]:
@@ -152,55 +152,55 @@ def read_fields(path: Any) -> dict[str, Any]:
 
 def is_sentencepiece(tokenizer: Any) -> bool:
     """Whether a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
-    return _model_of(tokenizer).get("byte_fallback") is True
+    return _bpe_model(tokenizer).get("byte_fallback") is True
 
 
-def prefixes_space(tokenizer: Any) -> bool:
+def adds_space_prefix(tokenizer: Any) -> bool:
     """Whether text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
     begins, and not only at the beginning."""
-    first = next(iter(tokenizer.all_special_tokens), "")
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{first}a", add_special_tokens=False)["input_ids"])
-    return any(piece.startswith(_SPACE) for piece in pieces[1 if first else 0 :])
+    special_token = next(iter(tokenizer.all_special_tokens), "")
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"])
+    return any(piece.startswith(_SPACE_MARK) for piece in pieces[1 if special_token else 0 :])
 
 
-def write_pieces(tokenizer: Any, path: Path) -> None:
+def write_sentencepiece_model(tokenizer: Any, path: Path) -> None:
     """Write the vocabulary of a SentencePiece tokenizer in SentencePiece's own format."""
-    model = _model_of(tokenizer)
+    model = _bpe_model(tokenizer)
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model["merges"]):
         ranks.setdefault("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1), rank)
-    added = tokenizer.added_tokens_decoder
+    added_tokens = tokenizer.added_tokens_decoder
 
-    def kind_of(piece: str, number: int) -> int:
+    def piece_type(piece: str, token_id: int) -> int:
         if piece == model.get("unk_token"):
             return _UNKNOWN
-        if number in added:
-            return _CONTROL if added[number].special else _USER_DEFINED
+        if token_id in added_tokens:
+            return _CONTROL if added_tokens[token_id].special else _USER_DEFINED
         return _BYTE if len(piece) == 6 and piece.startswith("<0x") else _NORMAL
 
     # characters are in no merge, and nothing is joined to become one: behind all that is joined
     entries = [
-        (piece, -float(ranks.get(piece, len(ranks) + number)), kind_of(piece, number))
-        for piece, number in sorted(model["vocab"].items(), key=lambda item: item[1])
+        (piece, -float(ranks.get(piece, len(ranks) + token_id)), piece_type(piece, token_id))
+        for piece, token_id in sorted(model["vocab"].items(), key=lambda item: item[1])
     ]
-    path.write_bytes(_sentencepiece_file(entries, prefixes_space=prefixes_space(tokenizer)).SerializeToString())
+    path.write_bytes(_sentencepiece_model(entries, adds_space_prefix=adds_space_prefix(tokenizer)).SerializeToString())
 
 
-def _sentencepiece_file(entries: Iterable[tuple[str, float, int]], *, prefixes_space: bool) -> Any:
+def _sentencepiece_model(entries: Iterable[tuple[str, float, int]], *, adds_space_prefix: bool) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
-    file = sentencepiece_model_pb2.ModelProto()
-    file.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
-    file.normalizer_spec.add_dummy_prefix = prefixes_space
-    file.normalizer_spec.remove_extra_whitespaces = False
-    for piece, score, kind in entries:
-        file.pieces.add(piece=piece, score=score, type=kind)
-    file.trainer_spec.byte_fallback = any(entry.type == _BYTE for entry in file.pieces)
-    if not any(entry.type == _UNKNOWN for entry in file.pieces):  # SentencePiece reads no file without one
-        file.pieces[0].type = _UNKNOWN
-    return file
+    model = sentencepiece_model_pb2.ModelProto()
+    model.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    model.normalizer_spec.add_dummy_prefix = adds_space_prefix
+    model.normalizer_spec.remove_extra_whitespaces = False
+    for piece, score, piece_type in entries:
+        model.pieces.add(piece=piece, score=score, type=piece_type)
+    model.trainer_spec.byte_fallback = any(entry.type == _BYTE for entry in model.pieces)
+    if not any(entry.type == _UNKNOWN for entry in model.pieces):  # SentencePiece reads no file without one
+        model.pieces[0].type = _UNKNOWN
+    return model
 
 
-def _model_of(tokenizer: Any) -> dict[str, Any]:
+def _bpe_model(tokenizer: Any) -> dict[str, Any]:
     model: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     return model if model.get("type") == "BPE" else {}

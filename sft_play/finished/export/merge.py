@@ -23,14 +23,14 @@ import torch
 
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.facts.models.config_fields import dequantised_config
-from sft_play.finished.export.adapted_model import AdaptedModel, Base
+from sft_play.finished.export.adapted_model import AdaptedModel, MergeBase
 from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.places import (
     MERGE_FILE,
-    MERGED,
-    merge_record,
-    merged_model,
-    refuse_another_model,
+    MERGED_FOLDER,
+    read_merge_record,
+    find_merged_model,
+    require_faithful_merge,
     require_mergeable,
 )
 from sft_play.finished.export.prompts import write_generation_config
@@ -56,17 +56,17 @@ from sft_play.units import format_gib
 
 logger = logging.getLogger(__name__)
 
-SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Merged(Outcome):
+class MergeResult(Outcome):
     """What `merge_run` wrote."""
 
     run: Path
     path: Path
     dtype: str
-    base: Base | None
+    base: MergeBase | None
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
     untied: bool
@@ -79,106 +79,106 @@ class Merged(Outcome):
     def lines(self) -> list[str]:
         lines = [f"Merged: {self.layers} layers"]
         if self.base is not None:
-            chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
-            lines.append(f"Base: {self.base}, {chosen}: the adapter was trained on NF4 weights")
+            base_note = "what was trained" if self.base == "dequantized" else "not quite what was trained"
+            lines.append(f"Base: {self.base}, {base_note}: the adapter was trained on NF4 weights")
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
         lines.append(f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
-        elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
-        return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
+        out_variable = {} if self.path == self.run / MERGED_FOLDER else {"OUT": self.path}
+        return [*lines, next_line("merge-test", RUN=self.run, **out_variable)]
 
 
 def merge_run(
     run: FinishedRun,
     *,
     dtype: str | None = None,
-    base: Base | None = None,
+    base: MergeBase | None = None,
     out: Path | None = None,
     replace: bool = False,
     file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
-) -> Merged:
+) -> MergeResult:
     """Write the base with the run's adapter merged into it, as a folder that loads as any model, with the options of
     docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM. Raises RunFolderError
     where the run was trained whole and needs no merge, or the target exists; ConfigError where `base` is given for a
     run without NF4 weights, the disk is too small, or a value has no place in fp16; ModelError where the base is
     missing, or does not fit the adapter."""
-    started = time.monotonic()
-    target = out or run.folder.path / MERGED
+    start_time = time.monotonic()
+    target = out or run.folder.path / MERGED_FOLDER
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
-    folder = base_folder(run)
+    base_files = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
-    weights = MergedWeights(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
+    merged_weights = MergedWeights(adapted, base_files, MERGE_DTYPES[dtype] if dtype else None)
     with built_folder(target) as building:
-        require_space(building, weights.most_bytes, "the merged model needs")
-        weights.write(building, file_bytes)
-        stops = _write_configs(adapted, folder, building, weights.dtype)
+        require_space(building, merged_weights.max_bytes, "the merged model needs")
+        merged_weights.write(building, file_bytes)
+        stop_ids = _write_configs(adapted, base_files, building, merged_weights.dtype)
         record_digests(building)
-        short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
-        write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
-        adapter = base_weights_identity(str(run.weights), None)["sha256"]
-        made_of = {"base": adapted.base, "dtype": short, "adapter_sha256": adapter, "test": None}
-        write_json(building / MERGE_FILE, made_of)
+        dtype_name = {value: name for name, value in MERGE_DTYPES.items()}.get(merged_weights.dtype, str(merged_weights.dtype))
+        write_card(building, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
+        adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
+        record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
+        write_json(building / MERGE_FILE, record)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    lost = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
-    notes = [*text_only_of(run), *[f"Adapter: {lost}"] * bool(lost)]
-    if short != "fp32" and any(holds_routed_experts(*one) for one in adapted.plain.named_modules()):
-        notes.append(f"Experts: rounded to {short}, a router may choose another of two that are nearly equal to it; "
+    lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
+    notes = [*text_only_of(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
+    if dtype_name != "fp32" and any(holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()):
+        notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to it; "
                      "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip
-    return Merged(
-        run.folder.path, target, short, adapted.base, len(adapted.layers), bool(adapted.untied), size,
-        weights.is_streamed, round(time.monotonic() - started, 2), tuple(notes),
+    return MergeResult(
+        run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources), size,
+        merged_weights.is_streamed, round(time.monotonic() - start_time, 2), tuple(notes),
     )  # fmt: skip
 
 
 def card_facts(
-    run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
+    run: FinishedRun, model_spec: ModelSpec, stop_ids: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
     summary = read_summary(run.folder.path)  # the card has fewer lines without one
     return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
-        manifest=run.manifest, summary=summary, stop=stop, dtype=dtype,
+        manifest=run.manifest, summary=summary, stop=stop_ids, dtype=dtype,
     )  # fmt: skip
 
 
-def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
-    config = dequantised_config(read_json(base / "config.json"))
-    text = config.get("text_config") or config
+def _write_configs(adapted: AdaptedModel, base_files: Path, folder: Path, dtype: torch.dtype) -> list[int]:
+    config = dequantised_config(read_json(base_files / "config.json"))
+    text_config = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))
-    if adapted.untied:
-        config["tie_word_embeddings"] = text["tie_word_embeddings"] = False
+    if adapted.untied_sources:
+        config["tie_word_embeddings"] = text_config["tie_word_embeddings"] = False
     if adapted.model_spec.resize_to is not None:
-        text["vocab_size"] = adapted.model_spec.resize_to
+        text_config["vocab_size"] = adapted.model_spec.resize_to
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     adapted.tokenizer.save_pretrained(folder)
-    stops = write_generation_config(adapted.run, adapted.tokenizer, base, folder)
+    stop_ids = write_generation_config(adapted.run, adapted.tokenizer, base_files, folder)
     # code of the model's own, which config.json's auto_map names, and what its class reads images with
-    for file in (*base.glob("*.py"), *base.glob("*processor*.json")):
+    for file in (*base_files.glob("*.py"), *base_files.glob("*processor*.json")):
         shutil.copyfile(file, folder / file.name)
-    return stops
+    return stop_ids
 
 
-def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
+def whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
     of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
     where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
     if not run.is_adapter:
         return run.weights
-    merged = merged_model(run)
+    merged = find_merged_model(run)
     if merged is not None:
-        refuse_another_model(merged, run)
+        require_faithful_merge(merged, run)
         return merged
-    target = run.folder.path / MERGED
+    target = run.folder.path / MERGED_FOLDER
     logger.info("The adapter is merged into its base first (%s)", target)
     with contextlib.nullcontext() if is_locked else lock_run(run.folder):
         return merge_run(run, replace=target.exists()).path
 
 
-def record_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
+def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
     if not (folder / MERGE_FILE).is_file():
         return
-    test = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": datetime.now(UTC).isoformat("T", "seconds")}
-    write_json(folder / MERGE_FILE, {**merge_record(folder), "test": test})
+    verdict = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    write_json(folder / MERGE_FILE, {**read_merge_record(folder), "test": verdict})

@@ -30,7 +30,7 @@ from sft_play.units import format_gib
 logger = logging.getLogger(__name__)
 
 # Floating-point dtypes as safetensors names them; tensors of others pass through as they are.
-_FROM_FILES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class MergedWeights:
@@ -39,49 +39,49 @@ class MergedWeights:
 
     def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._folder = adapted, folder
-        self._opened = open_tensors(folder)
-        self._tensors = {name: (one.file, one.shape, one.dtype) for name, one in self._opened.items()}
-        self._given = dtype
+        self._base_tensors = open_tensors(folder)
+        self._base_facts = {name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()}
+        self._requested_dtype = dtype
         self.dtype = dtype or self._dtype_of_files()
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
-        self._targets, self._stacks = _target_names(adapted, self._tensors)
-        there = {target for target, is_converted in self._targets.values() if not is_converted}
-        there |= {target for target, stack in self._stacks.items() if stack.is_undone_by_transformers()}
+        self._target_names, self._joined_tensors = _map_to_model(adapted, self._base_facts)
+        streamable_targets = {target for target, is_converted in self._target_names.values() if not is_converted}
+        streamable_targets |= {target for target, joined_tensor in self._joined_tensors.items() if joined_tensor.can_be_split()}
         # files hold a tied tensor once, under its source's name
-        trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
-        self._wanted = {*adapted.layers, *trained_whole, *adapted.rows, *adapted.quantized}
-        self.is_streamed = self._wanted <= there and self._misfit(self._shapes()) is None
+        trained_whole = (name for name in adapted.whole_tensors if name not in adapted.untied_sources and name not in adapted.tied_tensors)
+        self._trained_targets = {*adapted.adapted_layers, *trained_whole, *adapted.trained_rows, *adapted.quantized_names}
+        self.is_streamed = self._trained_targets <= streamable_targets and self._find_misfit(self._output_shapes()) is None
 
     def _dtype_of_files(self) -> torch.dtype:
         counts: dict[torch.dtype, int] = {}
-        for _, shape, name in self._tensors.values():
-            if name in _FROM_FILES:
-                counts[_FROM_FILES[name]] = counts.get(_FROM_FILES[name], 0) + math.prod(shape)
+        for _, shape, name in self._base_facts.values():
+            if name in _FLOAT_DTYPES:
+                counts[_FLOAT_DTYPES[name]] = counts.get(_FLOAT_DTYPES[name], 0) + math.prod(shape)
         if not counts:
             raise ModelError(f"{self._folder} holds no floating-point weights to merge an adapter into")
         return max(counts, key=lambda dtype: counts[dtype])
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The most bytes that the files can have: as if everything that was trained whole came on top."""
-        numbers = sum(math.prod(shape) for _, shape, _ in self._tensors.values())
-        numbers += sum(tensor.numel() for tensor in self._adapted.whole.values())
-        numbers += sum(rows.numel() for _, rows in self._adapted.rows.values())
-        return int(numbers * self.dtype.itemsize)
+        elements = sum(math.prod(shape) for _, shape, _ in self._base_facts.values())
+        elements += sum(tensor.numel() for tensor in self._adapted.whole_tensors.values())
+        elements += sum(rows.numel() for _, rows in self._adapted.trained_rows.values())
+        return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
         """Write the weights into a folder; raises ModelError where the files are not the class's, by names and
         shapes."""
         if self.is_streamed:
-            shapes, tensors = dict(self._shapes()), self._merged_tensors()
+            shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
             write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
-        misfit = self._misfit((name, one.shape) for name, one in open_tensors(folder).items())
+        misfit = self._find_misfit((name, tensor.shape) for name, tensor in open_tensors(folder).items())
         if misfit is not None:
-            raise ModelError(f"the merged weights are not those of a {type(self._adapted.plain).__name__}: {misfit}")
+            raise ModelError(f"the merged weights are not those of a {type(self._adapted.base_model).__name__}: {misfit}")
 
-    def _misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+    def _find_misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
         """What the class would miss or find too much or of another shape in these tensors, as transformers loads them;
         None if nothing."""
         adapted, tensors = self._adapted, dict[str, torch.Tensor]()
@@ -89,77 +89,77 @@ class MergedWeights:
             if name in tensors:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
-        for target, stack in self._stacks.items():
-            if stack.is_joined_in_ram and set(stack.keys) <= tensors.keys():  # where these would need their data
-                tensors[target] = stack.joined({key: tensors.pop(key) for key in stack.keys})
-        own, extra = type(adapted.plain), set(tensors) - set(self._tensors)
-        config = copy.deepcopy(adapted.plain.config)
-        config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied
+        for target, joined_tensor in self._joined_tensors.items():
+            if joined_tensor.is_joined_in_ram and set(joined_tensor.keys) <= tensors.keys():  # where these would need their data
+                tensors[target] = joined_tensor.join({key: tensors.pop(key) for key in joined_tensor.keys})
+        model_class, extra = type(adapted.base_model), set(tensors) - set(self._base_facts)
+        config = copy.deepcopy(adapted.base_model.config)
+        config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied_sources
         try:
             with silence_load_report():
-                model, found = own.from_pretrained(
+                model, load_report = model_class.from_pretrained(
                     None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
                     output_loading_info=True, key_mapping=_key_mapping(adapted),
                 )  # fmt: skip
         except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
             return one_line(str(error), limit=300)
-        kinds = {
-            "are missing": set(found["missing_keys"]) - tied_weight_names(model),
-            "have another shape": {str(item[0]) for item in found["mismatched_keys"]},
-            "are unknown to it": set(found["unexpected_keys"]) & extra,  # the base's own unused ones are kept
+        problems = {
+            "are missing": set(load_report["missing_keys"]) - tied_weight_names(model),
+            "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
+            "are unknown to it": set(load_report["unexpected_keys"]) & extra,  # the base's own unused ones are kept
         }
-        return next((f"{len(names)} {what}, such as {min(names)}" for what, names in kinds.items() if names), None)
+        return next((f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems.items() if names), None)
 
-    def _out_name(self, key: str) -> str | None:
+    def _output_name(self, key: str) -> str | None:
         """The name of a base's tensor in the result, its own, so that other engines read it as they read the base; None
         where it has no place there."""
-        target = self._targets[key][0]
-        return None if target in self._adapted.tied or target in self._adapted.untied else key
+        target = self._target_names[key][0]
+        return None if target in self._adapted.tied_tensors or target in self._adapted.untied_sources else key
 
-    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for key, (_, shape, _) in self._tensors.items():
-            name = self._out_name(key)
+    def _output_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for key, (_, shape, _) in self._base_facts.items():
+            name = self._output_name(key)
             if name is not None:
-                yield name, self._adapted.shape_of(self._targets[key][0], shape)
-        by_target = {self._targets[key][0]: shape for key, (_, shape, _) in self._tensors.items()}
-        for name, source in self._adapted.untied.items():
-            yield self._in_whole(name), self._adapted.shape_of(name, by_target[source])
+                yield name, self._adapted.trained_shape(self._target_names[key][0], shape)
+        by_target = {self._target_names[key][0]: shape for key, (_, shape, _) in self._base_facts.items()}
+        for name, source in self._adapted.untied_sources.items():
+            yield self._whole_name(name), self._adapted.trained_shape(name, by_target[source])
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        sources = {source: name for name, source in self._adapted.untied.items()}
-        done: set[str] = set()
-        for file in sorted({file for file, _, _ in self._tensors.values()}):
+        sources = {source: name for name, source in self._adapted.untied_sources.items()}
+        written_targets: set[str] = set()
+        for file in sorted({file for file, _, _ in self._base_facts.values()}):
             # one tensor at a time is in memory: the order of the output is that of the base's files
-            for key in [key for key, place in self._tensors.items() if place[0] == file]:
-                name, target = self._out_name(key), self._targets[key][0]
+            for key in [key for key, facts in self._base_facts.items() if facts[0] == file]:
+                name, target = self._output_name(key), self._target_names[key][0]
                 if name is None:
                     continue
-                if target in self._stacks and target in self._wanted:
-                    if target not in done:  # all of a stack's tensors at once, whichever files have them
-                        done.add(target)
-                        yield from self._restacked(target)
+                if target in self._joined_tensors and target in self._trained_targets:
+                    if target not in written_targets:  # all of its parts at once, whichever files have them
+                        written_targets.add(target)
+                        yield from self._merged_parts(target)
                     continue
-                base = self._opened[key].read()
-                yield name, self._as_in_files(self._adapted.tensor(target, base), base)
+                base = self._base_tensors[key].read()
+                yield name, self._cast_as_in_files(self._adapted.trained_tensor(target, base), base)
                 if target in sources:  # what was one tensor in the base is two now
-                    other = sources[target]
-                    yield self._in_whole(other), self._as_in_files(self._adapted.tensor(other, base), base)
+                    untied_name = sources[target]
+                    yield self._whole_name(untied_name), self._cast_as_in_files(self._adapted.trained_tensor(untied_name, base), base)
 
-    def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
-        stack = self._stacks[target]
-        parts = {key: self._opened[key].read() for key in stack.keys}
-        joined = self._adapted.tensor(target, stack.joined(parts))
-        yield from ((key, self._as_in_files(one, parts[key])) for key, one in stack.parted(joined))
+    def _merged_parts(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
+        joined_tensor = self._joined_tensors[target]
+        parts = {key: self._base_tensors[key].read() for key in joined_tensor.keys}
+        joined = self._adapted.trained_tensor(target, joined_tensor.join(parts))
+        yield from ((key, self._cast_as_in_files(part, parts[key])) for key, part in joined_tensor.split(joined))
 
-    def _in_whole(self, name: str) -> str:
+    def _whole_name(self, name: str) -> str:
         tower = self._adapted.model_spec.text_tower
         return name if tower is None else tower.to_full_name(name)
 
-    def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return tensor.to(base.dtype) if self._given is None else tensor
+    def _cast_as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        return tensor.to(base.dtype) if self._requested_dtype is None else tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = saved_dtype_rule(self._adapted.plain, self._given)(name, tensor)
+        dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
         return dtype
@@ -169,23 +169,23 @@ class MergedWeights:
         from dataclasses import replace
 
         adapted = self._adapted
-        size = format_gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values()))
-        why = "transformers joins tensors of its files into the layers that were trained"
-        logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size, why)
+        size_gib = format_gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._base_facts.values()))
+        reason = "transformers joins tensors of its files into the layers that were trained"
+        logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size_gib, reason)
         names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
         precision = replace(adapted.precision, load=names[self.dtype])
         model = read_model(adapted.run.config, precision, adapted.model_spec)
-        if adapted.untied:
+        if adapted.untied_sources:
             model.config.tie_word_embeddings = False
-            for name, source in adapted.untied.items():
-                parent, _, leaf = name.rpartition(".")
-                own = nn.Parameter(model.get_parameter(source).detach().clone(), requires_grad=False)
-                setattr(model.get_submodule(parent), leaf, own)
+            for name, source in adapted.untied_sources.items():
+                parent, _, attribute = name.rpartition(".")
+                untied_parameter = nn.Parameter(model.get_parameter(source).detach().clone(), requires_grad=False)
+                setattr(model.get_submodule(parent), attribute, untied_parameter)
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=True):
-                parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
+                parameter.data = adapted.trained_tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, dtype=self.dtype)
-        expand_to_full_class(model, folder, self._folder, dtype=self._given)
+        expand_to_full_class(model, folder, self._folder, dtype=self._requested_dtype)
 
 
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
@@ -193,7 +193,7 @@ def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
     return None if tower is None else tower.key_mapping
 
 
-class _Stack:
+class _JoinedTensor:
     """Tensors of the base's files that transformers joins into one of the model, such as a projection of all
     experts."""
 
@@ -214,40 +214,40 @@ class _Stack:
         """Whether transformers joins them on the CPU wherever the model is, as Qwen4's table of n-grams."""
         return bool(getattr(self._converter, "force_cpu", False))
 
-    def joined(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The model's tensor of those of the files."""
         from transformers.core_model_loading import dot_natural_key
 
-        converter, model = copy.deepcopy(self._converter), self._adapted.plain
+        converter, model = copy.deepcopy(self._converter), self._adapted.base_model
         for key in sorted(self.keys, key=dot_natural_key):  # the tenth expert comes after the ninth
             converter.add_tensor(self._target, key, self._patterns[key], parts[key])
-        made = converter.convert(self._target, model=model, config=model.config)
-        tensor = made[self._target]
+        converted = converter.convert(self._target, model=model, config=model.config)
+        tensor = converted[self._target]
         result: torch.Tensor = tensor[0] if isinstance(tensor, list) else tensor
         return result
 
-    def parted(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The files' tensors of the model's, by their names in the files."""
         from transformers.core_model_loading import revert_weight_conversion
 
         mapping = _key_mapping(self._adapted) or {}
         names = {apply_key_mapping(key, mapping): key for key in self.keys}
-        for name, tensor in revert_weight_conversion(self._adapted.plain, {self._target: joined}).items():
+        for name, tensor in revert_weight_conversion(self._adapted.base_model, {self._target: joined}).items():
             yield names.get(name, name), tensor
 
-    def is_undone_by_transformers(self) -> bool:
+    def can_be_split(self) -> bool:
         """Whether its tensors come out again under the names and with the shapes that the files have."""
         parts = {key: torch.empty(self._shapes[key], device="meta") for key in self.keys}
         try:
-            found = {key: tuple(one.shape) for key, one in self.parted(self.joined(parts))}
+            split_shapes = {key: tuple(tensor.shape) for key, tensor in self.split(self.join(parts))}
         except Exception:  # a conversion that has no way back, each in its own way
             return False
-        return found == {key: tuple(self._shapes[key]) for key in self.keys}
+        return split_shapes == {key: tuple(self._shapes[key]) for key in self.keys}
 
 
-def _target_names(
+def _map_to_model(
     adapted: AdaptedModel, tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
-) -> tuple[dict[str, tuple[str, bool]], dict[str, _Stack]]:
+) -> tuple[dict[str, tuple[str, bool]], dict[str, _JoinedTensor]]:
     """The name in the model of each tensor of the base's files, and whether it is converted on the way (joined with
     others, split, reshaped); transformers' own table decides, as it does when loading. With the tensors of each that is
     converted."""
@@ -256,18 +256,18 @@ def _target_names(
 
     # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
     # holds one by one are stacked into one tensor
-    model = adapted.plain
+    model = adapted.base_model
     transforms = get_model_conversion_mapping(model, _key_mapping(adapted))
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     state = model.state_dict()
-    targets, stacks = dict[str, tuple[str, bool]](), dict[str, _Stack]()
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    targets, joined_tensors = dict[str, tuple[str, bool]](), dict[str, _JoinedTensor]()
+    by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
     shapes = {key: shape for key, (_, shape, _) in tensors.items()}
     for key in sorted(tensors):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
         if pattern is not None:
-            stack = stacks.setdefault(target, _Stack(adapted, target, by_pattern[pattern], shapes))
-            stack.add(key, pattern)
-    return targets, stacks
+            joined_tensor = joined_tensors.setdefault(target, _JoinedTensor(adapted, target, by_pattern[pattern], shapes))
+            joined_tensor.add(key, pattern)
+    return targets, joined_tensors

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 # Forms of C++ in llama-vocab.cpp: cases of a switch with the expressions of a type, and the names that set a type.
-_CASE = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \{(.*?)\n\s*\};", re.DOTALL)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_TYPE = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
-_NAME = re.compile(r'tokenizer_pre == "([^"]+)"')
+_CASE_PATTERN = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \{(.*?)\n\s*\};", re.DOTALL)
+_STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TYPE_PATTERN = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
+_NAME_PATTERN = re.compile(r'tokenizer_pre == "([^"]+)"')
 # Of several names for the same expressions, those of the tokenizers that have them first.
-PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon")
+PREFERRED_NAMES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon")
 _RANDOM_TEXTS = 400
 _ALPHABETS = (
     *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
@@ -45,11 +45,11 @@ class PreTokenizer:
     ignore_merges: bool
     """Whether a piece that is a token stays whole, whatever the merges say."""
 
-    def built(self) -> Any:
+    def build(self) -> Any:
         """It, as one of the library `tokenizers`."""
         from tokenizers import Regex, pre_tokenizers
 
-        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in self.expressions]
+        splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -59,28 +59,28 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
         return {}
     text = source.read_text(encoding="utf-8", errors="replace")
     expressions = _expressions(text)
-    known = {}
-    for names, kind, settings in _branches(text):
+    pre_tokenizers = {}
+    for names, type_name, settings in _branches(text):
         if "escape_whitespaces = true" in settings or "normalizer_opts" in settings:
             continue  # not byte-level, which is the only kind that is compared here
-        own = expressions.get(kind, expressions.get("default", ()))
-        if all(map(_is_readable, own)):
-            known.update({name: PreTokenizer(name, own, "ignore_merges = true" in settings) for name in names})
-    return known
+        own_expressions = expressions.get(type_name, expressions.get("default", ()))
+        if all(map(_is_readable, own_expressions)):
+            pre_tokenizers.update({name: PreTokenizer(name, own_expressions, "ignore_merges = true" in settings) for name in names})
+    return pre_tokenizers
 
 
 def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
     names: list[str] = []
-    kind, settings = "", ""
+    type_name, settings = "", ""
     for line in text.splitlines():
         if "tokenizer_pre ==" in line or line.lstrip().startswith("}"):
-            if names and kind:
-                yield names, kind, settings
-            if kind or "tokenizer_pre ==" not in line:
-                names, kind, settings = [], "", ""
-            names += _NAME.findall(line)
+            if names and type_name:
+                yield names, type_name, settings
+            if type_name or "tokenizer_pre ==" not in line:
+                names, type_name, settings = [], "", ""
+            names += _NAME_PATTERN.findall(line)
         elif names:
-            kind = next(iter(_TYPE.findall(line)), kind)
+            type_name = next(iter(_TYPE_PATTERN.findall(line)), type_name)
             settings += line
 
 
@@ -101,12 +101,12 @@ def _expressions(text: str) -> dict[str, tuple[str, ...]]:
     switch = text[start : text.find("\n};", start)]
     expressions: dict[str, tuple[str, ...]] = {}
     cases: list[str] = []
-    for case, default, block in _CASE.findall(switch):
+    for case, default, block in _CASE_PATTERN.findall(switch):
         if case or default:
             cases.append(case or default)
             continue
         lines = [line for line in block.splitlines() if not line.lstrip().startswith("//")]
-        strings = tuple(str(ast.literal_eval(one)) for one in _STRING.findall("\n".join(lines)))
+        strings = tuple(str(ast.literal_eval(literal)) for literal in _STRING_PATTERN.findall("\n".join(lines)))
         expressions.update(dict.fromkeys(cases, strings))
         cases = []
     return expressions
@@ -123,7 +123,7 @@ def probe_texts() -> list[str]:
     return [*_PIECES, *texts]
 
 
-def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str]) -> list[str]:
+def matching_names(backend: Any, pre_tokenizers: dict[str, PreTokenizer], texts: list[str]) -> list[str]:
     """Names of the known pre-tokenizers that cut every text as the tokenizer `backend` does, those to prefer first;
     none where it is not byte-level BPE, changes the text before it cuts it, or merges in another way."""
     from tokenizers import models
@@ -133,20 +133,20 @@ def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str])
         return []
     if model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
         return []
-    own = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
-    verdicts: dict[tuple[str, ...], bool] = {}
+    own_pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
+    is_equal: dict[tuple[str, ...], bool] = {}
     names = []
-    for name, one in known.items():
-        if one.expressions not in verdicts:  # many names share their expressions, and a comparison takes a while
-            built = one.built()
-            verdicts[one.expressions] = all(
-                [piece for piece, _ in built.pre_tokenize_str(text)] == [piece for piece, _ in pieces]
-                for text, pieces in zip(texts, own, strict=True)
+    for name, candidate in pre_tokenizers.items():
+        if candidate.expressions not in is_equal:  # many names share their expressions, and a comparison takes a while
+            tokenizer = candidate.build()
+            is_equal[candidate.expressions] = all(
+                [piece for piece, _ in tokenizer.pre_tokenize_str(text)] == [piece for piece, _ in pieces]
+                for text, pieces in zip(texts, own_pieces, strict=True)
             )
         # cut alike, and merged alike: with ignore_merges a piece that is a token as a whole skips the merges
-        if verdicts[one.expressions] and one.ignore_merges == bool(model.ignore_merges):
+        if is_equal[candidate.expressions] and candidate.ignore_merges == bool(model.ignore_merges):
             names.append(name)
-    return sorted(names, key=lambda name: (PREFERRED.index(name) if name in PREFERRED else len(PREFERRED), name))
+    return sorted(names, key=lambda name: (PREFERRED_NAMES.index(name) if name in PREFERRED_NAMES else len(PREFERRED_NAMES), name))
 
 
 def _changes_text(backend: Any, texts: list[str]) -> bool:

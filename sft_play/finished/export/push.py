@@ -15,14 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.places import MERGED, merge_words, merged_model, refuse_another_model
+from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_merged_model, require_faithful_merge
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.units import format_size
 
 # Names of files that belong to a model.
-UPLOADED = (
+UPLOAD_PATTERNS = (
     "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json",
     "merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
@@ -30,25 +30,25 @@ UPLOADED = (
     "*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml",
 )  # fmt: skip
 # Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind.
-_CHECKED = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
+_LEAK_CHECKED_PATTERNS = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
 
 
 @dataclass(frozen=True)
 class Upload:
     """What `push` would upload. `files`: a path, or the text that is uploaded in its place, by name in the repository.
 
-    `exists`: whether the repository is there already; `is_private`: how it is then, or will be made.
+    `repo_exists`: whether the repository is there already; `is_private`: how it is then, or will be made.
     """
 
     run: Path
     folder: Path
     repo: str
     files: dict[str, Path | bytes]
-    exists: bool
+    repo_exists: bool
     is_private: bool
     notes: tuple[str, ...]
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
         files = self.files.items()
         return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
@@ -56,15 +56,15 @@ class Upload:
     def lines(self) -> list[str]:
         """Repository, files and sizes, in words."""
         access = "private" if self.is_private else "PUBLIC"
-        how = f"the existing {access} repository is updated" if self.exists else f"a new {access} repository"
-        sizes = self.sizes()
-        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {format_size(sum(sizes.values()))}:"]
+        action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
+        sizes = self.file_sizes()
+        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({action}), {format_size(sum(sizes.values()))}:"]
         lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
         return [*lines, *self.notes]
 
 
 @dataclass(frozen=True)
-class Pushed(Outcome):
+class PushResult(Outcome):
     """What `push` uploaded."""
 
     upload: Upload
@@ -75,7 +75,7 @@ class Pushed(Outcome):
         return {
             "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
             "url": f"https://huggingface.co/{upload.repo}", "commit": self.commit, "private": upload.is_private,
-            "created": not upload.exists, "files": [{"name": n, "bytes": b} for n, b in upload.sizes().items()],
+            "created": not upload.repo_exists, "files": [{"name": n, "bytes": b} for n, b in upload.file_sizes().items()],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -87,89 +87,89 @@ class Pushed(Outcome):
         ]
 
 
-def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, yes: bool) -> Upload:
-    """What would be uploaded; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
-    adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking (`yes`).
+def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
+    """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
+    adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking (`is_confirmed`).
     Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it, or a file names a
     path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
 
-    name = checked_repo(repo)
-    folder = _folder(run, is_merged=is_merged)
+    repo_name = require_repo_name(repo)
+    folder = _upload_folder(run, is_merged=is_merged)
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     # after what is refused without torch, which this imports
     from sft_play.training.checkpoints.card import CARD_FILE, REPOSITORY_PLACEHOLDER, describe_base
 
-    is_private_there = _visibility(HfApi(), name)
-    if is_private_there is False and yes and not is_public:
-        raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+    is_private_repo = _is_private_repo(HfApi(), repo_name)
+    if is_private_repo is False and is_confirmed and not is_public:
+        raise ConfigError(f"{repo_name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     base = describe_base(run.config)  # by the name that others find it under, since a local path means nothing to them
-    files = _chosen(folder)
+    files = _upload_files(folder)
     if CARD_FILE in files:
-        files[CARD_FILE] = (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, name).encode()
-    notes = [line for line in [merge_words(folder)] if is_merged and line]
+        files[CARD_FILE] = (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
+    notes = [line for line in [describe_merge(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
         files["adapter_config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
         if not base.is_on_hub:
             notes.append(f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs none")
     _refuse_leaks(run, files)
-    if is_private_there and is_public:
-        notes.append(f"{name} is private and stays so; its settings on the hub change that")
-    is_private = (not is_public) if is_private_there is None else is_private_there
+    if is_private_repo and is_public:
+        notes.append(f"{repo_name} is private and stays so; its settings on the hub change that")
+    is_private = (not is_public) if is_private_repo is None else is_private_repo
     return Upload(
-        run.folder.path, folder, name, dict(sorted(files.items())),
-        exists=is_private_there is not None, is_private=is_private, notes=tuple(notes),
+        run.folder.path, folder, repo_name, dict(sorted(files.items())),
+        repo_exists=is_private_repo is not None, is_private=is_private, notes=tuple(notes),
     )  # fmt: skip
 
 
-def push(upload: Upload) -> Pushed:
+def push(upload: Upload) -> PushResult:
     """Upload; one commit, so that the repository has all files or none. Raises ConfigError where the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
-    with _asking_hub(f"{upload.repo} cannot be written"):
-        if not upload.exists:
+    with _translate_hub_errors(f"{upload.repo} cannot be written"):
+        if not upload.repo_exists:
             # exist_ok=False: one that appeared since the user agreed may be public, or somebody else's
             api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
         operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
         commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
-    return Pushed(upload, str(commit.oid))
+    return PushResult(upload, str(commit.oid))
 
 
-def checked_repo(repo: str | None) -> str:
+def require_repo_name(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
         validate_repo_id(repo or "")
-        why = "" if str(repo).count("/") == 1 else f"REPO={one_line(repo or '')} names no user"
+        reason = "" if str(repo).count("/") == 1 else f"REPO={one_line(repo or '')} names no user"
     except HFValidationError as error:
-        why = f"REPO={one_line(repo or '')}: {one_line(str(error), limit=200)}"
-    if repo is None or why:
-        raise ConfigError(f"make push needs a repository of the hub, REPO=user/name{f' ({why})' if repo else ''}")
+        reason = f"REPO={one_line(repo or '')}: {one_line(str(error), limit=200)}"
+    if repo is None or reason:
+        raise ConfigError(f"make push needs a repository of the hub, REPO=user/name{f' ({reason})' if repo else ''}")
     return repo
 
 
-def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
+def _upload_folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    target = run.folder.path / MERGED
-    merge = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
-    merged = merged_model(run)
+    target = run.folder.path / MERGED_FOLDER
+    merge_command = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
+    merged = find_merged_model(run)
     if merged is None:
-        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
-    refuse_another_model(merged, run)
+        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge_command}")
+    require_faithful_merge(merged, run)
     return merged
 
 
-def _visibility(api: Any, repo: str) -> bool | None:
+def _is_private_repo(api: Any, repo: str) -> bool | None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    with _asking_hub("the hub cannot be asked"):
+    with _translate_hub_errors("the hub cannot be asked"):
         api.whoami()
         try:
             return bool(api.model_info(repo).private)
@@ -178,34 +178,34 @@ def _visibility(api: Any, repo: str) -> bool | None:
 
 
 @contextlib.contextmanager
-def _asking_hub(what: str) -> Iterator[None]:
+def _translate_hub_errors(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the hub's own errors, and those of every layer below it
-        raise ConfigError(f"{what}: {one_line(redact(str(error)), limit=300)}") from error
+        raise ConfigError(f"{problem}: {one_line(redact(str(error)), limit=300)}") from error
 
 
-def _chosen(folder: Path) -> dict[str, Path | bytes]:
+def _upload_files(folder: Path) -> dict[str, Path | bytes]:
     names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
     # as a path: `*` stays within a folder
     return {
-        name: folder / name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)
+        name: folder / name for name in names if any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS)
     }
 
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data = (run.manifest.get("data") or {}).values()
-    used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
-    folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}
+    recorded_paths = [run.folder.path, *(Path(str(file["path"])) for file in data if Path(str(file.get("path", ""))).is_absolute())]
+    folders = {str(path.absolute().parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
     # a folder such as /data may be named by any text; one below it is this machine's
-    paths = sorted(folder for folder in folders if folder.count("/") > 1)
+    private_paths = sorted(folder for folder in folders if folder.count("/") > 1)
     for name, file in files.items():
-        if not any(fnmatch.fnmatchcase(name, one) for one in _CHECKED):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _LEAK_CHECKED_PATTERNS):
             continue
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
-        path = next((path for path in paths if path in text), None)
+        path = next((path for path in private_paths if path in text), None)
         if path is not None:
-            where = f"a path of this machine, {one_line(path)}"
-            raise ConfigError(f"{name} names {where}; remove it there before the upload")
+            finding = f"a path of this machine, {one_line(path)}"
+            raise ConfigError(f"{name} names {finding}; remove it there before the upload")
         if redact(text) != text:
             raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")

@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 
-def with_pre_tokenizer(owner: Any, pre: str | None) -> None:
+def set_pre_tokenizer(owner: Any, pre_tokenizer: str | None) -> None:
     """Where the converter does not know a tokenizer's pre-tokenizer, it is the one that was proven equal."""
-    known = owner.get_vocab_base_pre
+    original = owner.get_vocab_base_pre
 
     def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
         try:
-            return str(known(self, tokenizer))
+            return str(original(self, tokenizer))
         except NotImplementedError:
-            if pre is None:
+            if pre_tokenizer is None:
                 raise
-            return pre
+            return pre_tokenizer
 
     owner.get_vocab_base_pre = get_vocab_base_pre
 
 
-def with_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, int]) -> None:
+def set_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, int]) -> None:
     """The file's stop tokens are those of training, and nothing is added around a prompt that training did not add."""
     write = vocabulary.add_to_gguf
 
@@ -43,19 +43,19 @@ def with_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, in
     vocabulary.add_to_gguf = add_to_gguf
 
 
-def with_space_prefix(writer: Any, vocabulary: Any, prefixes: bool) -> None:
+def set_space_prefix(writer: Any, vocabulary: Any, adds_space_prefix: bool) -> None:
     """The file says how text begins, whatever the converter thinks of this architecture: without the entry llama.cpp
     puts a space before it."""
     write, write_special = writer.add_add_space_prefix, vocabulary.add_to_gguf
-    written: list[Any] = []
+    written_writers: list[Any] = []
 
     def add_add_space_prefix(self: Any, value: bool) -> None:
-        if self not in written:  # a key that is written twice is an error
-            written.append(self)
-            write(self, prefixes)
+        if self not in written_writers:  # a key that is written twice is an error
+            written_writers.append(self)
+            write(self, adds_space_prefix)
 
     def add_to_gguf(self: Any, gguf_writer: Any, *args: Any, **kwargs: Any) -> None:
-        gguf_writer.add_add_space_prefix(prefixes)
+        gguf_writer.add_add_space_prefix(adds_space_prefix)
         write_special(self, gguf_writer, *args, **kwargs)
 
     writer.add_add_space_prefix, vocabulary.add_to_gguf = add_add_space_prefix, add_to_gguf
@@ -64,24 +64,24 @@ def with_space_prefix(writer: Any, vocabulary: Any, prefixes: bool) -> None:
 def main() -> None:
     """Convert; the converter's own arguments follow its folder."""
     folder = Path(sys.argv.pop(1))
-    given = json.loads(os.environ["SFT_PLAY_GGUF_VOCABULARY"])
-    own = str(Path(__file__).parent)  # whose modules have names such as `run` and `merge`
-    sys.path[:] = [str(folder), str(folder / "gguf-py"), *(place for place in sys.path if place != own)]
+    vocabulary = json.loads(os.environ["SFT_PLAY_GGUF_VOCABULARY"])
+    own_folder = str(Path(__file__).parent)  # whose modules have names such as `run` and `merge`
+    sys.path[:] = [str(folder), str(folder / "gguf-py"), *(path for path in sys.path if path != own_folder)]
     sys.argv[0] = str(folder / "convert_hf_to_gguf.py")
     import convert_hf_to_gguf as converter  # type: ignore[import-not-found]
     import gguf
 
     owners = {
-        one
+        candidate
         for module in [*sys.modules.values()]
-        for one in vars(module).values()
-        if isinstance(one, type) and "get_vocab_base_pre" in vars(one)
+        for candidate in vars(module).values()
+        if isinstance(candidate, type) and "get_vocab_base_pre" in vars(candidate)
     }
     for owner in owners:
-        with_pre_tokenizer(owner, given["pre"])
-    with_special_tokens(gguf.SpecialVocab, given["add_bos"], given["ids"])
-    if given["space_prefix"] is not None:
-        with_space_prefix(gguf.GGUFWriter, gguf.SpecialVocab, given["space_prefix"])
+        set_pre_tokenizer(owner, vocabulary["pre"])
+    set_special_tokens(gguf.SpecialVocab, vocabulary["add_bos"], vocabulary["ids"])
+    if vocabulary["space_prefix"] is not None:
+        set_space_prefix(gguf.GGUFWriter, gguf.SpecialVocab, vocabulary["space_prefix"])
     converter.main()
 
 
