@@ -12,8 +12,8 @@ import pytest
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
-from sft_play.finished.report.charts import charts_of
-from sft_play.finished.report.compare import compare, differences
+from sft_play.finished.report.charts import run_charts
+from sft_play.finished.report.compare import compare_runs, find_differences
 from sft_play.finished.report.record import read_record
 from sft_play.finished.run import find_any
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
@@ -51,12 +51,12 @@ def test_the_settings_that_differ_are_listed_and_no_others(tmp_path, plan_of, se
         read_record(recorded_run(tmp_path / name, like=plan_of, settings=settings))
         for name, settings in (("a", None), ("b", change), ("c", None))
     ]
-    differing = differences(records)
+    differing = find_differences(records)
     assert set(differing) == {path for path in chosen if not path.startswith("output.")}
     for path, (first, second, third) in differing.items():
         assert second == f"other {chosen.index(path)}"
         assert first == third != second
-    assert differences([records[0], records[2]]) == {}
+    assert find_differences([records[0], records[2]]) == {}
 
 
 def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
@@ -69,7 +69,7 @@ def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
     two = recorded_run(tmp_path / "b", like=plan_of, manifest=other)
     plan = json.loads((two.path / "plan.json").read_text())
     (two.path / "plan.json").write_text(json.dumps({**plan, "layout": "fsdp", "ranks": 2}))
-    assert differences([read_record(one), read_record(two)]) == {
+    assert find_differences([read_record(one), read_record(two)]) == {
         "plan: layout": ("single", "fsdp"),
         "plan: ranks": (1, 2),
         "content of train": ("a" * 12, "e" * 12),
@@ -83,12 +83,12 @@ def test_runs_are_refused_before_anything_is_written(tmp_path):
     one = recorded_run(tmp_path / "one")
     page = tmp_path / "page.html"
     with pytest.raises(ConfigError, match="two runs or more"):
-        compare([one], path=page)
+        compare_runs([one], path=page)
     with pytest.raises(ConfigError, match="names one twice"):
-        compare([one, find_any(tmp_path, str(one.path))], path=page)
+        compare_runs([one, find_any(tmp_path, str(one.path))], path=page)
     (tmp_path / "odd").mkdir()
     with pytest.raises(RunFolderError, match="not a run folder"):
-        compare([one, find_any(tmp_path, "one"), find_any(tmp_path, "odd")], path=page)
+        compare_runs([one, find_any(tmp_path, "one"), find_any(tmp_path, "odd")], path=page)
     assert not page.exists()
 
 
@@ -131,8 +131,8 @@ def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
 def test_the_curves_of_all_runs_are_in_one_frame(tmp_path, plan_of):
     folders = [recorded_run(tmp_path / name, like=plan_of, metrics=steps(3)) for name in ("a", "b", "c")]
     records = [read_record(folder) for folder in folders]
-    charts = {chart.title: chart for chart in compare_module._charts(("a", "b", "c"), records)}
+    charts = {chart.title: chart for chart in compare_module._comparison_charts(("a", "b", "c"), records)}
     assert list(charts) == ["Training loss", "Learning rate", "Tokens per second"]
     for chart in charts.values():
-        assert [(curve.name, curve.colour) for curve in chart.curves] == [("a", 0), ("b", 1), ("c", 2)]
-    assert charts["Training loss"].curves[1].points == charts_of(records[1])[0].curves[0].points
+        assert [(curve.name, curve.colour_index) for curve in chart.curves] == [("a", 0), ("b", 1), ("c", 2)]
+    assert charts["Training loss"].curves[1].points == run_charts(records[1])[0].curves[0].points

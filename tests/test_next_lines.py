@@ -88,10 +88,10 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.report.record import Record, RunPart
+    from sft_play.finished.report.record import RunRecord, RunPart
     from sft_play.runs.folder import RunFolder
 
-    return Record(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
+    return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
 
 
 def report() -> Any:

@@ -21,17 +21,17 @@ from sft_play.finished.listing import list_runs
 from sft_play.finished.report import charts as charts_module
 from sft_play.finished.report import report as report_module
 from sft_play.finished.report.charts import (
-    HEIGHT,
+    PLOT_HEIGHT,
     Chart,
     Curve,
-    charts_of,
+    run_charts,
     draw_charts,
-    plot_lines,
-    thinned,
+    plot_as_text,
+    thin_points,
 )
-from sft_play.finished.report.compare import results_of
-from sft_play.finished.report.record import lead_of, read_record
-from sft_play.finished.report.report import report, report_at_end, reported, sections_of
+from sft_play.finished.report.compare import compare_results
+from sft_play.finished.report.record import headline_metrics, read_record
+from sft_play.finished.report.report import write_report, report_at_end, reporting, report_sections
 from sft_play.finished.run import find_any
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
@@ -76,7 +76,7 @@ class _Reader(HTMLParser):
 
 
 def page_of(folder: RunFolder, **options) -> _Reader:
-    return _Reader(report(read_record(folder), **options).path.read_text(encoding="utf-8"))
+    return _Reader(write_report(read_record(folder), **options).path.read_text(encoding="utf-8"))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -86,13 +86,13 @@ def test_the_page_shows_what_a_finished_run_recorded_and_needs_no_network(tmp_pa
     metrics = [{"step": 0, "test_loss": 4.0}, *steps(4, grad_norm=lambda n: n, padding_share=lambda n: 0.1 * n)]
     log = "2026-01-01T00:00:01 WARNING sft_play.data: 3 rows are odd\n2026-01-01T00:00:02 INFO x: fine\n" * 2
     folder = recorded_run(tmp_path / "first", like=plan_of, metrics=metrics, summary=SUMMARY, log=log)
-    written = report(read_record(folder))
+    written = write_report(read_record(folder))
     assert written.path == folder.path / "report.html"
     assert written.sections == (
         "Warnings", "Curves", "Predicted and measured", "Answers before and after", "What was run", "On what", "Data",
         "How to reproduce it",
     )  # fmt: skip
-    assert written.charts == 5  # loss, learning rate, gradient norm, speed, padding
+    assert written.chart_count == 5  # loss, learning rate, gradient norm, speed, padding
     text = written.path.read_text(encoding="utf-8")
     page = _Reader(text)
     assert page.tags.count("svg") == 5
@@ -130,9 +130,9 @@ def test_nothing_that_comes_from_data_is_read_as_html(tmp_path, plan_of):
         log=f"2026-01-01T00:00:01 WARNING sft_play.data: {HOSTILE}\n",
     )  # fmt: skip
     (folder.path / "config.yaml").write_text(HOSTILE)
-    written = report(read_record(folder))
+    written = write_report(read_record(folder))
     page = _Reader(written.path.read_text(encoding="utf-8"))
-    assert written.charts == 4
+    assert written.chart_count == 4
     assert page.text.count(HOSTILE) >= 12  # shown as text, and so not run
     assert {"script", "img"} & set(page.tags) == set()
     assert not [name for name, _ in page.attributes if name.startswith("on")]
@@ -146,7 +146,7 @@ def test_no_secret_reaches_the_page_however_html_would_spell_it(tmp_path, plan_o
     (folder.path / "summary.json").write_text(json.dumps({**SUMMARY, "samples": [sample]}))
     (folder.path / "train.log").write_text(f"2026-01-01T00:00:01 WARNING a.b: https://me:{secret}@host {secret}\n")
     (folder.path / "config.yaml").write_text(f"key: {secret}\n")
-    text = report(read_record(folder)).path.read_text(encoding="utf-8")
+    text = write_report(read_record(folder)).path.read_text(encoding="utf-8")
     page = _Reader(text)
     assert "is it ***?" in page.text
     assert secret not in page.text
@@ -157,10 +157,10 @@ def test_no_secret_reaches_the_page_however_html_would_spell_it(tmp_path, plan_o
 @pytest.mark.parametrize("status", ["running", "stopped", "failed"])
 def test_a_run_that_has_only_begun_has_a_page_of_what_there_is(tmp_path, plan_of, undrawn, status):
     folder = recorded_run(tmp_path / "bare", manifest={"status": status, "data": {}, "config_path": None})
-    written = report(read_record(folder))
+    written = write_report(read_record(folder))
     assert written.record.status == ("failed" if status == "running" else status)  # nobody writes it
     assert written.sections == ("What was run", "On what")
-    assert written.charts == 0
+    assert written.chart_count == 0
     metrics = steps(2, memory_peak_gib=lambda n: n / 4, eval_loss=lambda n: 3 / n)
     begun = recorded_run(
         tmp_path / "begun", like=plan_of, metrics=metrics, manifest={"status": status, "before": {"loss": 9.0}}
@@ -219,9 +219,9 @@ def test_a_value_of_another_kind_in_a_runs_file_is_no_traceback(tmp_path, plan_o
         if name == "manifest.json" and way == ("format",):
             continue  # then it is no run
         record = read_record(folder)
-        assert lead_of(record)
-        assert results_of([record, read_record(other)])
-        assert list(sections_of(record, [], None))
+        assert headline_metrics(record)
+        assert compare_results([record, read_record(other)])
+        assert list(report_sections(record, [], None))
         assert len(list(result_figures(record.summary))) <= 2
 
 
@@ -280,14 +280,14 @@ def test_stages_follow_each_other(tmp_path, plan_of):
     record = read_record(folder)
     assert [(part.name, part.steps) for part in record.parts] == [("short", 3), ("long", 2)]
     assert record.curve("loss") == [(1, 8.0), (2, 4.0), (3, 8 / 3), (4, 8.0), (5, 4.0)]
-    assert record.starts == [("short", 0), ("long", 3)]
+    assert record.stage_starts == [("short", 0), ("long", 3)]
     assert record.steps == 5
-    written = report(record)
+    written = write_report(record)
     text = _Reader(written.path.read_text(encoding="utf-8")).text
     assert "short: predicted against measured" in text
     assert "long: predicted against measured" in text
     assert "short (3 steps), long (2 steps)" in text
-    assert written.charts == 3
+    assert written.chart_count == 3
 
 
 def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, plan_of):
@@ -309,7 +309,7 @@ def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, p
     plan = json.loads((folder.path / "plan.json").read_text())
     plan["hardware"]["gpus"] = [{"name": "H200"}]
     (folder.path / "plan.json").write_text(json.dumps(plan))
-    sections = {section.title: section for section in sections_of(read_record(folder), [], None)}
+    sections = {section.title: section for section in report_sections(read_record(folder), [], None)}
     rows = {row[0]: row[1:] for row in sections["Predicted and measured"].tables[0].rows}
     assert rows["memory in training"] == ("40.0 GiB", "30.0 GiB", "-25%")
     assert rows["memory in saving"] == ("20.0 GiB", "-", "")
@@ -371,7 +371,7 @@ def test_a_long_curve_is_averaged_in_groups_and_keeps_its_ends(seed):
     draw = random.Random(seed)
     points = [(step, draw.random()) for step in range(draw.randint(1, 3000))]
     most = draw.randint(5, 400)
-    kept = thinned(points, most)
+    kept = thin_points(points, most)
     assert len(kept) <= most or len(points) <= most
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
@@ -391,26 +391,26 @@ def test_a_loss_is_logarithmic_where_it_falls_twentyfold(seed):
         values[0] = -values[0]
     curve = Curve("loss", list(enumerate(values)))
     wanted = min(values) > 0 and max(values) >= 20 * min(values)
-    assert Chart("Loss", (curve,), may_be_log=True).is_log == wanted
-    assert not Chart("Loss", (curve,)).is_log
+    assert Chart("Loss", (curve,), may_use_log=True).uses_log_scale == wanted
+    assert not Chart("Loss", (curve,)).uses_log_scale
 
 
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     record = read_record(recorded_run(tmp_path / "run", metrics=[{"step": 1, "memory_predicted_gib": 3.0}]))
-    assert charts_of(record) == []  # a prediction alone is no curve of the run
+    assert run_charts(record) == []  # a prediction alone is no curve of the run
     flat = [{"step": n, "loss": 1.0, "padding_share": 0.0} for n in (1, 2, 3)]
     unpadded = read_record(recorded_run(tmp_path / "flat", metrics=flat))
-    assert "Padding" not in {chart.title for chart in charts_of(unpadded)}
+    assert "Padding" not in {chart.title for chart in run_charts(unpadded)}
     padded = [{**line, "padding_share": line["step"] / 10} for line in flat]
     assert "Padding" in {
-        chart.title for chart in charts_of(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
+        chart.title for chart in run_charts(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
     }
     lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
                   eval_loss_text=lambda n: n)  # fmt: skip
-    charts = {chart.title: chart for chart in charts_of(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
+    charts = {chart.title: chart for chart in run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
     assert list(charts) == ["Loss", "Loss by source", "Learning rate", "Tokens per second"]
     assert [curve.name for curve in charts["Loss"].curves] == ["training", "validation"]
-    by_source = {curve.name: curve.colour for curve in charts["Loss by source"].curves}
+    by_source = {curve.name: curve.colour_index for curve in charts["Loss by source"].curves}
     assert by_source == {"chats": 0, "text": 1, "text, validation": 1}
 
 
@@ -423,13 +423,13 @@ def test_curves_of_one_name_stay_apart_and_a_name_is_text():
 
 
 def test_a_page_is_written_without_charts_where_they_cannot_be_drawn(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(charts_module, "_DRAW", "import sys; sys.exit('no such library')")
+    monkeypatch.setattr(charts_module, "_DRAW_PROGRAM", "import sys; sys.exit('no such library')")
     folder = recorded_run(tmp_path / "run", metrics=steps(3), summary=SUMMARY)
     page = page_of(folder)
     assert "The charts are missing: the process that draws them ended with 1: no such library" in page.text
     assert "The charts are missing" in caplog.text
     assert "two and two?" in page.text
-    monkeypatch.setattr(charts_module, "_DRAW", "import os; os.abort()")
+    monkeypatch.setattr(charts_module, "_DRAW_PROGRAM", "import os; os.abort()")
     assert "ended with -6" in page_of(folder).text
 
 
@@ -438,15 +438,15 @@ def test_a_page_is_written_without_charts_where_they_cannot_be_drawn(tmp_path, m
 
 def test_a_plot_is_short_and_plain():
     curves = (Curve("training", [(n, 100 / n) for n in range(1, 200)]), Curve("a\x1b[31mb", [(1, 3.0), (99, 2.0)], 1))
-    plain = plot_lines(Chart("Loss", curves, may_be_log=True))
+    plain = plot_as_text(Chart("Loss", curves, may_use_log=True))
     assert plain[0] == "Loss (logarithmic):  * training  o a\\x1b[31mb"
-    assert len(plain) == HEIGHT
+    assert len(plain) == PLOT_HEIGHT
     assert "\n".join(plain).isascii()
     assert "\x1b" not in "\n".join(plain)
     assert max(map(len, plain)) <= 80
     assert "199" in plain[-1]
-    assert plot_lines(Chart("Loss", (Curve("training", [(1, 1.0)]),))) == []
-    assert plot_lines(Chart("Loss", ())) == []
+    assert plot_as_text(Chart("Loss", (Curve("training", [(1, 1.0)]),))) == []
+    assert plot_as_text(Chart("Loss", ())) == []
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn,
     page = folder.path / "report.html"
 
     def train():
-        with reported(folder):
+        with reporting(folder):
             folder.update_manifest(status="failed")
             raise RuntimeError("the step")
 
@@ -509,10 +509,10 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn,
         train()
     assert f"Report: {page}" in caplog.text
     page.unlink()
-    with pytest.raises(RunFolderError), reported(folder):  # refused before it began: nothing is written
+    with pytest.raises(RunFolderError), reporting(folder):  # refused before it began: nothing is written
         raise RunFolderError("another process is writing it")
     assert not page.exists()
-    with pytest.raises(ConfigError), reported(RunFolder(tmp_path / "never")):
+    with pytest.raises(ConfigError), reporting(RunFolder(tmp_path / "never")):
         raise ConfigError("no")
     assert not (tmp_path / "never").exists()
 
@@ -524,7 +524,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, cap
     def fail(record):
         raise error
 
-    monkeypatch.setattr(report_module, "report", fail)
+    monkeypatch.setattr(report_module, "write_report", fail)
     report_at_end(folder)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -540,7 +540,7 @@ def test_charts_are_drawn_outside_of_the_process_that_trained(tmp_path):
 @pytest.mark.parametrize("values", [(0, 50), (3000, 1000), (9.0, 51.0), (12, 0.1), (1e-5, 1e-3), (2.1, 1.9), (0, 7e5)])
 def test_no_axis_of_a_loss_is_written_in_powers_of_ten(values):
     curve = Curve("training", [(float(step), float(value)) for step, value in enumerate(values)])
-    (svg,) = draw_charts([Chart("Loss", (curve,), may_be_log=True)])
+    (svg,) = draw_charts([Chart("Loss", (curve,), may_use_log=True)])
     shown = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert len(shown) > 5
     assert not [tick for tick in shown if re.search(r"\de[+-]?\d", tick)]

@@ -12,9 +12,9 @@ from sft_play.commands.answer import CommandResult, confirm_with_user, command_r
 from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import What, list_runs, prune, to_prune
-from sft_play.finished.report.compare import PAGE, Comparison, compare
+from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.report.record import read_record
-from sft_play.finished.report.report import RunReport, report
+from sft_play.finished.report.report import RunReport, write_report
 from sft_play.finished.run import find_any, next_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import check_run_name, open_run
@@ -72,12 +72,12 @@ def _write_report(request: Request) -> CommandResult:
     output = request_output_dir(request)
     report_page: RunReport | Comparison
     if request.command == "report":
-        report_page = report(read_record(find_any(output, request.run)), path=request.out)
+        report_page = write_report(read_record(find_any(output, request.run)), path=request.out)
     elif not request.runs:
         raise ConfigError('RUNS= names no runs: make compare RUNS="first second" (make runs lists them)')
     else:
         folders = [find_any(output, name) for name in request.runs]
-        report_page = compare(folders, path=request.out or folders[0].path / PAGE)
+        report_page = compare_runs(folders, path=request.out or folders[0].path / COMPARE_FILE)
     return command_result(report_page, is_written_to_out=False)
 
 

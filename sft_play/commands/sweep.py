@@ -28,7 +28,7 @@ from sft_play.config.yaml_io import read_text
 from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.compare import PAGE, Comparison, compare
+from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.run import changed_data
 from sft_play.launch.launch_options import LaunchOptions, apply_mesh, mesh_hardware
 from sft_play.launch.machine import restrict_to_device
@@ -112,7 +112,7 @@ def _compare_finished(request: Request, cells: list[SweepCell]) -> Comparison | 
     folders = [cell.folder for cell in cells if cell.state == "finished"]
     if len(folders) < 2:
         return None
-    return compare(folders, path=request.out or folders[0].path / PAGE)
+    return compare_runs(folders, path=request.out or folders[0].path / COMPARE_FILE)
 
 
 # --- read -------------------------------------------------------------------------------------------------------------

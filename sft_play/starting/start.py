@@ -13,7 +13,7 @@ from datetime import date
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import ConfigError, RunFolderError, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.report import report_at_end, reported
+from sft_play.finished.report.report import report_at_end, reporting
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
 from sft_play.launch.command import LaunchCommand
@@ -232,7 +232,7 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
     if starts_run and folder is not None and request.rank_info is None:
-        exit_stack.enter_context(reported(folder))
+        exit_stack.enter_context(reporting(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
             run_lock = exit_stack.enter_context(lock_run(folder, part=None if trains_in_process else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloth_layout) if unsloth_layout is not None else options

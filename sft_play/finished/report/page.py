@@ -20,30 +20,30 @@ from sft_play.runs.files import write_text
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table; the first column is text, the others are aligned to the right if `numbers`."""
+class ReportTable:
+    """A table; the first column is text, the others are aligned to the right if `has_numbers`."""
 
-    heads: Sequence[str]
+    headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: bool = True
+    has_numbers: bool = True
 
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
     """A question and texts about it: (label, text, mark), the mark being `good`, `bad` or empty."""
 
-    asked: str
+    question: str
     answers: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the page. Everything in it is optional; what is empty is not shown."""
 
     title: str
     notes: Sequence[str] = ()
     pairs: Sequence[tuple[str, str]] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
     charts: Sequence[tuple[str, str]] = ()
     legend: Sequence[tuple[str, str]] = ()
     samples: Sequence[AnsweredQuestion] = ()
@@ -59,15 +59,15 @@ class Section:
         return not any(parts)
 
 
-def page(title: str, *, lead: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """The page. `lead`: the few figures that matter, as (name, value), at its top."""
-    shown = [section for section in sections if not section.is_empty]
+def render_page(title: str, *, headline: Sequence[tuple[str, str]], sections: Sequence[ReportSection]) -> str:
+    """Render the page. `headline`: the few figures that matter, as (name, value), at its top."""
+    filled_sections = [section for section in sections if not section.is_empty]
     secrets = secret_values(os.environ.items())
-    return str(_template().render(title=title, lead=lead, sections=shown, secrets=secrets))
+    return str(_page_template().render(title=title, lead=headline, sections=filled_sections, secrets=secrets))
 
 
 @functools.cache  # compiling it takes longer than a page
-def _template() -> Any:
+def _page_template() -> Any:
     """The template, which escapes and redacts whatever it is given."""
     from jinja2 import Environment, FileSystemLoader, pass_context
     from markupsafe import Markup

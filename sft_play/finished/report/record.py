@@ -22,10 +22,10 @@ from sft_play.units import GIB, format_duration, format_size
 
 Points = Sequence[tuple[float, float]]
 
-_OF_RANK = re.compile(r"_rank_\d+$")
-_WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+_RANK_SUFFIX = re.compile(r"_rank_\d+$")
+_WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
 # Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too.
-_CURVES = {
+_CURVE_KEYS = {
     *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
     *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
     *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
@@ -43,7 +43,7 @@ class RunPart:
     summary: dict[str, Any]
     curves: Mapping[str, Points]
     """By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out."""
-    last: dict[str, Any]
+    last_metrics: dict[str, Any]
     """The last line of metrics.jsonl that has a training loss."""
 
     @property
@@ -52,17 +52,17 @@ class RunPart:
         return int(max((points[-1][0] for points in self.curves.values()), default=0))
 
     @property
-    def on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
         """Whether the plan is for GPUs."""
         return bool((self.plan.get("hardware") or {}).get("gpus"))
 
     @cached_property
     def training_s(self) -> float | None:
         """Seconds of all steps that were logged, evaluation and saving left out; None before the first."""
-        total, before = 0.0, 0.0
+        total, last_step = 0.0, 0.0
         for step, seconds in self.curves.get("step_time_s", ()):  # a log speaks for every step since the one before
-            total, before = total + seconds * (step - before), step
-        return total if before else None
+            total, last_step = total + seconds * (step - last_step), step
+        return total if last_step else None
 
     @cached_property
     def tokens_per_s(self) -> float | None:
@@ -75,7 +75,7 @@ class RunPart:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """A run as its folder tells it."""
 
     folder: RunFolder
@@ -103,149 +103,149 @@ class Record:
         return self.parts[0].name is not None
 
     @property
-    def starts(self) -> list[tuple[str, int]]:
+    def stage_starts(self) -> list[tuple[str, int]]:
         """Name and first step of each stage, counted over the whole run."""
-        firsts = itertools.accumulate((part.steps for part in self.parts), initial=0)
-        return [(part.name or "", first) for part, first in zip(self.parts, firsts, strict=False)]
+        first_steps = itertools.accumulate((part.steps for part in self.parts), initial=0)
+        return [(part.name or "", first_step) for part, first_step in zip(self.parts, first_steps, strict=False)]
 
-    def held_out(self, when: Literal["before", "after"], name: str) -> float | None:
+    def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
         """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
         # of a run that was killed: its manifest has what was measured first
-        figures = self.summary.get(when) or (self.manifest.get(when) if not self.summary else None) or {}
-        value = figures.get(name)
+        metrics = self.summary.get(moment) or (self.manifest.get(moment) if not self.summary else None) or {}
+        value = metrics.get(name)
         return float(value) if isinstance(value, (int, float)) else None
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
         joined: list[tuple[float, float]] = []
-        for part, (_, first) in zip(self.parts, self.starts, strict=True):
-            joined += [(first + step, value) for step, value in part.curves.get(name, ())]
+        for part, (_, first_step) in zip(self.parts, self.stage_starts, strict=True):
+            joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
         return joined
 
-    def names(self, prefix: str) -> list[str]:
+    def curve_names(self, prefix: str) -> list[str]:
         """The names of all curves that begin with `prefix` and are longer than it."""
-        listed = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
-        return sorted(listed)
+        names = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
+        return sorted(names)
 
 
-def read_record(folder: RunFolder) -> Record:
-    """Everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
+def read_record(folder: RunFolder) -> RunRecord:
+    """Read everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
     manifest = folder.read_manifest()
     settings = read_json(folder.path / "resolved.json")
     # of stages those that have a folder: a run that failed in its first stage has no others
-    listed = settings.get("curriculum")
-    stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
-    logged = _logged(folder.metrics_path)
-    parts = [_part(folder.stage_folder(name), logged) for name in stages if folder.stage_folder(name).path.is_dir()]
-    summary, warnings = read_summary(folder.path), tuple(_warnings(folder.log_path))
-    parts = parts or [_part(folder, logged)]
-    return Record(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
+    curriculum = settings.get("curriculum")
+    stages = [str(stage["name"]) for stage in curriculum if isinstance(stage, dict) and "name" in stage] if curriculum else []
+    metrics = _read_stage_metrics(folder.metrics_path)
+    parts = [_read_part(folder.stage_folder(name), metrics) for name in stages if folder.stage_folder(name).path.is_dir()]
+    summary, warnings = read_summary(folder.path), tuple(_read_warnings(folder.log_path))
+    parts = parts or [_read_part(folder, metrics)]
+    return RunRecord(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
 
 
 # What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss.
-_Logged = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
+_StageMetrics = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
 
 
-def _logged(path: Path) -> dict[str | None, _Logged]:
+def _read_stage_metrics(path: Path) -> dict[str | None, _StageMetrics]:
     """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
-    by_stage: dict[str | None, _Logged] = {}
+    by_stage: dict[str | None, _StageMetrics] = {}
     for _, entry in read_metric_lines(path) if path.is_file() else ():
-        curves, last = by_stage.setdefault(entry.get("stage"), ({}, {}))
+        curves, last_metrics = by_stage.setdefault(entry.get("stage"), ({}, {}))
         for key, value in entry.items():
             # a bool is an int to Python, and no point of a curve
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_number and (key in _CURVES or ("loss_" in key and not _OF_RANK.search(key))):
+            if is_number and (key in _CURVE_KEYS or ("loss_" in key and not _RANK_SUFFIX.search(key))):
                 curves.setdefault(key, []).append((entry["step"], value))
         if "loss" in entry:
-            last.clear()
-            last.update(entry)
+            last_metrics.clear()
+            last_metrics.update(entry)
     return by_stage
 
 
-def _part(folder: RunFolder, logged: Mapping[str | None, _Logged]) -> RunPart:
+def _read_part(folder: RunFolder, metrics: Mapping[str | None, _StageMetrics]) -> RunPart:
     plan, settings = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved"))
-    return RunPart(folder.stage_name, plan, settings, read_summary(folder.path), *logged.get(folder.stage_name, ({}, {})))
+    return RunPart(folder.stage_name, plan, settings, read_summary(folder.path), *metrics.get(folder.stage_name, ({}, {})))
 
 
-def _warnings(log: Path) -> list[str]:
+def _read_warnings(log_path: Path) -> list[str]:
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = log_path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    seen: dict[str, str] = {}
+    first_times: dict[str, str] = {}
     for line in text.splitlines():
-        match = _WARNING.match(line)
+        match = _WARNING_LINE.match(line)
         if match:
-            seen.setdefault(match[3], match[1])
-    return [f"{time} {words}" for words, time in seen.items()]
+            first_times.setdefault(match[3], match[1])
+    return [f"{time} {message}" for message, time in first_times.items()]
 
 
-def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
+def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
     settings = {}
     for path in all_options():
         *sections, name = path.split(".")
-        section = functools.reduce(lambda inner, part: inner.get(part) or {}, sections, resolved)
+        section = functools.reduce(lambda mapping, key: mapping.get(key) or {}, sections, resolved)
         if name in section:
             settings[path] = section[name]
     return settings
 
 
-def lead_of(record: Record) -> list[tuple[str, str]]:
+def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
     """The few figures that matter, those that are known."""
-    planned = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
-    total = sum(steps for steps in planned if isinstance(steps, (int, float)))
-    of = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
-    lead = [("Status", record.status), ("Steps", f"{record.steps:,}{of}")]
-    for name, label, form in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
-        before, after = (record.held_out(when, name) for when in ("before", "after"))
-        shown = [form.format(value) for value in (before, after) if value is not None]
-        if shown:
-            generated = record.held_out("before" if after is None else "after", "generated_rows")
-            of = f" of {generated:,.0f} rows" if generated and name == "exact_match" else ""
-            lead.append((label, (" → ".join(shown) if after is not None else f"{shown[0]} before") + of))
-    answered = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
-    logged = [
-        {name: value, "eval_generated_rows": answered}
+    planned_steps = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
+    total = sum(steps for steps in planned_steps if isinstance(steps, (int, float)))
+    suffix = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
+    lead = [("Status", record.status), ("Steps", f"{record.steps:,}{suffix}")]
+    for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
+        before_value, after_value = (record.held_out_metric(moment, name) for moment in ("before", "after"))
+        formatted = [number_format.format(value) for value in (before_value, after_value) if value is not None]
+        if formatted:
+            generated_rows = record.held_out_metric("before" if after_value is None else "after", "generated_rows")
+            suffix = f" of {generated_rows:,.0f} rows" if generated_rows and name == "exact_match" else ""
+            lead.append((label, (" → ".join(formatted) if after_value is not None else f"{formatted[0]} before") + suffix))
+    answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
+    evaluations = [
+        {name: value, "eval_generated_rows": answered_rows}
         for name in ("eval_loss", "eval_exact_match")
         for _, value in record.curve(name)
     ]
-    best = best_of(logged, record.summary)
+    best = best_of(evaluations, record.summary)
     if best is not None and not isinstance(record.summary.get("after"), dict):
-        of = f" of {best[2]:,} rows" if best[2] else ""
-        lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{of}"))
-    speed = tokens_per_s(record)
+        suffix = f" of {best[2]:,} rows" if best[2] else ""
+        lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{suffix}"))
+    speed = mean_tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
-    kind, _, peak = max(map(predicted_and_measured, record.parts), key=lambda part: part[2] or 0)
+    kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part: part[2] or 0)
     lead += [(f"Peak memory, {kind}", format_size(peak))] if peak else []
-    wall = record.summary.get("wall_s")
-    lead += [("Time", format_duration(wall))] if wall else []
+    wall_s = record.summary.get("wall_s")
+    lead += [("Time", format_duration(wall_s))] if wall_s else []
     return lead
 
 
-def tokens_per_s(record: Record) -> float | None:
+def mean_tokens_per_s(record: RunRecord) -> float | None:
     """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
     recorded = record.summary.get("tokens_per_s")
     return float(recorded) if recorded else record.parts[-1].tokens_per_s
 
 
-def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
+def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on a CPU) and in which
     moment of the run, its highest; predicted and measured bytes; of a run that has not ended what it has logged."""
     peak = part.summary.get("peak_bytes") or {}
-    planned = part.plan.get("peak_bytes") or {}
-    predicted = peak.get("predicted_reserved", planned.get("reserved"))
-    kind, key = ("reserved", "measured_reserved") if part.on_gpu else ("resident", "measured_rss")
+    planned_peak = part.plan.get("peak_bytes") or {}
+    predicted = peak.get("predicted_reserved", planned_peak.get("reserved"))
+    memory_kind, key = ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
     measured = peak.get(key)
     if measured is None:  # killed or still running: no summary, but every log line has the peak so far
-        logged = part.last.get("memory_peak_gib")  # of allocated bytes on a GPU
-        if isinstance(logged, (int, float)) and not part.summary:
-            measured = int(logged * GIB)
-            kind, predicted = ("allocated", planned.get("allocated")) if part.on_gpu else (kind, predicted)
+        logged_gib = part.last_metrics.get("memory_peak_gib")  # of allocated bytes on a GPU
+        if isinstance(logged_gib, (int, float)) and not part.summary:
+            measured = int(logged_gib * GIB)
+            memory_kind, predicted = ("allocated", planned_peak.get("allocated")) if part.is_on_gpu else (memory_kind, predicted)
     # runs of earlier versions have the peak of their training steps
-    return f"{kind}, in {peak.get('moment') or 'training'}" if peak else f"{kind} so far", predicted, measured
+    return f"{memory_kind}, in {peak.get('moment') or 'training'}" if peak else f"{memory_kind} so far", predicted, measured
 
 
-def off_by(predicted: float | None, measured: float | None) -> str:
+def percent_difference(predicted: float | None, measured: float | None) -> str:
     """How far the measured value is from the predicted one."""
     return f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
