@@ -44,8 +44,8 @@ from sft_play.errors import ModelError, SftPlayError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.finished.load import load_as_trained
-from sft_play.finished.run import find_finished
+from sft_play.finished.load import load_trained_model
+from sft_play.finished.run import find_finished_run
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -405,7 +405,7 @@ def _why_apart(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str
     parameters = dict(adapted.named_parameters())
     tensors = _tensors(run / "adapter")
     lost = [name for name, one in tensors.items() if not torch.equal(_parameter(parameters, name), one)]
-    loaded = _logits(load_as_trained(find_finished(ROOT, str(run))))
+    loaded = _logits(load_trained_model(find_finished_run(ROOT, str(run))))
     own = float((merged - loaded).abs().max() / merged.std())
     if lost and own <= APART:
         return (

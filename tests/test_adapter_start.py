@@ -186,8 +186,8 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(train, command, tiny_ll
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from sft_play.finished.load import load_as_trained
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.load import load_trained_model
+    from sft_play.finished.run import find_finished_run
 
     given = ("tuning.lora.r=4", "train.bf16=false", "model.dtype=float32")
     code, printed, folder = train("run", *RUNS[kind], *given)
@@ -196,7 +196,7 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(train, command, tiny_ll
     if "loftq" not in kind:  # which begins closer to the 16-bit base
         assert losses(folder)[0] == pytest.approx(losses(plain)[0], abs=2e-5)
     ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(3))
-    trained = load_as_trained(find_finished(folder.parent, folder.name))
+    trained = load_trained_model(find_finished_run(folder.parent, folder.name))
     assert command("merge", "--run", str(folder))[0] == 0
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     with torch.no_grad():

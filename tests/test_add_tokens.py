@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from sft_play.config.load import config_from_text
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.load import load_as_trained, load_base, load_folder
-from sft_play.finished.run import find_finished
+from sft_play.finished.load import load_trained_model, load_base_model, load_model_folder
+from sft_play.finished.run import find_finished_run
 from sft_play.planner.precision import Precision
 from tests.bundled import model_config
 from tests.conftest import chat
@@ -56,16 +56,16 @@ def on_new(model, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("base", BASES)
 def test_the_merged_model_has_the_trained_rows(tmp_path, base):
     folder = make_base(tmp_path / "base", BASES[base](), max_shard_size="100KB")
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
     ids = ids_of(run)
     merged = merge_run(run)
     assert merged.streamed
-    trained, whole = load_as_trained(run), load_folder(merged.path)
+    trained, whole = load_trained_model(run), load_model_folder(merged.path)
     expected = on_new(trained, ids)
     torch.testing.assert_close(on_new(whole, ids), expected, rtol=1e-4, atol=1e-4)
     with trained.disable_adapter():
         untrained = on_new(trained, ids)
-    torch.testing.assert_close(untrained, on_new(load_base(run), ids))
+    torch.testing.assert_close(untrained, on_new(load_base_model(run), ids))
     assert (expected - untrained)[..., ids].abs().max() > 0.01
 
 
@@ -74,8 +74,8 @@ def test_rows_begin_as_the_mean_of_their_pieces_and_are_all_that_is_saved(tmp_pa
     from transformers import AutoTokenizer
 
     folder = make_base(tmp_path / "base", BASES[base]())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
-    plain, model = AutoTokenizer.from_pretrained(folder), load_base(run)
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
+    plain, model = AutoTokenizer.from_pretrained(folder), load_base_model(run)
     inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     tables = [inputs] if inputs is head else [inputs, head]
     for token, row in zip(TOKENS, ids_of(run), strict=True):
@@ -120,11 +120,11 @@ def test_a_run_trains_the_rows_and_resumes_to_the_same_bits(train, said, tmp_pat
     assert_same_bits(weights(parts), weights(whole))
     if mode == "full":
         return
-    trained = find_finished(tmp_path / "outputs", str(whole))
+    trained = find_finished_run(tmp_path / "outputs", str(whole))
     rows = {name: one for name, one in weights(whole).items() if "trainable_tokens" in name}
     assert len(rows) == (1 if tied else 2)
     assert all(size < 1.3 * (whole / "adapter" / name).stat().st_size for name, size in checkpoint.items())
-    begun = load_base(trained)
+    begun = load_base_model(trained)
     ids = ids_of(trained)
     for name, one in rows.items():
         table = begun.lm_head.weight if "lm_head" in name else begun.model.embed_tokens.weight

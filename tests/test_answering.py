@@ -14,7 +14,7 @@ from sft_play.errors import DataError
 from sft_play.finished.answer import infer as infer_module
 from sft_play.finished.answer.infer import infer, read_prompts
 from sft_play.finished.answer.respond import Conversation, Responder
-from sft_play.finished.run import find_finished
+from sft_play.finished.run import find_finished_run
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.build
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     base = make_base(folder / "base", llama())
-    return find_finished(folder, str(finished_run(folder / "run", base)))
+    return find_finished_run(folder, str(finished_run(folder / "run", base)))
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def question(text: str) -> list[dict]:
 
 
 def test_a_prompt_is_what_training_put_before_the_answer(run, responder):
-    from sft_play.finished.load import held_out
+    from sft_play.finished.load import load_held_out_rows
 
-    split = held_out(run).split
+    split = load_held_out_rows(run).split
     for chat, row in zip(split.chats, split.rows, strict=True):
         trained = next(place for place, label in enumerate(row["labels"]) if label >= 0)
         assert responder.prompt_ids(chat.messages[:-1]) == row["input_ids"][:trained]

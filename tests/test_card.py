@@ -19,8 +19,8 @@ import yaml
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import plan_upload
-from sft_play.finished.load import load_as_trained, load_folder, renderer_of
-from sft_play.finished.run import find_finished
+from sft_play.finished.load import load_trained_model, load_model_folder, build_run_renderer
+from sft_play.finished.run import find_finished_run
 from sft_play.training.checkpoints.card import (
     REPOSITORY_PLACEHOLDER,
     CardBase,
@@ -53,7 +53,7 @@ def facts_of(run) -> CardFacts:
     tokenizer = load_tokenizer(run.config).tokenizer
     size, new_rows = len(tokenizer), added_token_rows(tokenizer, run.config)
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
-    stop = answer_stop_ids(run.config, tokenizer, renderer_of(run, tokenizer))
+    stop = answer_stop_ids(run.config, tokenizer, build_run_renderer(run, tokenizer))
     return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")
 
 
@@ -68,7 +68,7 @@ def world(tmp_path_factory) -> Path:
     for kind, (build, options) in KINDS.items():
         make_base(folder / f"base of {kind}", build())
         finished_run(folder / kind, folder / f"base of {kind}", **options)
-        run = find_finished(folder, kind)
+        run = find_finished_run(folder, kind)
         (run.weights / "README.md").write_text(card(run))
     return folder
 
@@ -131,11 +131,11 @@ def snippet(text: str, **names: Path) -> str:
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cards_code_loads_what_was_trained(world, hub, kind, capsys):
-    run = find_finished(world, kind)
+    run = find_finished_run(world, kind)
     names = {"name": run.weights, **({"base": Path(run.config.model.name)} if run.is_adapter else {})}
     scope: dict[str, object] = {}
     exec(snippet(card(run), **names), scope)
-    expected = logits(load_as_trained(run))
+    expected = logits(load_trained_model(run))
     # bitsandbytes computes NF4 by another kernel on CPUs with AVX512-BF16, unless it is told not to, as training does
     tolerance = 0.02 if run.is_quantized else 1e-5
     torch.testing.assert_close(logits(scope["model"].eval()), expected, rtol=tolerance, atol=tolerance)
@@ -149,7 +149,7 @@ def test_the_cards_code_loads_what_was_trained(world, hub, kind, capsys):
         text = (merged.path / "README.md").read_text()
         scope = {}
         exec(snippet(text, name=merged.path), scope)
-        torch.testing.assert_close(logits(scope["model"].eval()), logits(load_folder(merged.path)), rtol=0, atol=0)
+        torch.testing.assert_close(logits(scope["model"].eval()), logits(load_model_folder(merged.path)), rtol=0, atol=0)
         assert yaml.safe_load(text.split("---")[1])["library_name"] == "transformers"
 
 
@@ -218,7 +218,7 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world):
-    run = find_finished(world, "lora")
+    run = find_finished_run(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
     text = render_card(facts_of(changed), CardBase("Org/Base", True, {"license": "apache-2.0"}))
@@ -248,7 +248,7 @@ WHOLE = [
     ("lora", ["--merged"], sorted([*WHOLE, "merge.json"])),
 ])  # fmt: skip
 def test_exactly_the_models_files_are_uploaded(world, hub, command, kind, words, files):
-    run = find_finished(world, kind)
+    run = find_finished_run(world, kind)
     if "--merged" in words:
         merge_run(run, replace=True)
     folder = run.folder.path / "merged" if "--merged" in words else run.weights
@@ -311,7 +311,7 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
     assert (code, hub.commits) == (0, 1)
     assert "Next: make prune" in printed
     hub.repositories["me/it"] = True
-    upload = plan_upload(find_finished(world, "lora"), "me/it", is_merged=False, is_public=True, is_confirmed=True)
+    upload = plan_upload(find_finished_run(world, "lora"), "me/it", is_merged=False, is_public=True, is_confirmed=True)
     assert upload.is_private
     assert "stays so" in upload.notes[-1]
 
@@ -352,13 +352,13 @@ def test_a_text_with_a_path_or_a_secret_is_refused(world, hub, file, text, words
     path.write_text(text.format(world=world))
     try:
         with pytest.raises(ConfigError, match=words):
-            plan_upload(find_finished(world, "full"), "me/it", is_merged=False, is_public=False, is_confirmed=True)
+            plan_upload(find_finished_run(world, "full"), "me/it", is_merged=False, is_public=False, is_confirmed=True)
     finally:
         path.unlink() if before is None else path.write_text(before)
 
 
 def test_a_card_that_a_person_wrote_is_uploaded_as_it_is(world, hub):
-    run = find_finished(world, "full")
+    run = find_finished_run(world, "full")
     path = run.weights / "README.md"
     path.write_text("# Mine\n")
     try:

@@ -15,7 +15,7 @@ from sft_play.finished.report import compare as compare_module
 from sft_play.finished.report.charts import run_charts
 from sft_play.finished.report.compare import compare_runs, find_differences
 from sft_play.finished.report.record import read_record
-from sft_play.finished.run import find_any
+from sft_play.finished.run import find_run_folder
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader
 
@@ -85,10 +85,10 @@ def test_runs_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="two runs or more"):
         compare_runs([one], path=page)
     with pytest.raises(ConfigError, match="names one twice"):
-        compare_runs([one, find_any(tmp_path, str(one.path))], path=page)
+        compare_runs([one, find_run_folder(tmp_path, str(one.path))], path=page)
     (tmp_path / "odd").mkdir()
     with pytest.raises(RunFolderError, match="not a run folder"):
-        compare_runs([one, find_any(tmp_path, "one"), find_any(tmp_path, "odd")], path=page)
+        compare_runs([one, find_run_folder(tmp_path, "one"), find_run_folder(tmp_path, "odd")], path=page)
     assert not page.exists()
 
 

@@ -27,8 +27,8 @@ from sft_play.finished.evaluate.evaluation import evaluate_run
 from sft_play.finished.evaluate.figures import MetricComparison, select_metrics, rouge_l, split_words
 from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, score_rows
 from sft_play.finished.evaluate.statistics import Interval
-from sft_play.finished.load import held_out, load_as_trained
-from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.finished.load import load_held_out_rows, load_trained_model
+from sft_play.finished.run import FinishedRun, find_finished_run
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
 
@@ -75,7 +75,7 @@ def trained(folder: Path, base: Path, command: Any, *words: str) -> tuple[Finish
     )
     code, printed = command("train", "--config", str(run_yaml), *words)
     assert code == 0, printed
-    run = find_finished(folder / "outputs", "first")
+    run = find_finished_run(folder / "outputs", "first")
     return run, json.loads((run.folder.path / "summary.json").read_text())
 
 
@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
 def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
     base = make_base(tmp_path / "base", mixtral())
     run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
-    scores = score_rows(load_as_trained(run), held_out(run).split.rows, max_batch_tokens=eval_batch_tokens(run))
+    scores = score_rows(load_trained_model(run), load_held_out_rows(run).split.rows, max_batch_tokens=eval_batch_tokens(run))
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1
     evaluation = evaluate_run(run, metrics=["none"])
     assert evaluation.comparisons[0].tuned == pytest.approx(mean_loss(scores))
@@ -120,7 +120,7 @@ def lora(tmp_path_factory):
 
     torch.manual_seed(0)
     base = make_base(folder / "base", LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=400, tie_word_embeddings=True)))
-    return find_finished(folder, str(finished_run(folder / "run", base, modules_to_save=["lm_head"])))
+    return find_finished_run(folder, str(finished_run(folder / "run", base, modules_to_save=["lm_head"])))
 
 
 def random_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
@@ -135,7 +135,7 @@ def random_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
 
 
 def test_each_row_has_its_own_score_whatever_the_batches(lora):
-    model, rows = load_as_trained(lora), random_rows(23, seed=1)
+    model, rows = load_trained_model(lora), random_rows(23, seed=1)
     expected = [plain_scores(model, row) for row in rows]
     for most in (1, 40, 97, 10_000):
         scores = score_rows(model, rows, max_batch_tokens=most)
@@ -158,7 +158,7 @@ def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
 
 
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
-    model, rows = load_as_trained(lora), random_rows(16, seed=2)
+    model, rows = load_trained_model(lora), random_rows(16, seed=2)
     expected = score_rows(model, rows, max_batch_tokens=1_000)
     seen, whole = [], score._score_batch
 
@@ -253,7 +253,7 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
 
 
 def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, caplog):
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", Path(lora.config.model.name))))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", Path(lora.config.model.name))))
     rows = tmp_path / "rows.jsonl"
     (tmp_path / "run.jsonl").rename(rows)
     with pytest.raises(DataError, match=r"run\.jsonl"):
@@ -268,7 +268,7 @@ def test_training_rows_are_never_evaluated_silently(tmp_path, lora):
     resolved = json.loads((folder / "resolved.json").read_text())
     resolved["data"]["val_fraction"] = 0.0
     (folder / "resolved.json").write_text(json.dumps(resolved))
-    run = find_finished(tmp_path, "run")
+    run = find_finished_run(tmp_path, "run")
     with pytest.raises(DataError, match="DATA=FILE"):
         evaluate_run(run)
     with pytest.raises(ConfigError, match="training rows are not evaluated"):
@@ -286,7 +286,7 @@ def test_plain_text_has_loss_figures_only(tmp_path, lora):
     resolved["task_mode"] = "cpt"
     resolved["data"] |= {"train_path": str(text), "val_fraction": 0.3}
     (folder / "resolved.json").write_text(json.dumps(resolved))
-    run = find_finished(tmp_path, "run")
+    run = find_finished_run(tmp_path, "run")
     evaluation = evaluate_run(run)
     assert [figure.name for figure in evaluation.comparisons] == ["loss", "token_accuracy"]
     assert "kitchen" in lines_of(folder / "eval.jsonl")[0]["text"]
@@ -298,7 +298,7 @@ def test_plain_text_has_loss_figures_only(tmp_path, lora):
 def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatch, mode):
     from sft_play.finished import load
 
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", tiny_llama, mode=mode)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", tiny_llama, mode=mode)))
     models: list[weakref.ref[Any]] = []
 
     def counted(name: str) -> Any:
@@ -313,8 +313,8 @@ def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatc
         return loaded
 
     monkeypatch.setattr(load, "load_model", counted("load_model"))
-    monkeypatch.setattr(load, "load_folder", counted("load_folder"))
-    seen = load.of_each_model(run, lambda whose, model: (whose, next(model.parameters()).shape))
+    monkeypatch.setattr(load, "load_model_folder", counted("load_model_folder"))
+    seen = load.measure_both_models(run, lambda whose, model: (whose, next(model.parameters()).shape))
     assert [whose for whose, _ in seen] == ["base", "trained model"]
     assert len(models) == (1 if mode == "lora" else 2)
 

@@ -264,7 +264,7 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     from sft_play.finished.evaluate.evaluation import evaluate_run
     from sft_play.finished.report.compare import compare_results
     from sft_play.finished.report.record import read_record
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.run import find_finished_run
     from sft_play.runs.folder import RunFolder
 
     base = make_llama(tmp_path / "base", template=template_of("trl/qwen3"), max_position_embeddings=256)
@@ -311,6 +311,6 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
     compared = {row.title: row.formatted for row in compare_results([read_record(RunFolder(folder))])}
     assert compared["rows of exact match after"] == compared["rows of validation exact match"] == ["3"]
-    run = find_finished(tmp_path / "outputs", "one")
+    run = find_finished_run(tmp_path / "outputs", "one")
     figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).comparisons}
     assert [figures[name].tuned for name in ("exact_match", "rouge_l", "chrf")] == pytest.approx([1.0, 1.0, 100.0])

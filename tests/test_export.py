@@ -27,8 +27,8 @@ from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, matching_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import EnginePrompts
-from sft_play.finished.load import held_out
-from sft_play.finished.run import find_finished
+from sft_play.finished.load import load_held_out_rows
+from sft_play.finished.run import find_finished_run
 from tests import warm
 from tests.conftest import shared
 from tests.converter import converter
@@ -68,7 +68,7 @@ def model(name: str, **changes):
 def run_of(folder: Path, built, *, dtype=torch.float32, **lora):
     base = make_base(folder / "base", built, dtype=dtype)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
-    return find_finished(folder, str(finished_run(folder / "run", base, precision=precision, **lora)))
+    return find_finished_run(folder, str(finished_run(folder / "run", base, precision=precision, **lora)))
 
 
 KINDS = {
@@ -238,7 +238,7 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
 def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     run, _ = exported
     base = Path(run.config.model.name)
-    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
+    other = find_finished_run(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
@@ -385,7 +385,7 @@ def test_a_sentencepiece_tokenizer_without_its_own_file_is_exported_exactly(tmp_
     (base / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(base)
     assert not (base / "tokenizer.model").exists()
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "gguf")
     assert exported.prompts_checked > 10
     fields = read_fields(exported.file)
@@ -459,7 +459,7 @@ def test_a_tokenizer_that_llama_cpp_cannot_run_is_refused(tmp_path):
         [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.save_pretrained(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     with pytest.raises(BackendError, match="BPE pre-tokenizer was not recognized"):
         export_run(run, "gguf")
     assert not list((run.folder.path / "export").iterdir())
@@ -480,7 +480,7 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     tokenizer.save_pretrained(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama")
     fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
@@ -496,7 +496,7 @@ def test_prompts_that_the_exported_template_renders_otherwise_are_seen(exported,
     folder = tmp_path / "merged"
     shutil.copytree(run.folder.path / "merged", folder)
     (folder / "chat_template.jinja").write_text(CHATML.replace("assistant", "model"))
-    split = held_out(run).split
+    split = load_held_out_rows(run).split
     here, there = EnginePrompts(run, run.folder.path / "merged"), EnginePrompts(run, folder)
     assert all(here.engine_ids(one.text) == one.ids for one in here.row_prompts(split, 5))
     assert not any(there.engine_ids(one.text) == one.ids for one in there.row_prompts(split, 5))
@@ -621,7 +621,7 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     base = make_base(tmp_path / "base", model("Llama", eos_token_id=0))
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
     exported = export_run(run, "vllm")
     following = {"lora": f"merge-test RUN={run.folder.path}", "full": f"push RUN={run.folder.path} REPO=user/name"}
     assert exported.lines()[-1] == f"Next: make {following[mode]}"
@@ -654,7 +654,7 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     ],
 )
 def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, positions):
-    from sft_play.finished.run import context_of
+    from sft_play.finished.run import describe_context_window
 
     config = {
         "model_type": "llama", **SMALL, "vocab_size": 400, "max_position_embeddings": 8192, "n_embd": 64, "n_layer": 2,
@@ -662,7 +662,7 @@ def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, position
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
     run = SimpleNamespace(plan=lambda: SimpleNamespace(max_seq_len=64))
-    found, note = context_of(run, str(tmp_path))
+    found, note = describe_context_window(run, str(tmp_path))
     assert found == positions
     assert note == ("" if positions == 64 else f"Context: the model's own {positions:,} positions; rows of training "
                     "had at most 64 tokens (model.max_seq_len)")  # fmt: skip
@@ -673,7 +673,7 @@ def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
 
     folder = tmp_path / "my runs"
     base = make_base(folder / "the base", model("Llama", eos_token_id=0))
-    run = find_finished(folder, str(finished_run(folder / "run 1", base)))
+    run = find_finished_run(folder, str(finished_run(folder / "run 1", base)))
     target = folder / "run 1" / "export" / "vllm"
     (whole,) = (shlex.split(one) for one in export_run(run, "vllm").commands)
     assert whole[:5] == ["vllm", "serve", str(target), "--served-model-name", "run 1"]
@@ -713,7 +713,7 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     base = tmp_path / "base"
     starter_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)[:2000]).save_pretrained(base)
     make_model().save_pretrained(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")
     assert exported.notes == ()
     assert exported.pre_tokenizer == "gpt-2"
@@ -728,7 +728,7 @@ def test_a_template_that_ollama_cannot_say_is_refused(tmp_path, exported):
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = CHATML.replace("'<|im_start|>'", "'<|im_start|>' + loop.index | string + ' '")
     tokenizer.save_pretrained(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     with pytest.raises(TokenizerError, match="llama-server --jinja"):
         export_run(run, "ollama")
     assert not list((run.folder.path / "export").iterdir())

@@ -208,12 +208,12 @@ def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     """The mean loss over the trained tokens of all rows, of a finished run's model as PEFT loads it, or of its base."""
     from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import find_data_paths
-    from sft_play.finished.load import load_as_trained
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.load import load_trained_model
+    from sft_play.finished.run import find_finished_run
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    finished = find_finished(run.parent, run.name)
-    model = load_as_trained(finished)
+    finished = find_finished_run(run.parent, run.name)
+    model = load_trained_model(finished)
     data = finished.config.data.model_copy(
         update={"train_path": f"{world}/rows.jsonl", "val_path": None, "val_fraction": 0.0}
     )

@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import built_folder, writing
+from sft_play.finished.run import staged_folder, translate_write_errors
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LOCK_FILE, lock_run
 from tests.finished_runs import finished_run
@@ -177,20 +177,20 @@ def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", ["file/below/merged", "file/merged"])
 def test_a_place_that_cannot_be_a_folder_is_one_message(tmp_path, target):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="merged cannot be written: "), built_folder(tmp_path / target):
+    with pytest.raises(ConfigError, match="merged cannot be written: "), staged_folder(tmp_path / target):
         raise AssertionError
 
 
 def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path):
-    with pytest.raises(FileNotFoundError), writing(tmp_path / "eval.json"):
+    with pytest.raises(FileNotFoundError), translate_write_errors(tmp_path / "eval.json"):
         (tmp_path / "rows.jsonl").read_text()
-    with pytest.raises(SafetensorError), writing(tmp_path / "eval.json"):
+    with pytest.raises(SafetensorError), translate_write_errors(tmp_path / "eval.json"):
         raise SafetensorError("Error while deserializing header")
-    with pytest.raises(RunFolderError), writing(tmp_path / "eval.json"):
+    with pytest.raises(RunFolderError), translate_write_errors(tmp_path / "eval.json"):
         raise RunFolderError(errno.ENOSPC, FULL)
     path = tmp_path / "eval.json"
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"eval\.json cannot be written: Is a directory"), writing(path):
+    with pytest.raises(ConfigError, match=r"eval\.json cannot be written: Is a directory"), translate_write_errors(path):
         path.write_text("")
 
 
@@ -207,10 +207,10 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path
 
     monkeypatch.setattr(Path, "rename", refused)
     denied = pytest.raises(ConfigError, match="merged cannot be written: Permission denied")
-    with denied, built_folder(target) as folder:
+    with denied, staged_folder(target) as folder:
         (folder / "new").write_text("")
     assert state(tmp_path) == {"merged/config.json": b"old"}
     monkeypatch.undo()
-    with built_folder(target) as folder:
+    with staged_folder(target) as folder:
         (folder / "new").write_text("")
     assert state(tmp_path) == {"merged/new": b""}

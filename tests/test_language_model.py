@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from benchmarks.registry import small_base
-from sft_play.finished.load import load_folder
+from sft_play.finished.load import load_model_folder
 from sft_play.training.checkpoints.full_state_dict import load_adapter
 from sft_play.training.checkpoints.model_saving import expand_to_full_class, write_weights
 from sft_play.training.class_checks.adapter_trial import linear_layers
@@ -60,7 +60,7 @@ def logits(model):
 def test_on_text_both_compute_the_same(kind, tmp_path):
     small_base(kind).save_pretrained(tmp_path)
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    alone = load_folder(tmp_path, dtype=torch.float32)
+    alone = load_model_folder(tmp_path, dtype=torch.float32)
     assert sum(one.numel() for one in alone.parameters()) < sum(one.numel() for one in whole.parameters())
     torch.testing.assert_close(logits(alone), logits(whole), rtol=1e-5, atol=1e-5)
 
@@ -72,7 +72,7 @@ def test_trained_weights_are_written_as_the_whole_class_reads_them(kind, tmp_pat
     """Tensors that files hold in pieces, or under other names, take the place of the base's."""
     whole = small_base(kind)
     whole.save_pretrained(tmp_path / "base")
-    alone = load_folder(tmp_path / "base", dtype=torch.float32)
+    alone = load_model_folder(tmp_path / "base", dtype=torch.float32)
     alone.sft_tower = locate_text_tower(whole.config, alone)
     with torch.no_grad():
         for parameter in alone.parameters():

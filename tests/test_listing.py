@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.listing import best_checkpoint, list_runs, prune, to_prune
+from sft_play.finished.listing import find_best_checkpoint, list_runs, prune, select_prunable
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import check_run_name, open_run
@@ -90,7 +90,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
     judged.sort(key=lambda one: one[key], reverse=metric == "exact_match")  # which keeps equal ones in order
     step = judged[0]["step"] if judged else None
     path = str(part.checkpoints_path / f"checkpoint-{step}") if step in saved else None
-    assert best_checkpoint(run) == {"best_step": step, "best_checkpoint": path}
+    assert find_best_checkpoint(run) == {"best_step": step, "best_checkpoint": path}
 
 
 def test_a_damaged_run_has_no_best_checkpoint_and_is_listed(tmp_path):
@@ -112,10 +112,10 @@ def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
     try:
         assert [run.status for run in list_runs(tmp_path, now=NOW).runs] == ["finished"]
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(runs(tmp_path, ["done"]), "run")
+            select_prunable(runs(tmp_path, ["done"]), "run")
         (done.path / "checkpoints" / "one").mkdir(parents=True)
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(runs(tmp_path, ["done"]), "checkpoints")
+            select_prunable(runs(tmp_path, ["done"]), "checkpoints")
     finally:
         holder.kill()
         holder.communicate()
@@ -155,7 +155,7 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
     stopped = make_run(tmp_path, "stopped", status="stopped")
     sizes = {run.name: run for run in list_runs(tmp_path).runs}
-    chosen = to_prune(runs(tmp_path, ["one"]), "checkpoints")
+    chosen = select_prunable(runs(tmp_path, ["one"]), "checkpoints")
     assert (
         chosen
         == {one: {one.path / "checkpoints": 1000}}
@@ -165,12 +165,12 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     assert not (one.path / "checkpoints").exists()
     assert one.manifest_path.is_file()
     with pytest.raises(RunFolderError, match="not finished"):
-        to_prune(runs(tmp_path, ["stopped"]), "checkpoints")
+        select_prunable(runs(tmp_path, ["stopped"]), "checkpoints")
     with pytest.raises(RunFolderError, match="there is no run"):
-        to_prune(runs(tmp_path, ["one", "nothing"]), "run")
+        select_prunable(runs(tmp_path, ["one", "nothing"]), "run")
     with pytest.raises(RunFolderError, match="refused"):
-        to_prune(runs(tmp_path, ["../one"]), "run")
-    chosen = to_prune(runs(tmp_path, ["stopped", "one"]), "run")
+        select_prunable(runs(tmp_path, ["../one"]), "run")
+    chosen = select_prunable(runs(tmp_path, ["stopped", "one"]), "run")
     prune(chosen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
     assert other.manifest_path.is_file()
@@ -179,11 +179,11 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
 
 def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
     live, other = make_run(tmp_path, "live", status="running"), make_run(tmp_path, "other")
-    chosen = to_prune(runs(tmp_path, ["live", "other"]), "run")  # nobody writes it yet
+    chosen = select_prunable(runs(tmp_path, ["live", "other"]), "run")  # nobody writes it yet
     holder = _locked_elsewhere(live)
     try:
         with pytest.raises(RunFolderError, match="being written"):
-            to_prune(runs(tmp_path, ["live"]), "run")
+            select_prunable(runs(tmp_path, ["live"]), "run")
         pruned = prune(chosen)
         assert (pruned.ok, pruned.removed, pruned.kept) == (False, (other.path,), (live.path,))
         assert f"kept: {live.path} is being written by another process" in caplog.text
@@ -195,7 +195,7 @@ def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
 
 def test_one_that_is_resumed_while_the_question_is_open_keeps_its_checkpoints(tmp_path, caplog):
     one = make_run(tmp_path, "one")
-    chosen = to_prune(runs(tmp_path, ["one"]), "checkpoints")
+    chosen = select_prunable(runs(tmp_path, ["one"]), "checkpoints")
     one.update_manifest(status="stopped")
     assert not prune(chosen).ok
     assert f"kept: {one.path} is not finished (stopped)" in caplog.text
@@ -208,7 +208,7 @@ def test_a_link_to_a_run_is_not_followed(tmp_path):
     (tmp_path / "outputs" / "link").symlink_to(far.path)
     for what in ("run", "checkpoints"):
         with pytest.raises(RunFolderError, match=f"is a link to {far.path}: name that folder"):
-            to_prune(runs(tmp_path / "outputs", ["link"]), what)
+            select_prunable(runs(tmp_path / "outputs", ["link"]), what)
 
 
 def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):

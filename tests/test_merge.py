@@ -19,8 +19,8 @@ from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import merge_run, record_merge_test, whole_model_folder
 from sft_play.finished.export.places import read_merge_record, describe_merge, find_merged_model
-from sft_play.finished.load import load_as_trained, load_folder
-from sft_play.finished.run import find_finished
+from sft_play.finished.load import load_trained_model, load_model_folder
+from sft_play.finished.run import find_finished_run
 from tests.finished_runs import SMALL, finished_run, make_base
 
 pytestmark = pytest.mark.build
@@ -156,7 +156,7 @@ BASES = {
 def test_adapters_of_weights_that_blocks_share_are_not_merged(tmp_path):
     """Each of Zamba's hybrid blocks has an adapter of its own, and all have the same weights: none is merged."""
     base = make_base(tmp_path / "base", small_base("zamba"))
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     with pytest.raises(ModelError, match=r"blocks of a ZambaForCausalLM share .*\.shared_transf\..* serve the base"):
         merge_run(run)
     assert not (tmp_path / "run" / "merged").exists()
@@ -166,11 +166,11 @@ def test_adapters_of_weights_that_blocks_share_are_not_merged(tmp_path):
 def test_tensors_that_are_joined_in_ram_are_merged_over(tmp_path):
     """Qwen4's table of n-grams lies in files in parts, which transformers joins on the CPU wherever the model is."""
     base = make_base(tmp_path / "base", small_base("qwen4_exp_text"))
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     merged = merge_run(run)
     assert merged.streamed
     assert any("ngram_embedding.shard_" in name for name in load_file(merged.path / "model.safetensors"))
-    torch.testing.assert_close(logits(load_folder(merged.path)), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
 
 
 @contextlib.contextmanager
@@ -196,11 +196,11 @@ def test_what_rounding_a_merge_changes_is_which_experts_are_chosen(tmp_path, dty
     """JetMoE's merge in bf16 is 6 to 9% of the adapter's effect away by its choices alone: with the adapter's it is
     less than 1% away, and none in fp32."""
     base = make_base(tmp_path / "base", jetmoe(), dtype=torch.bfloat16)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, seed=seed)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, seed=seed)))
     short, full = (merge_run(run, dtype=name, out=tmp_path / name) for name in ("bf16", "fp32"))
     assert [any(line.startswith("Experts: rounded to bf16, a router may choose another") for line in one.lines())
             for one in (short, full)] == [True, False]  # fmt: skip
-    trained = load_as_trained(run).to(dtype)
+    trained = load_trained_model(run).to(dtype)
     choices, others = [], []
     with routed(trained, choices):
         expected = logits(trained)
@@ -208,7 +208,7 @@ def test_what_rounding_a_merge_changes_is_which_experts_are_chosen(tmp_path, dty
         effect = float((expected - logits(trained)).norm())
 
     def apart(merged, choices):
-        model = load_folder(merged.path).to(dtype)
+        model = load_model_folder(merged.path).to(dtype)
         with routed(model, choices):
             return float((logits(model) - expected).norm()) / effect
 
@@ -223,18 +223,18 @@ def test_what_rounding_a_merge_changes_is_which_experts_are_chosen(tmp_path, dty
 def test_tensors_that_peft_alone_would_lose_are_merged_and_named(tmp_path):
     """Laguna's shared experts: what others load of the adapter is not what was trained, and the merge is."""
     base = make_base(tmp_path / "base", laguna())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     merged = merge_run(run)
     (line,) = (one for one in merged.lines() if one.startswith("Adapter: "))
     assert "PEFT alone would load it without 6 of 32 tensors" in line
-    trained = load_as_trained(run)
+    trained = load_trained_model(run)
     expected = logits(trained)
     with trained.disable_adapter():
         effect = (expected - logits(trained)).norm()
     with pytest.warns(UserWarning, match="Found missing adapter keys"):
-        by_peft = PeftModel.from_pretrained(load_folder(base), str(run.weights))
+        by_peft = PeftModel.from_pretrained(load_model_folder(base), str(run.weights))
     assert (logits(by_peft) - expected).norm() / effect > 0.2
-    torch.testing.assert_close(logits(load_folder(merged.path)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load_model_folder(merged.path)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's
@@ -244,10 +244,10 @@ def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
     base = make_base(tmp_path / "base", build(), max_shard_size="1GB" if "expert" in kind else "100KB")
     if "expert" in kind:
         one_by_one(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, file_bytes=100_000)
     assert merged.streamed
-    trained, whole = load_as_trained(run), load_folder(merged.path)
+    trained, whole = load_trained_model(run), load_model_folder(merged.path)
     with trained.disable_adapter():
         untrained = logits(trained)
     expected = logits(trained)
@@ -274,7 +274,7 @@ def test_what_an_image_text_model_becomes_is_of_its_own_class(tmp_path, command)
 
     words = "only the language model of this gemma3 is trained"
     base = make_base(tmp_path / "base", gemma3_with_images())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     whole = AutoModelForImageTextToText.from_pretrained(base).eval()
     before = logits(whole)
     with warnings.catch_warnings():
@@ -328,29 +328,29 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
     if "expert" in kind:
         one_by_one(base)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, dtype="fp32")
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
-    whole = load_folder(merged.path)
+    whole = load_model_folder(merged.path)
     assert whole.dtype == torch.float32
-    torch.testing.assert_close(logits(whole), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(whole), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(merged_weights, "_map_to_model", names)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
     assert streamed.streamed
-    torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)
+    torch.testing.assert_close(logits(load_model_folder(streamed.path)), logits(whole), rtol=0, atol=0)
     assert merged.untied == streamed.untied == ("tied" in kind)
 
 
 def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch, caplog):
     """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
     one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
     monkeypatch.setattr(merged_weights.MergedWeights, "_output_name", one_name)
     merged = merge_run(run)
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
-    torch.testing.assert_close(logits(load_folder(merged.path)), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
     ],
 )
 def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, lost, message):
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
     write = merged_weights.write_tensors
 
     def spoilt(folder, *args, **options):
@@ -383,7 +383,7 @@ def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatc
 )
 def test_the_dtype_is_the_one_asked_for_or_the_files_own(tmp_path, base_dtype, dtype):
     base = make_base(tmp_path / "base", llama(), dtype=base_dtype)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     merged = merge_run(run, dtype=dtype)
     wanted = {"fp16": torch.float16, "fp32": torch.float32, None: base_dtype}[dtype]
     tensors = load_file(merged.path / "model.safetensors")
@@ -398,7 +398,7 @@ def test_what_the_class_keeps_in_fp32_stays_so(tmp_path, monkeypatch):
     from transformers import LlamaForCausalLM
 
     base = make_base(tmp_path / "base", llama())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["norm"])
     tensors = load_file(merge_run(run, dtype="bf16").path / "model.safetensors")
     assert {tensor.dtype for name, tensor in tensors.items() if "norm" in name} == {torch.float32}
@@ -407,7 +407,7 @@ def test_what_the_class_keeps_in_fp32_stays_so(tmp_path, monkeypatch):
 
 def test_layers_that_no_adapter_touches_keep_their_bits(tmp_path):
     base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, target_modules=["q_proj"])))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, target_modules=["q_proj"])))
     merged, original = load_file(merge_run(run).path / "model.safetensors"), load_file(base / "model.safetensors")
     changed = {name for name in original if not torch.equal(merged[name], original[name])}
     assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
@@ -415,12 +415,12 @@ def test_layers_that_no_adapter_touches_keep_their_bits(tmp_path):
 
 def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     base = make_base(tmp_path / "base", llama())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
     dequantized = merge_run(run, dtype="fp32")
     original = merge_run(run, dtype="fp32", base="original", out=tmp_path / "original")
-    expected = logits(load_as_trained(run))
-    torch.testing.assert_close(logits(load_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
-    assert (logits(load_folder(original.path)) - expected).abs().max() > 0.01
+    expected = logits(load_trained_model(run))
+    torch.testing.assert_close(logits(load_model_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
+    assert (logits(load_model_folder(original.path)) - expected).abs().max() > 0.01
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
     assert "merge-test has not been run" in str(describe_merge(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)
@@ -435,7 +435,7 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
 def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monkeypatch):
     """By export, serve and push alike, which ask `whole_model_folder` or the same rule."""
     base = make_base(tmp_path / "base", llama())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
     folder = merge_run(run, base="original", dtype="fp32").path
     asked = (lambda: whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
     for ask in asked:
@@ -468,8 +468,8 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
 
 def test_merge_test_sees_a_merge_that_did_not_happen_and_one_of_another_adapter(tmp_path):
     base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
-    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
+    other = find_finished_run(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
     merge_run(run)
     assert merge_test(run).ok
     assert not merge_test(run, path=base).ok
@@ -488,7 +488,7 @@ def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():
 
 def test_an_engine_reads_the_stop_tokens_of_training(tmp_path):
     base = make_base(tmp_path / "base", llama(eos_token_id=0))
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     path = merge_run(run).path
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -500,12 +500,12 @@ def test_an_engine_reads_the_stop_tokens_of_training(tmp_path):
 
 def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
     base = make_base(tmp_path / "base", llama())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     before = {path.name for path in run.folder.path.iterdir()}
     with pytest.raises(ConfigError, match="for QLoRA runs"):
         merge_run(run, base="original")
     large = load_file(base / "model.safetensors")
-    whole = find_finished(tmp_path, str(finished_run(tmp_path / "whole", base, mode="full")))
+    whole = find_finished_run(tmp_path, str(finished_run(tmp_path / "whole", base, mode="full")))
     with pytest.raises(RunFolderError, match="nothing has to be merged"):
         merge_run(whole)
     with pytest.raises(RunFolderError, match="no merged model"):
@@ -517,7 +517,7 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
     manifest = json.loads((run.folder.path / "manifest.json").read_text())
     manifest["data"] = {}
     (run.folder.path / "manifest.json").write_text(json.dumps(manifest))
-    run = find_finished(tmp_path, "run")
+    run = find_finished_run(tmp_path, "run")
     with pytest.raises(ConfigError, match="fp16 cannot hold"):
         merge_run(run, dtype="fp16")
     assert {path.name for path in run.folder.path.iterdir()} == before
@@ -530,8 +530,8 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     base = make_base(tmp_path / "base", llama())
     wide = make_base(tmp_path / "wide", llama(hidden_size=96, head_dim=24))
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
-    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", wide)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
+    other = find_finished_run(tmp_path, str(finished_run(tmp_path / "other", wide)))
     for file in run.weights.glob("*.safetensors"):
         file.replace(other.weights / file.name)
     with pytest.raises(ModelError, match="adapter of another model"):
@@ -542,17 +542,17 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
 def test_runs_are_found_by_name_path_and_as_the_last(tmp_path):
     base = make_base(tmp_path / "base", llama())
     with pytest.raises(RunFolderError, match="no finished run"):
-        find_finished(tmp_path, None)
+        find_finished_run(tmp_path, None)
     first, second = finished_run(tmp_path / "first", base), finished_run(tmp_path / "second", base)
     manifest = json.loads((first / "manifest.json").read_text())
     (first / "manifest.json").write_text(json.dumps(manifest | {"ended": "2026-02-01T00:00:00+00:00"}))
     for name, wanted in ((None, first), ("last", first), ("second", second), (str(second), second)):
-        assert find_finished(tmp_path, name).folder.path == wanted
+        assert find_finished_run(tmp_path, name).folder.path == wanted
     (second / "manifest.json").write_text(json.dumps(manifest | {"status": "stopped"}))
     with pytest.raises(RunFolderError, match="make resume"):
-        find_finished(tmp_path, "second")
+        find_finished_run(tmp_path, "second")
     with pytest.raises(RunFolderError, match="there is no run"):
-        find_finished(tmp_path, "third")
+        find_finished_run(tmp_path, "third")
 
 
 def test_the_commands_answer_in_words_and_json(tmp_path, command):
@@ -580,7 +580,7 @@ def test_a_place_on_the_disk_is_seen_before_anything_is_written(tmp_path, monkey
     from collections import namedtuple
 
     base = make_base(tmp_path / "base", llama())
-    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     usage = namedtuple("usage", "total used free")
     size = sum(tensor.numel() * 4 for tensor in load_file(base / "model.safetensors").values())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size - 1))

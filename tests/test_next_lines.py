@@ -107,9 +107,9 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.reproduce import Reproduced
+    from sft_play.finished.reproduce import ReproduceResult
 
-    return Reproduced(RUN, OTHER, "here", 1, dict.fromkeys(differing, 0.1), 1)
+    return ReproduceResult(RUN, OTHER, "here", 1, dict.fromkeys(differing, 0.1), 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
@@ -120,9 +120,9 @@ def runs(*, is_empty: bool = False) -> Any:
 
 
 def prune() -> Any:
-    from sft_play.finished.listing import Pruned
+    from sft_play.finished.listing import PruneResult
 
-    return Pruned((RUN,), 10)
+    return PruneResult((RUN,), 10)
 
 
 ANSWERS: dict[str, list[tuple[Callable[[], Any], list[str]]]] = {

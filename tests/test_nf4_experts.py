@@ -18,7 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.run import find_finished
+from sft_play.finished.run import find_finished_run
 from sft_play.planner.memory.loading_and_saving import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
@@ -260,7 +260,7 @@ def test_a_broken_run_is_resumed_bit_by_bit(world, alone):
 @pytest.mark.build
 def test_plain_peft_takes_the_adapter_and_the_merge_equals_it(world, alone):
     """In fp32: base rounded as in training, with the adapter by PEFT, against the merged folder."""
-    run_ = find_finished(world / "outputs", str(alone))
+    run_ = find_finished_run(world / "outputs", str(alone))
     merged = merge_run(run_, dtype="fp32", base="original")
     ids = torch.randint(0, 400, (2, 24))
     base = AutoModelForCausalLM.from_pretrained(world / "base", dtype=torch.float32)
@@ -347,7 +347,7 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
     assert begun.returncode == 0, begun.stdout + begun.stderr
     ended = start(world, "resume", *words, RUN="plain")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    run_ = find_finished(world / "outputs", str(world / "outputs" / "plain"))
+    run_ = find_finished_run(world / "outputs", str(world / "outputs" / "plain"))
     merged = merge_run(run_, dtype="fp32", base="dequantized")
     base, whole = (
         AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (world / "base", merged.path)

@@ -32,7 +32,7 @@ from sft_play.finished.report.charts import (
 from sft_play.finished.report.compare import compare_results
 from sft_play.finished.report.record import headline_metrics, read_record
 from sft_play.finished.report.report import write_report, report_at_end, reporting, report_sections
-from sft_play.finished.run import find_any
+from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.card import result_figures
@@ -454,18 +454,18 @@ def test_a_plot_is_short_and_plain():
 
 def test_last_is_the_run_that_finished_last_else_the_one_that_started_last(tmp_path):
     with pytest.raises(RunFolderError, match="there is no run in"):
-        find_any(tmp_path, None)
+        find_run_folder(tmp_path, None)
     for name, status, started, ended in (("a", "failed", 1, 9), ("b", "stopped", 3, 2), ("c", "failed", 2, 8)):
         times = {"started": f"2026-01-0{started}", "ended": f"2026-01-0{ended}"}
         recorded_run(tmp_path / name, manifest={"status": status, **times})
-    assert find_any(tmp_path, "last").path.name == "b"
+    assert find_run_folder(tmp_path, "last").path.name == "b"
     for name, started, ended in (("d", 1, 5), ("e", 4, 4)):
         recorded_run(tmp_path / name, manifest={"started": f"2025-01-0{started}", "ended": f"2025-01-0{ended}"})
-    assert find_any(tmp_path, None).path.name == "d"
-    assert find_any(tmp_path, "c").path == tmp_path / "c"
-    assert find_any(Path("elsewhere"), str(tmp_path / "c")).path == tmp_path / "c"
+    assert find_run_folder(tmp_path, None).path.name == "d"
+    assert find_run_folder(tmp_path, "c").path == tmp_path / "c"
+    assert find_run_folder(Path("elsewhere"), str(tmp_path / "c")).path == tmp_path / "c"
     with pytest.raises(RunFolderError, match="there is no run nobody"):
-        find_any(tmp_path, "nobody")
+        find_run_folder(tmp_path, "nobody")
 
 
 def test_make_report_as_it_is_typed(tmp_path, plan_of, undrawn, command):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.reproduce import code_words, compare_weights
+from sft_play.finished.reproduce import describe_code, compare_weights
 from sft_play.runs.manifest import code_state
 from tests import warm
 from tests.conftest import ROOT, chat
@@ -184,11 +184,11 @@ def checkout(tmp_path):
 
 def test_other_code_than_the_runs_is_refused(checkout):
     package, (old, new) = checkout
-    assert "unchanged since the run" in code_words(new, package=package)
+    assert "unchanged since the run" in describe_code(new, package=package)
     (package / "__init__.py").write_text("number = 3\n")
     dirty = {"code": code_state(package)}
     assert dirty["code"]["git"]["dirty"]
-    assert ", with changes)" in code_words(dirty, package=package)  # changed without a commit, and still the same
+    assert ", with changes)" in describe_code(dirty, package=package)  # changed without a commit, and still the same
     (package / "__init__.py").write_text("number = 4\n")
     commit = old["code"]["git"]["commit"][:12]
     cases = {
@@ -198,7 +198,7 @@ def test_other_code_than_the_runs_is_refused(checkout):
     }
     for said, manifest in cases.items():
         with pytest.raises(RunFolderError, match=said):
-            code_words(manifest, package=package)
+            describe_code(manifest, package=package)
 
 
 def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):

@@ -23,7 +23,7 @@ import pytest
 
 from sft_play.errors import BackendError, ConfigError, DataError
 from sft_play.finished.answer import serve
-from sft_play.finished.run import find_finished
+from sft_play.finished.run import find_finished_run
 from tests.bundled import template_of
 from tests.conftest import ROOT
 from tests.finished_runs import finished_run, make_base
@@ -64,7 +64,7 @@ def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
 
 
 def of_run(run: Path, engine: str = "transformers") -> serve.Service:
-    return serve.create_service(engine, find_finished(run.parent, str(run)), "127.0.0.1", 0)
+    return serve.create_service(engine, find_finished_run(run.parent, str(run)), "127.0.0.1", 0)
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def answer_of_infer(run: Path, folder: Path) -> str:
 
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
-    infer(find_finished(run.parent, str(run)), prompts, answers, max_new_tokens=TOKENS)
+    infer(find_finished_run(run.parent, str(run)), prompts, answers, max_new_tokens=TOKENS)
     return str(json.loads(answers.read_text())["answer"])
 
 
@@ -372,7 +372,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     from sft_play.finished.answer.openai_app import request_ids
     from sft_play.finished.answer.respond import Responder
 
-    run = find_finished(world, "lora")
+    run = find_finished_run(world, "lora")
     data = run.config.data.model_copy(update=settings)
     responder = Responder(run)
     responder.run.config.__dict__["data"] = data

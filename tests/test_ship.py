@@ -470,14 +470,14 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
     from safetensors.torch import load_file, save_file
 
     from sft_play.finished.export.check_merge import merge_test
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.run import find_finished_run
 
     folder = adapter_copy(world, "broken", lambda key, tensor: tensor)
     shutil.copytree(world / "base", folder / "merged")
     tensors = load_file(folder / "merged" / "model.safetensors")
     tensors["model.norm.weight"] *= float("nan")
     save_file(tensors, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
-    compared = merge_test(find_finished(world, str(folder)), rows=2)
+    compared = merge_test(find_finished_run(world, str(folder)), rows=2)
     assert math.isnan(compared.kl_merged)
     assert not compared.ok
 
@@ -485,11 +485,11 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
 @pytest.mark.build
 def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
     from sft_play.finished.evaluate.ship import distinct_rows
-    from sft_play.finished.load import held_out
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.load import load_held_out_rows
+    from sft_play.finished.run import find_finished_run
 
-    run = find_finished(world / "outputs", "good")
-    held = held_out(run)
+    run = find_finished_run(world / "outputs", "good")
+    held = load_held_out_rows(run)
     rows, left_out = distinct_rows(held, 20)
     assert (len(rows), left_out) == (20, 0)
     twice = dataclasses.replace(held.split, rows=held.split.rows.select([0, 1, 0, 1, 1, 2]))

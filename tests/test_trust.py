@@ -189,11 +189,11 @@ THEIR_ADAPTER = {"peft_type": "XLORA", "base_model_name_or_path": "owner/base", 
 
 @pytest.mark.build
 def test_an_adapter_beside_the_weights_of_a_received_run_is_not_looked_for(tmp_path, tiny_llama):
-    from sft_play.finished.load import load_folder
+    from sft_play.finished.load import load_model_folder
 
     folder = shutil.copytree(tiny_llama, tmp_path / "model")
     (folder / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER))
-    assert not getattr(load_folder(folder), "_hf_peft_config_loaded", False)
+    assert not getattr(load_model_folder(folder), "_hf_peft_config_loaded", False)
 
 
 @pytest.mark.build

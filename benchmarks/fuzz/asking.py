@@ -41,14 +41,14 @@ def judging() -> Iterator[Judge]:
     from transformers import LlamaForCausalLM
 
     from sft_play.finished.answer import serve
-    from sft_play.finished.run import find_finished
+    from sft_play.finished.run import find_finished_run
     from tests.finished_runs import finished_run, make_base
     from tests.models import make_llama
 
     with own_surroundings(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
         model = LlamaForCausalLM.from_pretrained(make_llama(Path(home) / "whole"))
         finished_run(Path(home) / "run", make_base(Path(home) / "base", model))
-        service = serve.TransformersService(find_finished(Path(home), "run"), "127.0.0.1", 0)
+        service = serve.TransformersService(find_finished_run(Path(home), "run"), "127.0.0.1", 0)
         endpoint = service.start()
 
         def judge(draw: random.Random, folder: Path) -> bool:

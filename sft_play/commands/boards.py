@@ -11,7 +11,7 @@ from pathlib import Path
 from sft_play.commands.answer import CommandResult, confirm_with_user, stdout_to_stderr
 from sft_play.commands.request import Request, request_output_dir
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.listing import CURVES, Pruned, prune, to_prune
+from sft_play.finished.listing import EVENT_FILES, PruneResult, prune, select_prunable
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import TensorBoardServer
 from sft_play.runs.folder import RunFolder
@@ -36,7 +36,7 @@ def _start_page(request: Request) -> TensorBoardServer:
     if server is None:
         raise ConfigError(f"TensorBoard over {logdir} does not start: {message}")
     tensorboard.log_started(server, message)
-    if not any(logdir.rglob(CURVES) if request.run else base.glob(f"*/tb/{CURVES}")):
+    if not any(logdir.rglob(EVENT_FILES) if request.run else base.glob(f"*/tb/{EVENT_FILES}")):
         logger.info("There are no curves in %s yet", logdir)
     elif not server.ends_with_run:
         logger.info("It shows %s, and stays until make tb-stop", logdir)
@@ -73,7 +73,7 @@ def _remove_curves(request: Request) -> CommandResult:
     removable: dict[RunFolder, dict[Path, int]] = {}
     for folder in [resolve_run(output, request.run)] if request.run else iter_runs(output, include_replaced=True):
         try:
-            removable |= to_prune([folder], "curves")
+            removable |= select_prunable([folder], "curves")
         except RunFolderError as error:
             if request.run:
                 raise
@@ -81,7 +81,7 @@ def _remove_curves(request: Request) -> CommandResult:
     files = [size for parts in removable.values() for size in parts.values()]
     description = f"{len(files)} event file{'s' * (len(files) != 1)}, {format_size(sum(files))}, of {len(removable)} finished run"
     description += "s" * (len(removable) > 1)
-    pruned = Pruned((), 0)
+    pruned = PruneResult((), 0)
     if not removable:
         logger.info("There are no event files of finished runs in %s", output)
     elif confirm_with_user(request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"):

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from sft_play.commands.answer import CommandResult, confirm_with_user, command_result, write_result, require_writable_out, stdout_to_stderr
 from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
 from sft_play.errors import ConfigError
-from sft_play.finished.listing import What, list_runs, prune, to_prune
+from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
 from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, write_report
-from sft_play.finished.run import find_any, next_line, require_split
+from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import check_run_name, open_run
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -72,11 +72,11 @@ def _write_report(request: Request) -> CommandResult:
     output = request_output_dir(request)
     report_page: RunReport | Comparison
     if request.command == "report":
-        report_page = write_report(read_record(find_any(output, request.run)), path=request.out)
+        report_page = write_report(read_record(find_run_folder(output, request.run)), path=request.out)
     elif not request.runs:
         raise ConfigError('RUNS= names no runs: make compare RUNS="first second" (make runs lists them)')
     else:
-        folders = [find_any(output, name) for name in request.runs]
+        folders = [find_run_folder(output, name) for name in request.runs]
         report_page = compare_runs(folders, path=request.out or folders[0].path / COMPARE_FILE)
     return command_result(report_page, is_written_to_out=False)
 
@@ -85,8 +85,8 @@ def _prune(request: Request) -> CommandResult:
     output = request_output_dir(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
-    part_kind: What = "checkpoints" if request.checkpoints else "run"
-    removable = to_prune([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind)
+    part_kind: PruneScope = "checkpoints" if request.checkpoints else "run"
+    removable = select_prunable([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind)
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
@@ -155,7 +155,7 @@ def _chat(request: Request) -> CommandResult:
                 break
             conversation.handle_line(line.rstrip("\n"))
         if is_terminal:
-            show(f"{next_line('eval', RUN=finished.folder.path)}\n")
+            show(f"{next_command_line('eval', RUN=finished.folder.path)}\n")
     return CommandResult({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
 
 

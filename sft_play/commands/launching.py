@@ -18,7 +18,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.network import RENDEZVOUS_TIMEOUT_S
-from sft_play.finished.listing import best_checkpoint
+from sft_play.finished.listing import find_best_checkpoint
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     accelerate_path,
@@ -120,7 +120,7 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
         error = kept_folder.read_manifest().get("error") if kept_folder else None
         data = {"run": run if kept_folder else None} | ({"error": str(error)} if error else {})
         return CommandResult(data, exit_code=launch_result.exit_code)
-    summary = {**read_summary(folder.path), **best_checkpoint(folder)} if folder else {"exit": 0}
+    summary = {**read_summary(folder.path), **find_best_checkpoint(folder)} if folder else {"exit": 0}
     return CommandResult({"run": run, **summary})
 
 

@@ -24,7 +24,7 @@ from sft_play.data.sources.files import list_parts, find_source
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import relative_to_cwd
-from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.finished.run import FinishedRun, find_finished_run
 from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, parse_launch_options
 from sft_play.log import escape_control, one_line
@@ -400,8 +400,8 @@ def request_output_dir(request: Request) -> Path:
 
 
 def find_request_run(request: Request) -> FinishedRun:
-    """The finished run that RUN names, or the newest; raises as `find_finished` does."""
-    return find_finished(request_output_dir(request), request.run, trusts=functools.partial(trusts_code, request))
+    """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
+    return find_finished_run(request_output_dir(request), request.run, trusts=functools.partial(trusts_code, request))
 
 
 def require_source(path: Path | str, name: str) -> None:

@@ -29,7 +29,7 @@ from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
-from sft_play.finished.run import changed_data
+from sft_play.finished.run import find_changed_data
 from sft_play.launch.launch_options import LaunchOptions, apply_mesh, mesh_hardware
 from sft_play.launch.machine import restrict_to_device
 from sft_play.log import one_line
@@ -221,7 +221,7 @@ def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> Stat
         if not folder.has_trained:  # it starts from the beginning, with the present settings
             return "new"
     settings = changed_settings(folder, loaded.config, effective_batch=plan.batch.effective_batch)
-    check_no_differences(folder, [*settings.values(), *changed_data(manifest, loaded)])
+    check_no_differences(folder, [*settings.values(), *find_changed_data(manifest, loaded)])
     return "finished" if is_finished else "begun"
 
 

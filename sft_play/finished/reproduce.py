@@ -27,7 +27,7 @@ from sft_play.data.sources.files import source_digest
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect_hardware
 from sft_play.facts.models.architecture import find_model_folder
-from sft_play.finished.run import FinishedRun, Outcome, base_folder, changed_data, next_line
+from sft_play.finished.run import FinishedRun, RunCommandResult, base_model_folder, find_changed_data, next_command_line
 from sft_play.log import one_line
 from sft_play.process import signals
 from sft_play.process.environment import THREADS_VARIABLE, independent_environment
@@ -40,11 +40,11 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = "-reproduced"
+REPRODUCED_SUFFIX = "-reproduced"
 
 
 @dataclass(frozen=True)
-class Reproduced(Outcome):
+class ReproduceResult(RunCommandResult):
     """A run and its repetition."""
 
     run: Path
@@ -60,157 +60,157 @@ class Reproduced(Outcome):
         return not self.differing
 
     def as_json(self) -> dict[str, Any]:
-        first = next(iter(self.differing.items()), None)
+        first_difference = next(iter(self.differing.items()), None)
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
             "tensors": self.tensors,
             "tensors_differing": len(self.differing),
-            "first_differing": {"name": first[0], "max_diff": first[1]} if first else None,
+            "first_differing": {"name": first_difference[0], "max_diff": first_difference[1]} if first_difference else None,
             "steps": self.steps,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        written = f"Written to: {self.path}"
+        written_note = f"Written to: {self.path}"
         if self.ok:
-            equal = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
-            return [equal, written, next_line("prune", RUNS=self.path.name)]
+            equal_note = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
+            return [equal_note, written_note, next_command_line("prune", RUNS=self.path.name)]
         name, largest = next(iter(self.differing.items()))
-        differ = f"{len(self.differing)} of {self.tensors} tensors differ"
-        first = f"Weights: {differ}; the first is {name}, by up to {largest:.3g}"
-        following = next_line("compare", RUNS=f"{self.run.name} {self.path.name}")
-        return [first, written, f"{following} says whether versions, machine or plan are others"]
+        difference_note = f"{len(self.differing)} of {self.tensors} tensors differ"
+        summary = f"Weights: {difference_note}; the first is {name}, by up to {largest:.3g}"
+        next_command = next_command_line("compare", RUNS=f"{self.run.name} {self.path.name}")
+        return [summary, written_note, f"{next_command} says whether versions, machine or plan are others"]
 
 
-def reproduce(run: FinishedRun) -> Reproduced:
+def reproduce(run: FinishedRun) -> ReproduceResult:
     """Train a run again as its folder records it, into a new folder beside it, and compare the weights. Raises
     DataError or ModelError where what training read is gone or has changed; RunFolderError where other code trained it,
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
-    old, name = run.folder.path, _free_name(run.folder)
-    place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
-    place, settings = place if place.is_dir() else Path.cwd(), old.absolute() / "resolved.json"
-    with contextlib.chdir(place):
-        loaded = load_config(settings)
+    run_folder, new_name = run.folder.path, _free_name(run.folder)
+    working_folder = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
+    working_folder, config_path = working_folder if working_folder.is_dir() else Path.cwd(), run_folder.absolute() / "resolved.json"
+    with contextlib.chdir(working_folder):
+        loaded = load_config(config_path)
         _require_inputs(run, loaded)
-    code = code_words(run.manifest)
-    logger.info("Code: %s", code)
-    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as folder:
-        words = _words(run, loaded, deepspeed=_deepspeed_file(run.folder, Path(folder)))
-        words += [f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
-        logger.info("Training again: sft-play %s", shlex.join(words))
-        exit_code = _train(words, place, run.manifest)
+    code_description = describe_code(run.manifest)
+    logger.info("Code: %s", code_description)
+    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as temporary_folder:
+        arguments = _training_command(run, loaded, deepspeed=_write_deepspeed_file(run.folder, Path(temporary_folder)))
+        arguments += [f"output.dir={json.dumps(str(run_folder.absolute().parent))}", f"output.name={new_name}"]
+        logger.info("Training again: sft-play %s", shlex.join(arguments))
+        exit_code = _run_training(arguments, working_folder, run.manifest)
     if exit_code == Interrupted.exit_code:
-        raise Interrupted(f"stopped by the user; what was trained is in {old.with_name(name)}")
+        raise Interrupted(f"stopped by the user; what was trained is in {run_folder.with_name(new_name)}")
     if exit_code:
-        raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
-    new = RunFolder(old.with_name(name))
-    tensors, differing = compare_weights(run.weights, new.model_path(is_adapter=run.is_adapter))
-    steps = int(read_summary(new.path)["steps"])
-    return Reproduced(old, new.path, code, tensors, differing, steps)
+        raise TrainingError(f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see above")
+    reproduced_run = RunFolder(run_folder.with_name(new_name))
+    tensors, differing = compare_weights(run.weights, reproduced_run.model_path(is_adapter=run.is_adapter))
+    steps = int(read_summary(reproduced_run.path)["steps"])
+    return ReproduceResult(run_folder, reproduced_run.path, code_description, tensors, differing, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
-    name, number = f"{folder.path.name}{SUFFIX}", 2
+    name, attempt = f"{folder.path.name}{REPRODUCED_SUFFIX}", 2
     while folder.path.with_name(name).exists():
-        name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
+        name, attempt = f"{folder.path.name}{REPRODUCED_SUFFIX}-{attempt}", attempt + 1
     return check_run_name(name, key="RUN")
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
-    base_folder(run)
+    base_model_folder(run)
     recorded = run.manifest.get("data") or {}
-    wrong = changed_data(run.manifest, loaded)
-    was = (recorded.get("tokenizer") or {}).get("sha256")
-    if was not in (None, load_tokenizer(loaded.config).sha256):
-        wrong.append(f"tokenizer: that of {loaded.config.model.name}, or its template, has changed")
-    if wrong:
-        listed = "\n".join(f"  {one_line(line, limit=300)}" for line in wrong)
-        raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{listed}")
+    changes = find_changed_data(run.manifest, loaded)
+    recorded_digest = (recorded.get("tokenizer") or {}).get("sha256")
+    if recorded_digest not in (None, load_tokenizer(loaded.config).sha256):
+        changes.append(f"tokenizer: that of {loaded.config.model.name}, or its template, has changed")
+    if changes:
+        change_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in changes)
+        raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{change_lines}")
     adapter = recorded.get("adapter")
     if adapter:
         file = Path(str(loaded.config.model.adapter)) / ADAPTER_WEIGHTS_FILE
         if source_digest(file) != adapter.get("sha256"):
-            why = f"{file}, which it began from, has changed since"
-            raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
+            reason = f"{file}, which it began from, has changed since"
+            raise ModelError(f"{run.folder.path} cannot be trained again: {reason}")
 
 
-def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
-    given = requested_deepspeed(folder)
-    if given is None:
+def _write_deepspeed_file(folder: RunFolder, target_folder: Path) -> Path | None:
+    settings = requested_deepspeed(folder)
+    if settings is None:
         return None
-    file = place / DEEPSPEED_FILE
-    file.write_text(json.dumps(given), encoding="utf-8")
+    file = target_folder / DEEPSPEED_FILE
+    file.write_text(json.dumps(settings), encoding="utf-8")
     return file
 
 
-def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
+def _training_command(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
-    words = ["train" if layout == "single" and processes == 1 else "train-distributed"]
-    words += ["--config", str(folder.path.absolute() / "resolved.json")]
-    if words[0] == "train-distributed":
-        words += ["--nproc", str(processes)]
-        words += ["--strategy", layout] if config.model.mesh_shape is None else []
-        words += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
-    for prefix, part, settings in _parts(folder, loaded):
-        words += _as_planned(prefix, part, settings)
-    words += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
+    arguments = ["train" if layout == "single" and processes == 1 else "train-distributed"]
+    arguments += ["--config", str(folder.path.absolute() / "resolved.json")]
+    if arguments[0] == "train-distributed":
+        arguments += ["--nproc", str(processes)]
+        arguments += ["--strategy", layout] if config.model.mesh_shape is None else []
+        arguments += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
+    for prefix, part, settings in _stage_parts(folder, loaded):
+        arguments += _batch_overrides(prefix, part, settings)
+    arguments += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
-    words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
+    arguments.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
     weights = (manifest.get("data") or {}).get("weights") or {}
     if find_model_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
-        words.append(f"model.revision={weights['sha256']}")
+        arguments.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
-        words.append(f'data.template_date="{manifest["template_date"]}"')
+        arguments.append(f'data.template_date="{manifest["template_date"]}"')
     if not (manifest.get("hardware") or {}).get("gpus") and detect_hardware().gpus:
-        words.append("train.device=cpu")
-    return words
+        arguments.append("train.device=cpu")
+    return arguments
 
 
-def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFolder, RunConfig]]:
+def _stage_parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFolder, RunConfig]]:
     if not loaded.stages:
         yield "", folder, loaded.config
     for stage in loaded.stages:
         yield f"curriculum.{stage.number - 1}.", folder.stage_folder(stage.name), stage.config
 
 
-def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
+def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     batch, plan = folder.read_manifest().get("batch"), read_json(folder.path / "plan.json")
     if not isinstance(batch, dict) or not plan:
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
-    words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
+    overrides = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
     if config.train.batch_by == "auto":
         by_tokens = (plan.get("micro_batches") or {}).get("tokens") is not None
-        words.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
+        overrides.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
     if config.train.gradient_checkpointing == "auto":
-        layers, of = plan["checkpointed_layers"], plan["layers"]
-        value = json.dumps(bool(layers) if layers in (0, of) else layers)
-        words.append(f"{prefix}train.gradient_checkpointing={value}")
+        checkpointed_layers, layer_count = plan["checkpointed_layers"], plan["layers"]
+        value = json.dumps(bool(checkpointed_layers) if checkpointed_layers in (0, layer_count) else checkpointed_layers)
+        overrides.append(f"{prefix}train.gradient_checkpointing={value}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
-        words.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
-    return words
+        overrides.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
+    return overrides
 
 
-def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> int:
+def _run_training(arguments: Sequence[str], working_folder: Path, manifest: Mapping[str, Any]) -> int:
     environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE_FOLDER.parent)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
-    return signals.run_child("sft_play", words, environment=environment, cwd=place).exit_code
+    return signals.run_child("sft_play", arguments, environment=environment, cwd=working_folder).exit_code
 
 
-def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
+def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
     """The code that trains, in words; raises RunFolderError where it is not that of the manifest's digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
-    at = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
+    commit_note = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
     if recorded.get("sha256") == code_state(package)["sha256"]:
-        return f"{package.parent}, unchanged since the run ({at})"
+        return f"{package.parent}, unchanged since the run ({commit_note})"
     checkout = f": git worktree add ../then {commit} has it, and make reproduce there" if commit else ""
-    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}){checkout}")
+    raise RunFolderError(f"the run was trained by other code than {package.parent} ({commit_note}){checkout}")
 
 
-def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
+def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[str, float]]:
     """How many tensors two folders of weights have, and those that differ bit by bit, in the order of the first one's
     files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError where a
     file cannot be read."""
@@ -218,34 +218,34 @@ def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
 
     differing: dict[str, float] = {}
     count = 0
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as open_files:
         try:
             files = [
-                [held.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
-                for folder in (one, other)
+                [open_files.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
+                for folder in (first_folder, second_folder)
             ]
-            places = {name: file for file in files[1] for name in file.keys()}  # noqa: SIM118  (no mapping)
+            second_tensors = {name: file for file in files[1] for name in file.keys()}  # noqa: SIM118  (no mapping)
             for file in files[0]:
                 for name in file.offset_keys():
                     count += 1
-                    place = places.pop(name, None)
-                    if place is None:
+                    second_file = second_tensors.pop(name, None)
+                    if second_file is None:
                         differing[name] = math.inf
-                    elif (difference := _difference(file.get_tensor(name), place.get_tensor(name))) is not None:
+                    elif (difference := _difference(file.get_tensor(name), second_file.get_tensor(name))) is not None:
                         differing[name] = difference
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"the weights in {one} or {other} cannot be read: {one_line(str(error))}") from None
-    return count + len(places), differing | dict.fromkeys(sorted(places), math.inf)
+            raise ModelError(f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}") from None
+    return count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
 
 
-def _difference(one: Any, other: Any) -> float | None:
+def _difference(first: Any, second: Any) -> float | None:
     import torch
 
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     if torch.equal(*bits):
         return None
-    largest = float((one.double() - other.double()).abs().max())
+    largest = float((first.double() - second.double()).abs().max())
     return math.inf if math.isnan(largest) else largest

@@ -31,14 +31,14 @@ from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.units import format_gib
 
 
-def next_line(command: str, *more: str, **variables: str | Path) -> str:
+def next_command_line(command: str, *words: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
-    given = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return " ".join(["Next: make", command, *given, *more])
+    assignments = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+    return " ".join(["Next: make", command, *assignments, *words])
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunCommandResult:
     """What a command on finished runs answers with; its JSON has the names of its fields."""
 
     @property
@@ -48,8 +48,8 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """`ok` and the fields, as plain data."""
-        plain = json.dumps(asdict(self), default=lambda one: getattr(one, "isoformat", one.__str__)())
-        return {"ok": self.ok, **json.loads(plain)}
+        json_text = json.dumps(asdict(self), default=lambda value: getattr(value, "isoformat", value.__str__)())
+        return {"ok": self.ok, **json.loads(json_text)}
 
     def lines(self) -> list[str]:
         """In words, the next command last."""
@@ -84,15 +84,15 @@ class FinishedRun:
             raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
 
 
-def find_finished(base: Path, name: str | None, *, trusts: CodeTrust = trust_none) -> FinishedRun:
+def find_finished_run(base: Path, name: str | None, *, trusts: CodeTrust = trust_none) -> FinishedRun:
     """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
     see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings allow what
     `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = _newest(base, "finished") if name in (None, LAST_RUN) else resolve_run(base, str(name))
+    folder = _newest_run(base, "finished") if name in (None, LAST_RUN) else resolve_run(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in iter_runs(base))
-        also = f" ({unfinished} unfinished)" if unfinished else ""
-        raise RunFolderError(f"there is no finished run in {base}{also}; train one with make train")
+        unfinished_note = f" ({unfinished} unfinished)" if unfinished else ""
+        raise RunFolderError(f"there is no finished run in {base}{unfinished_note}; train one with make train")
     manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
         status = f"its manifest says {one_line(str(manifest.get('status')))}"
@@ -101,9 +101,9 @@ def find_finished(base: Path, name: str | None, *, trusts: CodeTrust = trust_non
     config = folder.read_config(is_trusted=trusts)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
-        last = folder.stage_folder(config.curriculum[-1].name, is_last_stage=True)
-        if (last.path / "resolved.json").is_file():
-            config = last.read_config(is_trusted=trusts)
+        last_stage = folder.stage_folder(config.curriculum[-1].name, is_last_stage=True)
+        if (last_stage.path / "resolved.json").is_file():
+            config = last_stage.read_config(is_trusted=trusts)
     weights = folder.model_path(is_adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
@@ -111,25 +111,25 @@ def find_finished(base: Path, name: str | None, *, trusts: CodeTrust = trust_non
     return FinishedRun(folder, config, manifest, weights)
 
 
-def find_any(base: Path, name: str | None) -> RunFolder:
+def find_run_folder(base: Path, name: str | None) -> RunFolder:
     """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
     the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST_RUN):
         return resolve_run(base, str(name))
-    folder = _newest(base, "finished") or _newest(base)
+    folder = _newest_run(base, "finished") or _newest_run(base)
     if folder is None:
         raise RunFolderError(f"there is no run in {base}; train one with make train")
     return folder
 
 
-def _newest(base: Path, status: str | None = None) -> RunFolder | None:
+def _newest_run(base: Path, status: str | None = None) -> RunFolder | None:
     manifests = [(folder, folder.read_manifest()) for folder in iter_runs(base)]
-    chosen = [one for one in manifests if status is None or one[1].get("status") == status]
-    when = "ended" if status else "started"
-    return max(chosen, key=lambda one: (str(one[1].get(when)), str(one[0].path)))[0] if chosen else None
+    candidates = [entry for entry in manifests if status is None or entry[1].get("status") == status]
+    time_key = "ended" if status else "started"
+    return max(candidates, key=lambda entry: (str(entry[1].get(time_key)), str(entry[0].path)))[0] if candidates else None
 
 
-def base_folder(run: FinishedRun) -> Path:
+def base_model_folder(run: FinishedRun) -> Path:
     """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on;
     raises ModelError where it is gone, cannot be fetched, or holds other weights than those that the adapter was
     trained on."""
@@ -149,24 +149,24 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    now = base_weights_identity(run.config.model.name, None)["sha256"]
-    if recorded.get("sha256") not in (None, now):
-        weights = f"the weights in {run.config.model.name}"
-        raise ModelError(f"{weights} are not those that {run.folder.path} was trained on: put the base back")
+    current_digest = base_weights_identity(run.config.model.name, None)["sha256"]
+    if recorded.get("sha256") not in (None, current_digest):
+        weights_text = f"the weights in {run.config.model.name}"
+        raise ModelError(f"{weights_text} are not those that {run.folder.path} was trained on: put the base back")
 
 
-def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
+def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
     """The data of a run that are no longer those of its manifest, each in words."""
-    recorded, wrong = manifest.get("data") or {}, []
+    recorded, changes = manifest.get("data") or {}, []
     for part in loaded.runs:
         prefix = f"stage {part.stage_name} " if part.stage_name else ""
         for name, path in find_data_paths(part.config.data).named_paths():
-            was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
-            if was is None:
-                wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
-            elif source_digest(path) != was:
-                wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
-    return wrong
+            recorded_digest = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
+            if recorded_digest is None:
+                changes.append(f"data {prefix}{name}: the manifest does not record what {path} was")
+            elif source_digest(path) != recorded_digest:
+                changes.append(f"data {prefix}{name}: the content of {path} has changed since the run")
+    return changes
 
 
 def require_split(split: str | None, data: str | None) -> None:
@@ -178,34 +178,34 @@ def require_split(split: str | None, data: str | None) -> None:
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
 
 
-def text_only_of(run: FinishedRun) -> tuple[str, ...]:
+def language_model_notes(run: FinishedRun) -> tuple[str, ...]:
     """A line on a run that trained the language model of a larger class; none for others."""
     model = run.config.model
     try:
-        said = text_only_note(load_config_json(model.name, revision=model.revision))
+        class_note = text_only_note(load_config_json(model.name, revision=model.revision))
     except ModelError:  # the base is gone: a fully trained model needs it no more
         return ()
-    return (f"Class: {said}",) if said else ()
+    return (f"Class: {class_note}",) if class_note else ()
 
 
-def context_of(run: FinishedRun, model: str) -> tuple[int, str]:
+def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     """How many positions the model in a folder, or on the hub, has for a conversation, and what to say of the rows that
     it was trained on; empty where they were as long."""
-    trained, config = run.plan().max_seq_len, load_config_json(model)
+    trained_length, config = run.plan().max_seq_len, load_config_json(model)
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    positions = load_max_positions(model) or trained
+    positions = load_max_positions(model) or trained_length
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
         positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
-    rows = f"rows of training had at most {trained:,} tokens (model.max_seq_len)"
-    return positions, f"Context: the model's own {positions:,} positions; {rows}" if positions != trained else ""
+    rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
+    return positions, f"Context: the model's own {positions:,} positions; {rows_note}" if positions != trained_length else ""
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def translate_write_errors(path: Path) -> Iterator[None]:
     """Within it, what the operating system refuses of writing `path`, or beside it, is one message. Raises ConfigError
     where the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are."""
     try:
@@ -214,36 +214,36 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:
         reason = write_refusal(error)
-        if reason is None and isinstance(error, OSError) and _is_of(path, error.filename):
+        if reason is None and isinstance(error, OSError) and _is_path_error(path, error.filename):
             reason = error.strerror
         if reason is None:
             raise
         raise ConfigError(f"{one_line(str(path))} cannot be written: {reason}") from None
 
 
-def _is_of(path: Path, named: str | bytes | None) -> bool:
-    if named is None:
+def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
+    if filename is None:
         return False
-    other, whole = Path(os.fsdecode(named)).absolute(), path.absolute()
-    if whole.is_relative_to(other):
+    error_path, target = Path(os.fsdecode(filename)).absolute(), path.absolute()
+    if target.is_relative_to(error_path):
         return True
-    first = other.relative_to(whole.parent).parts[0] if other.is_relative_to(whole.parent) else ""
-    return first == whole.name or first.startswith(f".{whole.name}.")
+    first_part = error_path.relative_to(target.parent).parts[0] if error_path.is_relative_to(target.parent) else ""
+    return first_part == target.name or first_part.startswith(f".{target.name}.")
 
 
 @contextlib.contextmanager
-def built_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which takes its place once it is whole; else what was there stays. Raises
     ConfigError where the disk is full, or nothing can be written there."""
-    with writing(target), atomic.replace_path(target) as building:
+    with translate_write_errors(target), atomic.replace_path(target) as building:
         building.mkdir()
         yield building
 
 
-def require_space(folder: Path, needed: int, what: str) -> None:
-    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free; `what`
-    begins the message."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        there = f"{folder.parent} has {format_gib(free)} GiB free; name another disk: OUT=FOLDER"
-        raise ConfigError(f"{what} {format_gib(needed)} GiB and {there}")
+def require_space(folder: Path, needed_bytes: int, message_start: str) -> None:
+    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed_bytes` free;
+    `message_start` begins the message."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        remedy = f"{folder.parent} has {format_gib(free_bytes)} GiB free; name another disk: OUT=FOLDER"
+        raise ConfigError(f"{message_start} {format_gib(needed_bytes)} GiB and {remedy}")

@@ -127,7 +127,7 @@ def require_distinct_gpus(names: Sequence[str]) -> None:
 
 
 def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own_gpu_only: bool = False) -> Hardware:
-    """The machine as `world_size` ranks on `nodes` nodes like this one use it; `is_run_split`: each rank sees only
+    """The machine as `world_size` ranks on `nodes` nodes like this one use it; `is_own`: each rank sees only
     its own GPU, and those of the others are like it."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=nodes)

@@ -318,7 +318,7 @@ def build_candidate(
     keeps_masks: bool = False,
 ) -> Candidate:
     """One candidate with its predictions; `keeps_masks`: padded rows and packs come with a mask even where they need
-    none; `load_eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory
+    none; `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory
     than the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
     precision = inputs.layout_precision(layout)
     loss = loss or ("logits" if inputs.shape.has_custom_logits else "chunked")

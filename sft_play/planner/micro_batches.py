@@ -148,7 +148,7 @@ class AverageMicroSteps:
 @dataclass(frozen=True)
 class RowTokens:
     """Tokens of the training rows: mean, 95th percentile and longest, all after `limit` (model.max_seq_len) has cut or
-    left out what is longer; `held_out_metric` is the longest row that is evaluated, 0 without any."""
+    left out what is longer; `held_out` is the longest row that is evaluated, 0 without any."""
 
     mean: float
     p95: int

@@ -123,7 +123,7 @@ class TurnEnds:
     def end_of(self, own: str | None, following: str | None, *, is_last: bool, is_text: bool) -> TurnEnd | None:
         """The end of a turn: the text after its last piece, through its end; None where it has no end. `own` is what
         follows the piece in the conversation that stops with the turn (None: not found there), `following` in the one
-        that continues (None: it cannot be rendered). `is_last`: the turn is the last one of the row; `is_plain_text`: its
+        that continues (None: it cannot be rendered). `is_last`: the turn is the last one of the row; `is_text`: its
         last piece is an answer's text, not think text or a call."""
         if own is None:  # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
             return self._first_end(following or "")

@@ -137,7 +137,7 @@ _BIT_LIST = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> str:
     """The kind of a column that would be missed where it is not read, by the class of its name and value; "" where it
-    only describes its row. `is_plain_text`: the rows are plain text."""
+    only describes its row. `is_text`: the rows are plain text."""
     kinds, value = kinds_in_name(name), unpack_json(value, "[{")
     if not isinstance(value, (str, list, dict)) and not kinds:
         return ""

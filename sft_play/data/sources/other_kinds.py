@@ -37,7 +37,7 @@ _FLAG_WORDS = frozenset({"", "yes", "no", "true", "false", "none", "null", "nan"
 def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], *, is_text: bool) -> None:
     """Raises UnusableRow where a row that has the columns `required_columns` of a format is data of another kind.
 
-    `is_plain_text`: the format is plain text, which may have any label beside it.
+    `is_text`: the format is plain text, which may have any label beside it.
     """
     tag = next((key for key in PREFERENCE_TAGS if key in data and _is_unwanted(key, data[key])), None)
     if tag is not None and not is_text:

@@ -20,7 +20,7 @@ from sft_play.data.sources.raw import BadRow, RawRow, require_file, read_text_bl
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
-from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
+from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class InferResult(Outcome):
+class InferResult(RunCommandResult):
     """What `infer` wrote."""
 
     run: Path
@@ -66,7 +66,7 @@ class InferResult(Outcome):
 
     def lines(self) -> list[str]:
         resumed_note = f" ({self.resumed:,} were there already)" if self.resumed else ""
-        return [f"Answers: {self.prompts:,}{resumed_note}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
+        return [f"Answers: {self.prompts:,}{resumed_note}", f"Written to: {self.path}", next_command_line("eval", RUN=self.run)]
 
 
 def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
@@ -153,7 +153,7 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
     answered = _count_answered(answers_path, prompts, by)
     if answered < len(prompts):
         responder = Responder(run)
-        with writing(answers_path), answers_path.open("a", encoding="utf-8") as file:
+        with translate_write_errors(answers_path), answers_path.open("a", encoding="utf-8") as file:
             for offset in range(answered, len(prompts), _CHUNK_PROMPTS):
                 chunk = prompts[offset : offset + _CHUNK_PROMPTS]
                 prompt_ids = [responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk]
@@ -172,7 +172,7 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], by: str) -> int:
     another file."""
     file_label = f"OUTPUT={one_line(str(answers_path))}"
     if not answers_path.exists():
-        with writing(answers_path):
+        with translate_write_errors(answers_path):
             answers_path.parent.mkdir(parents=True, exist_ok=True)
         return 0
     require_file(answers_path)

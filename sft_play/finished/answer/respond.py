@@ -18,7 +18,7 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.evaluate.score import compute_dtype
-from sft_play.finished.load import load_as_trained, renderer_of
+from sft_play.finished.load import load_trained_model, build_run_renderer
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (
@@ -52,8 +52,8 @@ class Responder:
     def __init__(self, run: FinishedRun, model: Any = None) -> None:
         self.run = run
         self.tokenizer = load_tokenizer(run.config).tokenizer
-        self.model = load_as_trained(run) if model is None else model
-        self.renderer = renderer_of(run, self.tokenizer)
+        self.model = load_trained_model(run) if model is None else model
+        self.renderer = build_run_renderer(run, self.tokenizer)
         self._is_plain_text = run.config.task_mode == "cpt"
         self.stop_ids = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model))
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, allowed_host_names
-from sft_play.finished.run import FinishedRun, Outcome, context_of, next_line
+from sft_play.finished.run import FinishedRun, RunCommandResult, describe_context_window, next_command_line
 from sft_play.log import one_line
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
@@ -40,7 +40,7 @@ _POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class ServedEndpoint(Outcome):
+class ServedEndpoint(RunCommandResult):
     """An endpoint that answers."""
 
     run: Path
@@ -68,13 +68,13 @@ class ServedEndpoint(Outcome):
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
             f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
             *([self.context] if self.context else []),
-            f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
+            f"Ctrl-C ends it. {next_command_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
 
 def _client_notes(run: FinishedRun, model: str) -> str:
     """What clients should know of how the run was trained; empty where there is nothing."""
-    notes = [context_of(run, model)[1]]
+    notes = [describe_context_window(run, model)[1]]
     if run.config.data.style.system:
         notes.append("System prompt: rows of training had that of data.style.system, and requests bring their own")
     return "; ".join(filter(None, notes))

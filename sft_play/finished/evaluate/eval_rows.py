@@ -10,7 +10,7 @@ from sft_play.data.build.splits import Split
 from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
+from sft_play.finished.load import evenly_spaced_indices, build_run_renderer, build_run_splits
 from sft_play.finished.run import FinishedRun, require_split
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, build_questions
@@ -56,13 +56,13 @@ def load_eval_rows(run: FinishedRun, *, split: str | None, data: str | None, lim
         name, split_rows = _run_split(run, tokenizer, split)
         trained_on = split_rows.report.shared.get("train", 0)
     split_size = len(split_rows.rows)
-    row_indices = evenly_spaced(split_size, limit or split_size)
+    row_indices = evenly_spaced_indices(split_size, limit or split_size)
     questions = _select_questions(run, tokenizer, split_rows, set(row_indices)) if needs_questions else []
     return EvalRows(name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on)
 
 
 def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
-    splits = splits_of(run, run.config, tokenizer)
+    splits = build_run_splits(run, run.config, tokenizer)
     available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not available:
         reason = f"{run.folder.path} was trained without validation or test rows"
@@ -94,7 +94,7 @@ def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int
     if run_paths is None and config.task_mode == "cpt_mixed":
         config = config.model_copy(update={"task_mode": "sft"})
     try:
-        splits = splits_of(run, config, tokenizer)
+        splits = build_run_splits(run, config, tokenizer)
     except DataError as error:
         raise DataError(str(error).replace("data.test_path" if run_paths else "data.train_path", "DATA")) from error
     if splits.test is None:
@@ -105,7 +105,7 @@ def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int
 def _select_questions(run: FinishedRun, tokenizer: Any, split: Split, row_indices: set[int]) -> list[QuestionRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
     chats = {row_index: split.chats[chat_index] for chat_index, row_index in enumerate(split.chats.rows) if row_index in row_indices}
-    questions = build_questions([*chats.values()], renderer_of(run, tokenizer), tokenizer)
+    questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
     return [
         QuestionRow(row_index, question, tuple(chat.messages[:-1]))
         for (row_index, chat), question in zip(chats.items(), questions, strict=True)

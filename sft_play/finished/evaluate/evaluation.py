@@ -27,8 +27,8 @@ from sft_play.finished.evaluate.figures import (
 )
 from sft_play.finished.evaluate.harness import TaskComparison, HarnessTasks, find_tasks, run_tasks, compare_tasks
 from sft_play.finished.evaluate.score import eval_batch_tokens, compute_dtype, score_rows
-from sft_play.finished.load import continued_by, of_each_model
-from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
+from sft_play.finished.load import find_continued_adapter, measure_both_models
+from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -40,7 +40,7 @@ ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
 
 
 @dataclass(frozen=True)
-class Evaluation(Outcome):
+class Evaluation(RunCommandResult):
     """What `make eval` measured, and where it is written."""
 
     run: Path
@@ -97,7 +97,7 @@ class Evaluation(Outcome):
         for task in self.tasks:
             lines += task.lines(base_label=self.base_label)
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", next_line("ship", RUN=self.run)]
+        return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
 
     def _rows_lines(self) -> list[str]:
         rows = self.rows
@@ -137,7 +137,7 @@ def evaluate_run(
         _require_answers(rows, metrics, chosen_metrics)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
     base_metrics, tuned_metrics = _evaluate_models(run, rows, chosen_metrics, tasks=chosen_tasks, limit=limit, max_new_tokens=max_answer_tokens)
-    comparisons, continued_adapter = compare_metrics(rows, chosen_metrics, base_metrics, tuned_metrics) if rows else (), continued_by(run)
+    comparisons, continued_adapter = compare_metrics(rows, chosen_metrics, base_metrics, tuned_metrics) if rows else (), find_continued_adapter(run)
     summary_fields = {
         "by": {"weights": base_weights_identity(str(run.weights), None)["sha256"], "max_new_tokens": max_answer_tokens,
                "resamples": BOOTSTRAP_RESAMPLES, "seed": BOOTSTRAP_SEED},
@@ -150,9 +150,9 @@ def evaluate_run(
     )
     if rows:
         rows_jsonl = _rows_jsonl(run, rows, base_metrics, tuned_metrics)
-        with writing(rows_path):
+        with translate_write_errors(rows_path):
             write_text(rows_path, rows_jsonl)
-    with writing(path):
+    with translate_write_errors(path):
         write_json(path, evaluation.as_json())
     return evaluation
 
@@ -195,17 +195,17 @@ def _evaluate_models(
     limit: int | None,
     max_new_tokens: int,
 ) -> tuple[ModelMetrics, ModelMetrics]:
-    def evaluate_model(whose: str, model: Any) -> ModelMetrics:
+    def evaluate_model(model_label: str, model: Any) -> ModelMetrics:
         scores, answers, responder = [], [], Responder(run, model)
         if rows is not None:
-            logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.row_indices):,}")
+            logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
             scores = score_rows(model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run))
             questions = [question_row.question for question_row in rows.questions]
-            answers = [answer.text for answer in responder.answers(questions, max_new_tokens=max_new_tokens, model_label=whose)]
+            answers = [answer.text for answer in responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)]
         task_results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return ModelMetrics(scores, answers, _metric_values(rows, metrics, answers), task_results)
 
-    return of_each_model(run, evaluate_model)
+    return measure_both_models(run, evaluate_model)
 
 
 def _metric_values(rows: EvalRows | None, metrics: Sequence[Metric], answers: Sequence[str]) -> dict[str, list[float]]:

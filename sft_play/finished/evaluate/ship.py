@@ -28,8 +28,8 @@ from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, comput
 from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_merged_model
-from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
-from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
+from sft_play.finished.load import HeldOutRows, find_continued_adapter, evenly_spaced_indices, load_held_out_rows, measure_both_models, build_run_renderer
+from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.runs.locking import lock_run
 from sft_play.runs.manifest import installed_versions
@@ -57,7 +57,7 @@ LabelledRow = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class ShipResult(Outcome):
+class ShipResult(RunCommandResult):
     """A verdict with its evidence, as it is written to ship.json."""
 
     run: Path
@@ -81,7 +81,7 @@ class ShipResult(Outcome):
     def lines(self) -> list[str]:
         next_command = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
         evidence = rule.format_evidence(self.verdict, self.provenance.get("before"))
-        return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*next_command, RUN=self.run)]
+        return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_command_line(*next_command, RUN=self.run)]
 
 
 def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
@@ -92,7 +92,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
     thresholds = rule.Thresholds()
     if tolerance is not None:
         thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
-    sample, continued_adapter = general_sample(), continued_by(run)
+    sample, continued_adapter = general_sample(), find_continued_adapter(run)
     provenance: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sample": {"version": GENERAL_SAMPLE_VERSION, "sha256": sample.sha256},
@@ -112,7 +112,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         if not rule.judge_evidence(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
         result = ShipResult(run.folder.path, evidence, thresholds, rule.judge_evidence(evidence, thresholds), provenance)
-        with writing(run.folder.path / SHIP_FILE):
+        with translate_write_errors(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, result.as_json())
     return result
 
@@ -126,8 +126,8 @@ class _ShipMeasurement:
         config = run.config
         self.run = run
         tokenizer = load_tokenizer(config).tokenizer
-        renderer = renderer_of(run, tokenizer)
-        self.held_out_rows = held_out(run)
+        renderer = build_run_renderer(run, tokenizer)
+        self.held_out_rows = load_held_out_rows(run)
         split = "" if self.held_out_rows.name == "train" else self.held_out_rows.name
         self.rows, left_out = distinct_rows(self.held_out_rows, max_rows) if split else ([], 0)
         placeholder_scores = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
@@ -153,7 +153,7 @@ class _ShipMeasurement:
             "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
             len(self.rows), self.task.split, len(self.questions), len(self.general_texts) + len(self.general_chats),
         )  # fmt: skip
-        (base_scores, right_base), (tuned_scores, right_tuned) = of_each_model(self.run, self._measure_model)
+        (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(self.run, self._measure_model)
         text_losses = _row_losses(base_scores["text"], tuned_scores["text"], self.general_texts)
         chat_losses = _row_losses(base_scores["chats"], tuned_scores["chats"], self.general_chats)
         losses = _row_losses(base_scores["task"], tuned_scores["task"], self.rows)
@@ -173,10 +173,10 @@ class _ShipMeasurement:
         return scores, tuple(answer.is_correct for answer in answers)
 
 
-def distinct_rows(held_out_rows: HeldOut, count: int) -> tuple[list[LabelledRow], int]:
+def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
     # more are read than are wanted, since some may be repeated; at most so many, since each is compared
-    candidate_indices = evenly_spaced(len(held_out_rows.split.rows), 4 * count)
+    candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
     trained_digests, distinct = set(held_out_rows.train.report.digests), {}
     for index in candidate_indices:
         row = held_out_rows.split.rows[index]
@@ -184,7 +184,7 @@ def distinct_rows(held_out_rows: HeldOut, count: int) -> tuple[list[LabelledRow]
         if digest not in trained_digests:
             distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(distinct.values())
-    return [rows[index] for index in evenly_spaced(len(rows), count)], len(candidate_indices) - len(rows)
+    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(candidate_indices) - len(rows)
 
 
 def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[LabelledRow]) -> rule.Losses:

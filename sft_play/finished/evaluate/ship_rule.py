@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
-from sft_play.finished.run import Outcome
+from sft_play.finished.run import RunCommandResult
 from sft_play.log import one_line
 
 # Of ship.json, which holds evidence and thresholds as they are here.
@@ -331,7 +331,7 @@ def _judge_merge(merge: MergeEvidence) -> ShipCheck:
 
 
 @dataclass(frozen=True)
-class ReplayResult(Outcome):
+class ReplayResult(RunCommandResult):
     """A verdict that was computed again from its file."""
 
     path: Path

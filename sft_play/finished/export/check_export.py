@@ -24,8 +24,8 @@ from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts, common_prefix_length
-from sft_play.finished.load import held_out, load_as_trained, this_device
-from sft_play.finished.run import FinishedRun, Outcome
+from sft_play.finished.load import load_held_out_rows, load_trained_model, default_device
+from sft_play.finished.run import FinishedRun, RunCommandResult
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import sdpa
@@ -60,7 +60,7 @@ class AnswerComparison:
 
 
 @dataclass(frozen=True)
-class ExportTest(Outcome):
+class ExportTest(RunCommandResult):
     """What the comparison found."""
 
     run: Path
@@ -102,7 +102,7 @@ def export_test(
     quiet_libraries()
     model = whole_model_folder(run, is_locked=False)
     prompts = EnginePrompts(run, model)
-    held_out_rows = held_out(run)
+    held_out_rows = load_held_out_rows(run)
     row_prompts = prompts.row_prompts(held_out_rows.split, rows)
     prompt_source = held_out_rows.name if row_prompts else "test conversations"  # of training rows only the tokens are kept
     plan, paired_prompts = run.plan(), row_prompts or prompts.probe_prompts()[:rows]
@@ -154,7 +154,7 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     sdpa.enable_cudnn(enabled=False)
     try:
         gguf_model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": this_device()},
+            str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": default_device()},
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
@@ -203,7 +203,7 @@ def _prompt_checks(
 def _compare_with_trained(
     run: FinishedRun, measure: Callable[[Any], _ModelOutput], rows: Sequence[Any], output: _ModelOutput, tensor_types: set[str]
 ) -> tuple[AnswerComparison, float | None]:
-    model = load_as_trained(run)
+    model = load_trained_model(run)
     trained, base_divergence = measure(model), None
     if run.is_adapter:
         with model.disable_adapter():

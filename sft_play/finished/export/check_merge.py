@@ -17,8 +17,8 @@ import torch
 
 from sft_play.finished.export.merge import record_merge_test
 from sft_play.finished.export.places import MERGED_FOLDER, require_merged
-from sft_play.finished.load import evenly_spaced, held_out, load_as_trained, load_folder
-from sft_play.finished.run import FinishedRun, Outcome, next_line
+from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, load_trained_model, load_model_folder
+from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -42,7 +42,7 @@ _MAX_KL_LIMIT = {
 
 
 @dataclass(frozen=True)
-class MergeTest(Outcome):
+class MergeTest(RunCommandResult):
     """What the comparison found. Divergences are means over trained positions, in nats; losses are means over rows."""
 
     run: Path
@@ -73,11 +73,11 @@ class MergeTest(Outcome):
             f"Verdict: {verdict}",
         ]
         if not self.ok:
-            again = next_line("merge", "FORCE=1", RUN=self.run)
+            again = next_command_line("merge", "FORCE=1", RUN=self.run)
             return [*lines, f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"]
         if self.path != self.run / MERGED_FOLDER:
             return [*lines, f"Next: vllm serve {shlex.quote(str(self.path))}"]
-        return [*lines, next_line("serve", "ENGINE=vllm", RUN=self.run)]
+        return [*lines, next_command_line("serve", "ENGINE=vllm", RUN=self.run)]
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS) -> MergeTest:
@@ -88,9 +88,9 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     require_merged(run, target)
     require_unchanged(target)
     quiet_libraries()
-    held_out_rows = held_out(run)
+    held_out_rows = load_held_out_rows(run)
     sample_rows = evenly_spaced_rows(held_out_rows.split.rows, rows)
-    model = load_as_trained(run)
+    model = load_trained_model(run)
     adapter_log_probs = log_probs(model, sample_rows)
     with model.disable_adapter():
         base_log_probs = log_probs(model, sample_rows)
@@ -100,7 +100,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     free_memory()
     base_divergence, base_loss = mean_divergence(adapter_log_probs, base_log_probs), mean_loss(base_log_probs)
     del base_log_probs
-    merged_model = load_folder(target)
+    merged_model = load_model_folder(target)
     dtypes.add(str(merged_model.dtype))
     merged_log_probs = log_probs(merged_model, sample_rows)
     del merged_model
@@ -136,7 +136,7 @@ RowLogProbs = tuple[torch.Tensor, torch.Tensor]
 
 def evenly_spaced_rows(rows: Any, count: int) -> list[dict[str, list[int]]]:
     """At most `count` rows, evenly spaced."""
-    return [rows[index] for index in evenly_spaced(len(rows), count)]
+    return [rows[index] for index in evenly_spaced_indices(len(rows), count)]
 
 
 @torch.no_grad()

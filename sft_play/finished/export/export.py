@@ -45,16 +45,16 @@ from sft_play.finished.export.places import (
 )
 from sft_play.finished.export.pre_tokenizers import probe_texts, matching_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import MAX_CHECKED_ROWS, PairedPrompt, EnginePrompts, write_generation_config
-from sft_play.finished.load import held_out
+from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import (
     FinishedRun,
-    Outcome,
-    base_folder,
-    built_folder,
-    context_of,
-    next_line,
+    RunCommandResult,
+    base_model_folder,
+    staged_folder,
+    describe_context_window,
+    next_command_line,
     require_space,
-    text_only_of,
+    language_model_notes,
 )
 from sft_play.runs.files import read_json, write_json
 from sft_play.training.checkpoints.tensor_files import open_tensors, weight_files
@@ -69,7 +69,7 @@ _MAX_F16 = 65_504.0
 
 
 @dataclass(frozen=True)
-class ExportResult(Outcome):
+class ExportResult(RunCommandResult):
     """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
 
     run: Path
@@ -101,10 +101,10 @@ class ExportResult(Outcome):
         lines += [f"Serve: {command}" for command in self.commands]
         out_variable = {} if self.path == self.run / EXPORT_FOLDER / self.format else {"OUT": self.path}
         if self.file is not None:
-            return [*lines, next_line("export-test", RUN=self.run, **out_variable)]
+            return [*lines, next_command_line("export-test", RUN=self.run, **out_variable)]
         if self.merge is not None:
-            return [*lines, next_line("merge-test", RUN=self.run)]
-        return [*lines, next_line("push", "REPO=user/name", RUN=self.run)]
+            return [*lines, next_command_line("merge-test", RUN=self.run)]
+        return [*lines, next_command_line("push", "REPO=user/name", RUN=self.run)]
 
 
 def export_run(
@@ -131,7 +131,7 @@ def export_run(
         raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
     converter = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = whole_model_folder(run, is_locked=True)
-    with built_folder(target) as building:
+    with staged_folder(target) as building:
         if converter is None:
             result = _write_folder(run, model_folder, building, target)
         else:
@@ -142,7 +142,7 @@ def export_run(
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(building / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
-    notes, seconds = (*text_only_of(run), *result.notes), round(time.monotonic() - start_time, 2)
+    notes, seconds = (*language_model_notes(run), *result.notes), round(time.monotonic() - start_time, 2)
     return with_changes(result, notes=notes, merge=describe_merge(model_folder), wall_s=seconds)
 
 
@@ -153,7 +153,7 @@ def _write_folder(run: FinishedRun, model_folder: Path, building: Path, target: 
             _link_or_copy(file, building / file.name)
     write_generation_config(run, prompts.tokenizer, model_folder, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    positions, context_note = context_of(run, str(model_folder))
+    positions, context_note = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
     command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
     return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), (context_note,) if context_note else ())
@@ -190,7 +190,7 @@ def _write_gguf(
     vocabulary, pre_tokenizer = _converter_vocabulary(prompts, converter)
     modelfile_notes: tuple[str, ...] = ()
     if format == "ollama":
-        positions, context_note = context_of(run, str(model_folder))
+        positions, context_note = describe_context_window(run, str(model_folder))
         text, modelfile_notes = build_modelfile(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions)
         modelfile_notes += (context_note,) if context_note else ()
         (building / "Modelfile").write_text(text, encoding="utf-8")
@@ -273,7 +273,7 @@ def _stage_model(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) ->
 
 def _tokenizer_folder(run: FinishedRun, model: Path) -> Path:
     try:
-        return base_folder(run)
+        return base_model_folder(run)
     except ModelError:
         if run.is_adapter:
             raise
@@ -313,7 +313,7 @@ def _check_gguf(run: FinishedRun, file: Path, prompts: EnginePrompts, converter:
 def _check_prompts(run: FinishedRun, prompts: EnginePrompts) -> list[PairedPrompt]:
     probe_prompts = prompts.probe_prompts()
     try:
-        return [*prompts.row_prompts(held_out(run).split, MAX_CHECKED_ROWS), *probe_prompts]
+        return [*prompts.row_prompts(load_held_out_rows(run).split, MAX_CHECKED_ROWS), *probe_prompts]
     except DataError as error:
         logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
         return probe_prompts

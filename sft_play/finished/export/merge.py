@@ -36,12 +36,12 @@ from sft_play.finished.export.places import (
 from sft_play.finished.export.prompts import write_generation_config
 from sft_play.finished.run import (
     FinishedRun,
-    Outcome,
-    base_folder,
-    built_folder,
-    next_line,
+    RunCommandResult,
+    base_model_folder,
+    staged_folder,
+    next_command_line,
     require_space,
-    text_only_of,
+    language_model_notes,
 )
 from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
@@ -60,7 +60,7 @@ MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 @dataclass(frozen=True)
-class MergeResult(Outcome):
+class MergeResult(RunCommandResult):
     """What `merge_run` wrote."""
 
     run: Path
@@ -86,7 +86,7 @@ class MergeResult(Outcome):
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
         lines.append(f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
         out_variable = {} if self.path == self.run / MERGED_FOLDER else {"OUT": self.path}
-        return [*lines, next_line("merge-test", RUN=self.run, **out_variable)]
+        return [*lines, next_command_line("merge-test", RUN=self.run, **out_variable)]
 
 
 def merge_run(
@@ -107,10 +107,10 @@ def merge_run(
     target = out or run.folder.path / MERGED_FOLDER
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
-    base_files = base_folder(run)
+    base_files = base_model_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
     merged_weights = MergedWeights(adapted, base_files, MERGE_DTYPES[dtype] if dtype else None)
-    with built_folder(target) as building:
+    with staged_folder(target) as building:
         require_space(building, merged_weights.max_bytes, "the merged model needs")
         merged_weights.write(building, file_bytes)
         stop_ids = _write_configs(adapted, base_files, building, merged_weights.dtype)
@@ -122,7 +122,7 @@ def merge_run(
         write_json(building / MERGE_FILE, record)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
-    notes = [*text_only_of(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
+    notes = [*language_model_notes(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
     if dtype_name != "fp32" and any(holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()):
         notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to it; "
                      "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip

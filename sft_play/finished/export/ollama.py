@@ -1,7 +1,8 @@
 """An Ollama Modelfile: the chat template of training, written again in Go's template language, and checked.
 
 Ollama does not run the template inside a GGUF. Its own is written from what the chat template writes around probe texts
-(`learn_template_parts`), and what Ollama makes of conversations with it has to be the chat template's text, character by character.
+(`learn_template_parts`), and what Ollama makes of conversations with it has to be the chat template's text, character
+by character.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.models.architecture import base_weights_identity
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, next_command_line
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 
@@ -72,13 +72,13 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     require_unchanged(folder)
     record = read_merge_record(folder)
     test = record.get("test") or {}
-    merge_command = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
+    merge_command = next_command_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
     if test and not test.get("ok"):
         divergence = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
         reason = f"merge-test found it {divergence}; {merge_command} merges into what was trained"
         raise RunFolderError(f"{folder} is not the trained model: {reason}")
     if not test and record.get("base") == "original":
-        test_command = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
+        test_command = next_command_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
         explanation = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
         raise RunFolderError(f"{explanation}: {test_command} compares the two; {merge_command} merges into what was trained")
 

@@ -18,7 +18,7 @@ from sft_play.data.build.splits import Split
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
-from sft_play.finished.load import evenly_spaced, renderer_of
+from sft_play.finished.load import evenly_spaced_indices, build_run_renderer
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
@@ -52,7 +52,7 @@ class EnginePrompts:
         self._run, self._model = run, model
         self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.config.model.trust_remote_code)
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
-        self._renderer = renderer_of(run, self._training_tokenizer)
+        self._renderer = build_run_renderer(run, self._training_tokenizer)
         self.is_plain_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today
         self.end_of_turn = "" if self.is_plain_text else self._renderer.turns().ends.end_of_turn
@@ -92,9 +92,9 @@ class EnginePrompts:
     def row_prompts(self, split: Split, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_plain_text:
-            rows = (split.rows[index]["input_ids"] for index in evenly_spaced(len(split.rows), count))
+            rows = (split.rows[index]["input_ids"] for index in evenly_spaced_indices(len(split.rows), count))
             return [self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
-        chats = (split.chats[index] for index in evenly_spaced(len(split.chats), count))
+        chats = (split.chats[index] for index in evenly_spaced_indices(len(split.chats), count))
         return [pair for chat in chats for pair in [self._chat_prompt(chat)] if pair is not None]
 
     def probe_prompts(self) -> list[PairedPrompt]:
@@ -166,4 +166,4 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
 
 def stop_tokens(run: FinishedRun, tokenizer: Any, base_stop_ids: EosTokenIds) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    return stop_ids(run.config.task_mode, tokenizer, renderer_of(run, tokenizer), base_stop_ids)
+    return stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), base_stop_ids)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_merged_model, require_faithful_merge
-from sft_play.finished.run import FinishedRun, Outcome, next_line
+from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.units import format_size
@@ -64,7 +64,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class PushResult(Outcome):
+class PushResult(RunCommandResult):
     """What `push` uploaded."""
 
     upload: Upload
@@ -83,14 +83,14 @@ class PushResult(Outcome):
         access = "private" if upload.is_private else "public"
         return [
             f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
-            next_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
+            next_command_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
         ]
 
 
 def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
     """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
-    adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking (`is_confirmed`).
-    Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it, or a file names a
+    adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking
+    (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it, or a file names a
     path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
 

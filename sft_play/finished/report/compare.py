@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.diagnose.pages import build_table, render_lines
 from sft_play.errors import ConfigError
-from sft_play.finished.listing import best_checkpoint
+from sft_play.finished.listing import find_best_checkpoint
 from sft_play.finished.report.charts import COLOURS, Chart, Curve, ChartError, draw_charts, plot_as_text
 from sft_play.finished.report.page import ReportSection, ReportTable, render_page, write_page
 from sft_play.finished.report.record import (
@@ -21,7 +21,7 @@ from sft_play.finished.report.record import (
     settings_by_path,
     mean_tokens_per_s,
 )
-from sft_play.finished.run import Outcome, next_line
+from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.units import format_duration, format_size
@@ -48,7 +48,7 @@ class ResultRow:
 
 
 @dataclass(frozen=True)
-class Comparison(Outcome):
+class Comparison(RunCommandResult):
     """Runs beside each other. `differing`: the values of all runs by what differs; None where a run has none."""
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Comparison(Outcome):
             "runs": [
                 {"name": name, "path": str(record.folder.path), "status": record.status}
                 | {result.key: result.values[index] for result in self.results}
-                | best_checkpoint(record.folder)
+                | find_best_checkpoint(record.folder)
                 for index, (name, record) in enumerate(zip(self.names, self.records, strict=True))
             ],
             "differing": {key: list(values) for key, values in self.differences.items()},
@@ -84,7 +84,7 @@ class Comparison(Outcome):
             lines += [*render_lines(build_table(["differs", *headers], difference_rows, text_columns=left_columns)), ""]
         lines += [*render_lines(build_table(["result", *headers], result_rows, text_columns=(0,))), ""]
         first = self.records[0].folder.path
-        return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]
+        return [*lines, f"Written to: {self.path}", next_command_line("report", RUN=first)]
 
 
 def compare_runs(folders: Sequence[RunFolder], *, path: Path) -> Comparison:

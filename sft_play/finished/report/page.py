@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.finished.run import writing
+from sft_play.finished.run import translate_write_errors
 from sft_play.log import escape_control, one_line, redact, secret_values
 from sft_play.runs.files import write_text
 
@@ -88,5 +88,5 @@ def write_page(path: Path, text: str) -> None:
     """Write a page aside and rename it; raises ConfigError where it cannot be written."""
     if path.is_dir():
         raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
-    with writing(path):
+    with translate_write_errors(path):
         write_text(path, text)

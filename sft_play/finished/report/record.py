@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.options import all_options
-from sft_play.finished.listing import Status, best_of, status_of
+from sft_play.finished.listing import RunStatus, find_best_evaluation, run_status
 from sft_play.runs.files import read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB, format_duration, format_size
@@ -79,7 +79,7 @@ class RunRecord:
     """A run as its folder tells it."""
 
     folder: RunFolder
-    status: Status
+    status: RunStatus
     manifest: dict[str, Any]
     settings: dict[str, Any]
     summary: dict[str, Any]
@@ -139,7 +139,7 @@ def read_record(folder: RunFolder) -> RunRecord:
     parts = [_read_part(folder.stage_folder(name), metrics) for name in stages if folder.stage_folder(name).path.is_dir()]
     summary, warnings = read_summary(folder.path), tuple(_read_warnings(folder.log_path))
     parts = parts or [_read_part(folder, metrics)]
-    return RunRecord(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
+    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
 
 
 # What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss.
@@ -210,7 +210,7 @@ def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
         for name in ("eval_loss", "eval_exact_match")
         for _, value in record.curve(name)
     ]
-    best = best_of(evaluations, record.summary)
+    best = find_best_evaluation(evaluations, record.summary)
     if best is not None and not isinstance(record.summary.get("after"), dict):
         suffix = f" of {best[2]:,} rows" if best[2] else ""
         lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{suffix}"))

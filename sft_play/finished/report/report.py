@@ -26,7 +26,7 @@ from sft_play.finished.report.record import (
     read_record,
     settings_by_path,
 )
-from sft_play.finished.run import Outcome, next_line
+from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.units import format_duration, format_size
@@ -38,7 +38,7 @@ REPORT_FILE = "report.html"
 
 
 @dataclass(frozen=True)
-class RunReport(Outcome):
+class RunReport(RunCommandResult):
     """A report that was written."""
 
     record: RunRecord
@@ -62,7 +62,7 @@ class RunReport(Outcome):
             f"Run {self.record.name}: {metrics}",
             *([f"Warnings in the log: {warning_count}"] if warning_count else []),
             f"Written to: {self.path}",
-            f"{next_line('compare', RUNS=f'{self.record.folder.path} OTHER')} shows it beside another run",
+            f"{next_command_line('compare', RUNS=f'{self.record.folder.path} OTHER')} shows it beside another run",
         ]
 
 
