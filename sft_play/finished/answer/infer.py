@@ -179,7 +179,7 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], by: str) -> int:
     # a process that was killed may have left half a line, or half a character of one
     content = answers_path.read_bytes()
     complete_lines = content[: content.rfind(b"\n") + 1]
-    lines = complete_lines.decode("utf-8", "replace").split("\n")[:-1]  # splitlines() would also split at U+2028 inside an answer
+    lines = complete_lines.decode("utf-8", "replace").split("\n")[:-1]  # not at U+2028
     if len(lines) > len(prompts):
         raise DataError(f"{file_label} has {len(lines)} answers, and INPUT {len(prompts)} prompts")
     for line_number, (line, prompt) in enumerate(zip(lines, prompts, strict=False), start=1):

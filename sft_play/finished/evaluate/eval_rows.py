@@ -87,7 +87,7 @@ def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int
         reason = "whether rows of DATA= were trained on is not known"
         logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), reason)
         run_paths = None
-    data_settings: dict[str, Any] = {"test_path": data}  # beside the training rows, so that what it shares with them is counted
+    data_settings: dict[str, Any] = {"test_path": data}  # shared rows are counted
     if run_paths is None:
         data_settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
     config = run.config.model_copy(update={"data": run.config.data.model_copy(update=data_settings)})

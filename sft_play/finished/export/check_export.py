@@ -104,7 +104,7 @@ def export_test(
     prompts = EnginePrompts(run, model)
     held_out_rows = load_held_out_rows(run)
     row_prompts = prompts.row_prompts(held_out_rows.split, rows)
-    prompt_source = held_out_rows.name if row_prompts else "test conversations"  # of training rows only the tokens are kept
+    prompt_source = held_out_rows.name if row_prompts else "test conversations"  # training rows have no text
     plan, paired_prompts = run.plan(), row_prompts or prompts.probe_prompts()[:rows]
     # a prompt that fills the run's rows leaves no room for an answer
     paired_prompts = [pair for pair in paired_prompts if len(pair.ids) < plan.max_seq_len]
@@ -146,7 +146,7 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
     config = prepare_text_config(AutoConfig.from_pretrained(folder))  # a GGUF holds the language model
-    config.get_text_config().vocab_size = embedding_rows  # the converter may leave out rows that only pad the embeddings
+    config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
     if config.model_type in _LLAMA_COMPATIBLE:
         settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}

@@ -90,7 +90,7 @@ class MergedWeights:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
         for target, joined_tensor in self._joined_tensors.items():
-            if joined_tensor.is_joined_in_ram and set(joined_tensor.keys) <= tensors.keys():  # where these would need their data
+            if joined_tensor.is_joined_in_ram and set(joined_tensor.keys) <= tensors.keys():  # needs data
                 tensors[target] = joined_tensor.join({key: tensors.pop(key) for key in joined_tensor.keys})
         model_class, extra = type(adapted.base_model), set(tensors) - set(self._base_facts)
         config = copy.deepcopy(adapted.base_model.config)

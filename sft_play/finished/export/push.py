@@ -90,8 +90,8 @@ class PushResult(RunCommandResult):
 def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
     """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
     adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking
-    (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it, or a file names a
-    path; RunFolderError where there is no merged model."""
+    (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it,
+    or a file names a path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
 
     repo_name = require_repo_name(repo)

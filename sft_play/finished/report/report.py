@@ -89,7 +89,7 @@ def reporting(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if _manifest_state(folder) != state_before:  # a run that was refused leaves an earlier one's manifest, and its report, alone
+        if _manifest_state(folder) != state_before:  # a refused run leaves an earlier report alone
             report_at_end(folder)
 
 
@@ -252,7 +252,7 @@ def _data_section(manifest: Mapping[str, Any]) -> ReportSection:
             f"{trained_tokens:,}{share}",
         ))  # fmt: skip
         digest = f"\nsha256 {facts['sha256']}" if facts.get("sha256") else ""
-        counts = {key: value for key, value in row_report.items() if value not in (0, 0.0, {}, None, "")}  # what happened
+        counts = {key: value for key, value in row_report.items() if value not in (0, 0.0, {}, None, "")}
         text = "\n".join(f"{key}: {_format_value(value)}" for key, value in counts.items())
         folded.append((f"{name}: {facts.get('path') or row_report.get('source')}", f"{text}{digest}"))
     headers = ("rows of", "kept", "left out", "cut", "tokens", "trained")
